@@ -147,9 +147,10 @@ class DataConfig:
     validation_split_name: str | None = option(
         None, "Split to evaluate on. Default: 'validation' where there is one, else a share of the training problems."
     )
-    validation_fraction: float = option(
-        0.01,
-        "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none.",
+    validation_fraction: float | None = option(
+        None,
+        "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none. "
+        "Default: 0.01, but at least 100 rows, or a tenth of fewer than 1,000.",
     )
     num_of_samples: int | None = option(None, "Use only the first rows of the split, this many (default: all).")
     streaming: bool = option(

@@ -27,7 +27,15 @@ from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.prompt import ColumnForm, describe_prompt_form, detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, StreamedRows, StreamSequences, sequence_readers
-from llm_fp8.data.split import ANSWER_COLUMN, Problem, check_answer_column, choose_problems, held_out_mask, is_held_out
+from llm_fp8.data.split import (
+    ANSWER_COLUMN,
+    DEFAULT_FRACTION,
+    Problem,
+    check_answer_column,
+    choose_problems,
+    held_out_mask,
+    is_held_out,
+)
 from llm_fp8.data.tokenise import (
     FIGURES,
     DataReport,
@@ -36,6 +44,7 @@ from llm_fp8.data.tokenise import (
     TokeniseOptions,
     arrow_table,
     cache_key,
+    content_key,
     document_reader,
     tokenise,
     tokenise_rows,
@@ -68,6 +77,8 @@ class PreparedData:
         lines, report = [self.description], self.report
         if report.num_rows_read:  # a stream has not been read yet
             lines.append(f"  {report.summary()}")
+            if (warning := report.warning()) is not None:
+                lines.append(f"  {warning}")
         if report.padding_efficiency is not None:
             lines.append(
                 f"  {report.num_tokens} tokens, {report.num_supervised_tokens} of them supervised, in "
@@ -210,7 +221,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     if job.validation is None:
         held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
         eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
-        eval_from = f"{data.validation_fraction:.2%} of its problems" if len(eval_set) else "nothing"
+        eval_from = f"{len(eval_set) / used.sum():.2%} of it" if len(eval_set) else "nothing"
     else:
         eval_rows, eval_figures = _tokenise(job, job.validation, eval_source)
         eval_used = eval_figures["length"] > 0
@@ -237,7 +248,7 @@ def _prepare_map(job: _Job) -> PreparedData:
             )
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
-    identity = job.identify(rows._fingerprint, job.validation is None and data.validation_fraction)
+    identity = job.identify(content_key(figures["document_key"][train_set]))
     sequences = MapSequences(plan, read, job.config.optim.seed, identity)
     eval_readers = sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows))
     form, (example,) = job.options(dataset.column_names).form, read(train_set[:1].tolist())
@@ -264,7 +275,8 @@ def _prepare_stream(job: _Job) -> PreparedData:
 
     stream = open_stream()
     options = job.options(_stream_columns(job, job.split, stream))
-    fraction = data.validation_fraction if validation is None else 0.0
+    share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
+    fraction = share if validation is None else 0.0
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
 
     held_out: list[Document] = []

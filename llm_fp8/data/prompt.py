@@ -3,7 +3,8 @@
 Columns, the first that fit:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
-    messages                        a conversation: a list of {role, content}; every assistant turn is supervised
+    messages                        a conversation: a list of {role, content}; every assistant turn is supervised,
+                                    its calls of the tools in the column `tools` too
     prompt + completion             concatenated as they stand: no template, no prompt form
     text                            all of it supervised
 
@@ -19,8 +20,10 @@ sides are tokenised separately.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, Literal, NamedTuple, cast
 
@@ -35,7 +38,10 @@ PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
 PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 
-FORMAT_VERSION = 1
+TEMPLATE_DATE = date(2026, 1, 1)
+"""Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
+
+FORMAT_VERSION = 2
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
 ColumnForm = Literal["problem_solution", "messages", "prompt_completion", "text"]
@@ -47,6 +53,10 @@ COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
     "text": ("text",),
 }
 
+TOOLS = "tools"
+"""Optional column beside `messages`: the tools that the template shows, a list of JSON schemas or its JSON text."""
+
+_NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -79,10 +89,13 @@ def detect_columns(columns: Sequence[str]) -> ColumnForm:
 
 
 def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
-    """The text by which two rows are the same problem: the question, whatever the answer."""
+    """The text by which two rows are the same problem: the question, whatever the answer and the system prompt."""
     if form == "messages":
-        question = takewhile(lambda message: message["role"] != "assistant", row["messages"] or [])
-        return "\n".join(str(message["content"] or "") for message in question)
+        messages = row["messages"] or []
+        first = takewhile(lambda message: message["role"] != "assistant", messages)
+        question = [m for m in first if m["role"] not in ("system", "developer")]
+        # A conversation that the assistant begins is known by all of it.
+        return "\n".join(str(message["content"] or "") for message in question or messages)
     return str(row[COLUMNS[form][0]] or "")
 
 
@@ -91,7 +104,7 @@ def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]
     text, bos = PROMPT_FORM.format(problem=problem.strip()), _added_bos(tokenizer)
     if tokenizer.chat_template is not None:
         turn = {"role": "user", "content": problem.strip()}
-        text, bos = _apply_template(tokenizer, [turn], add_generation_prompt=True), []
+        text, bos = _apply_template(tokenizer, Conversation([turn]), add_generation_prompt=True), []
     ids = _tokenise([text], tokenizer)[0]
     return ids if ids[:1] == bos else bos + ids
 
@@ -101,19 +114,21 @@ def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -
     if form in ("prompt_completion", "text"):
         return "text as it stands" if form == "text" else "prompt and completion as they stand"
     if tokenizer.chat_template is not None:
-        return "the tokenizer's chat template"
+        dated = f", for which it is {TEMPLATE_DATE}" if "strftime_now" in str(tokenizer.chat_template) else ""
+        return f"the tokenizer's chat template{dated}"
     return repr(PROMPT_FORM if form == "problem_solution" else PLAIN_TURN) + " (the tokenizer has no chat template)"
 
 
 def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     """The text of a row and what to supervise in it."""
     if form in ("problem_solution", "messages"):
-        messages = _conversation(row, form)
-        if not messages:
+        conversation = _conversation(row, form)
+        if not conversation.messages:
             return Rendered()
         if form == "messages" or tokenizer.chat_template is not None:
-            return _render_messages(messages, tokenizer)
-        prompt, answer = PROMPT_FORM.format(problem=messages[0]["content"]), messages[1]["content"]
+            return _render_conversation(conversation, tokenizer)
+        problem, solution = (message["content"] for message in conversation.messages)
+        prompt, answer = PROMPT_FORM.format(problem=problem), solution
     else:
         prompt = "" if form == "text" else row["prompt"] or ""
         answer = row[COLUMNS[form][-1]] or ""
@@ -124,76 +139,158 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
     return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
 
-def _conversation(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
-    """The row's messages up to the last assistant turn, without Arrow's None fields; empty with nothing to learn."""
+class Conversation(NamedTuple):
+    """Messages, and the tools that they may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+    def until(self, turn: int) -> Conversation:
+        """The messages before this one."""
+        return Conversation(self.messages[:turn], self.tools)
+
+
+def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
+    """The row's messages up to the last assistant turn, without Arrow's None fields; none with nothing to learn."""
     if form == "problem_solution":
         problem, solution = ("" if row[name] is None else str(row[name]).strip() for name in COLUMNS[form])
         if not problem or not solution:
-            return []
-        return [{"role": "user", "content": problem}, {"role": "assistant", "content": solution}]
+            return Conversation([])
+        return Conversation([{"role": "user", "content": problem}, {"role": "assistant", "content": solution}])
     turns: list[dict[str, Any]] = []
     for message in row["messages"] or []:
-        turn = {key: value for key, value in message.items() if value is not None}
+        turn = _without_none(message)
         if "role" not in turn or not isinstance(turn.setdefault("content", ""), str):
             raise UserError(
                 "--dataset_name: messages need 'role' and 'content'; the 'content' of a message must be text."
             )
         turns.append(turn)
-    while turns and (turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip()):
+    while turns and (turns[-1]["role"] != "assistant" or not (turns[-1]["content"].strip() or _calls(turns[-1]))):
         turns.pop()
-    return turns
+    return Conversation(turns, _tools_of(row))
 
 
-def _render_messages(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def _calls(message: Mapping[str, Any]) -> Any:
+    return message.get("tool_calls")
+
+
+def _without_none(value: Any) -> Any:
+    """Without the fields that Arrow fills with None, where rows have different ones."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    tools = row.get(TOOLS)
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"--dataset_name: a row's '{TOOLS}' is neither a list nor the JSON text of one ({error})."
+            ) from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"--dataset_name: a row's '{TOOLS}' is a {type(tools).__name__}; it must be a list.")
+    return cast("list[Any]", _without_none(tools))
+
+
+def _render_conversation(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    messages = conversation.messages
+    _check_tools(conversation, tokenizer)
     if tokenizer.chat_template is not None:
-        text = _apply_template(tokenizer, messages)
+        text = _apply_template(tokenizer, conversation)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return Rendered(text, [_template_span(text, messages, turn, tokenizer) for turn in turns], from_template=True)
+        spans = [_template_span(text, conversation, turn, tokenizer) for turn in turns]
+        return Rendered(text, spans, from_template=True)
 
     text, spans = "", []
     for message in messages:
         content = message["content"].strip()
         text += PLAIN_TURN.format(role=message["role"].capitalize())
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and content:
             content += str(tokenizer.eos_token)
             spans.append((len(text), len(text) + len(content)))
         text += content + "\n\n"
     return Rendered(text, spans)
 
 
+def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` where the template would leave out tools or calls, and another text would be learnt."""
+    template = str(tokenizer.chat_template or "")
+    used = {TOOLS: conversation.tools, "tool_calls": any(map(_calls, conversation.messages))}
+    for name, there in used.items():
+        if there and name not in template:
+            raise UserError(
+                f"--dataset_name: a conversation has '{name}', and the tokenizer has no chat template that shows them; "
+                "give a model with one that does, or leave such conversations out."
+            )
+
+
+def _template_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    tools = conversation.tools
+    template = _NOW.sub(
+        lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), tokenizer.get_chat_template(tools=tools)
+    )
+    if "strftime_now(" in template:
+        raise UserError(
+            "--model_name: the tokenizer's chat template asks for the date with a format that is no literal, so tokens "
+            "would depend on the day; write the format into the call of strftime_now."
+        )
+    return {"tools": tools, "chat_template": template}
+
+
 def _apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
 ) -> str:
     try:
-        return cast(
-            str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            conversation.messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **_template_arguments(conversation, tokenizer),
         )
+        return cast(str, text)
     except TemplateError as error:
-        roles = ", ".join(str(message["role"]) for message in messages)
+        roles = ", ".join(str(message["role"]) for message in conversation.messages)
         raise UserError(f"--dataset_name: the template refuses a conversation of the roles {roles}: {error}") from error
 
 
 def _template_span(
-    text: str, messages: list[dict[str, Any]], turn: int, tokenizer: PreTrainedTokenizerBase
+    text: str, conversation: Conversation, turn: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, int]:
     """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
 
     Some templates (Qwen3's, which shows the reasoning of the last turn only) render a turn differently once it is not
     the last; its end is then found by its content and by what the template closes the turn with.
     """
-    before = _apply_template(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
-    until = _apply_template(tokenizer, messages[: turn + 1])
-    if text.startswith(before):
+    content = conversation.messages[turn]["content"].strip()
+    until = _apply_template(tokenizer, conversation.until(turn + 1))
+    before = _prompt_of(text, conversation, turn, content, tokenizer)
+    if before is not None and text.startswith(before):
         if text.startswith(until):
             return len(before), len(until)
-        content = messages[turn]["content"].strip()
         at, closing = text.find(content, len(before)), until[until.rfind(content) + len(content) :]
-        if at >= 0 and content in until and text.startswith(closing, at + len(content)):
+        if content and at >= 0 and content in until and text.startswith(closing, at + len(content)):
             return len(before), at + len(content) + len(closing)
     raise UserError(
         "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on, so its "
         "assistant turns cannot be told apart; use one question and one answer, or {% generation %} blocks."
     )
+
+
+def _prompt_of(
+    text: str, conversation: Conversation, turn: int, content: str, tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """What stands before the assistant's `turn`; of a first turn, for which templates have no prompt, what stands
+    before its content; None where that has none.
+    """
+    if turn:
+        return _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
+    at = text.find(content) if content else -1
+    return text[:at] if at >= 0 else None
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -229,12 +326,19 @@ def encode_batch(
 
 def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """A row through a chat template that marks the assistant's text with `{% generation %}`."""
-    messages = _conversation(row, form)
-    if not messages:
+    conversation = _conversation(row, form)
+    if not conversation.messages:
         return Encoded([], [])
+    _check_tools(conversation, tokenizer)
     output = cast(
         "dict[str, list[int]]",
-        tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True),
+        tokenizer.apply_chat_template(
+            conversation.messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **_template_arguments(conversation, tokenizer),
+        ),
     )
     return Encoded(list(output["input_ids"]), [bool(m) for m in output["assistant_masks"]])
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from datasets import IterableDataset
 
 from llm_fp8.data.pack import PackingPlan, pack
-from llm_fp8.data.tokenise import DataReport, Document, Figures
+from llm_fp8.data.tokenise import DataReport, Document, Figures, content_key
 from llm_fp8.utils.errors import UserError
 
 Position = dict[str, Any]
@@ -133,6 +133,7 @@ class StreamSequences:
             "source_row": 0,  # index of its first row in the dataset
             "source": None,  # state of the stream before it; None for the beginning
             "carried": [],  # documents handed on to it
+            "content": None,  # hash of its rows' documents; None before it was read
         }
 
     def global_batches(self, position: Position, size: int) -> Iterator[GlobalBatch]:
@@ -158,6 +159,12 @@ class StreamSequences:
                 ended = len(raw) < self.buffer_rows
                 next_source_row = begin["source_row"] + len(raw)
                 streamed = self.tokenise(raw, range(begin["source_row"], next_source_row))
+                content = content_key(streamed.figures["document_key"])
+                if begin.get("content") not in (None, content):
+                    raise UserError(
+                        f"--resume_from: rows {begin['source_row']} to {next_source_row} of the stream are not those "
+                        "that the checkpoint's run read; restore the dataset, or begin a new run."
+                    )
                 carried = [Document.of(**document) for document in begin["carried"]]
                 sequences, handed_on = self._plan(carried, streamed.train, ended)
                 if (begin["epoch"], begin["source_row"]) >= self.counted:
@@ -166,7 +173,7 @@ class StreamSequences:
                     self.counted = (begin["epoch"], next_source_row)
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(sequences)).tolist()
                 for done, number in enumerate(order[begin["next_row"] :], start=begin["next_row"] + 1):
-                    yield sequences[number], {**begin, "next_row": done}
+                    yield sequences[number], {**begin, "next_row": done, "content": content}
                 num_sequences += len(sequences)
                 begin = {
                     **begin,
@@ -176,6 +183,7 @@ class StreamSequences:
                     "source_row": 0 if ended else next_source_row,
                     "source": None if ended else stream.state_dict(),
                     "carried": [document.to_dict() for document in handed_on],
+                    "content": None,
                 }
             if full_pass and num_sequences == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")

@@ -20,6 +20,11 @@ from datasets import Dataset
 from llm_fp8.data.prompt import COLUMNS
 from llm_fp8.utils.errors import UserError
 
+DEFAULT_FRACTION = 0.01
+"""Share held out where --validation_fraction is not given."""
+DEFAULT_ROWS = 100
+"""But at least so many rows: the eval loss of fewer says little."""
+
 
 def normalise_problem(text: str) -> str:
     """The text without differences of case, white space and Unicode compatibility forms."""
@@ -37,12 +42,20 @@ def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
-def held_out_mask(keys: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.bool_]:
+def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
     """For each row's problem key, whether the row is held out: where the share would hold no problem, the one with the
     smallest key is, as long as another is left.
+
+    `fraction` None: the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at least
+    `DEFAULT_ROWS` rows, or a tenth of them where that is less.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
+    if fraction is None:
+        wanted = max(DEFAULT_FRACTION * len(keys), min(DEFAULT_ROWS, len(keys) / 10))
+        problems, counts = np.unique(keys, return_counts=True)
+        enough = int(np.searchsorted(np.cumsum(counts), wanted)) + 1
+        return np.isin(keys, problems[: min(enough, len(problems) - 1)])
     mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
     if not mask.any() and keys.min() != keys.max():
         mask = keys == keys.min()

@@ -24,7 +24,17 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.data.prompt import COLUMNS, FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, ColumnForm, encode_batch, problem_of
+from llm_fp8.data.prompt import (
+    COLUMNS,
+    FORMAT_VERSION,
+    PLAIN_TURN,
+    PROMPT_FORM,
+    TEMPLATE_DATE,
+    TOOLS,
+    ColumnForm,
+    encode_batch,
+    problem_of,
+)
 from llm_fp8.data.split import problem_key
 
 FEATURES = Features(
@@ -35,13 +45,18 @@ FEATURES = Features(
         "num_supervised": Value("int32"),  # after the shift: the first token is never predicted
         "outcome": Value("int8"),  # an `Outcome`
         "problem_key": Value("int64"),  # hash of the problem, by which the held-out share is cut
+        "document_key": Value("int64"),  # hash of input_ids and supervised
         "row_id": Value("int64"),  # index of the row in the dataset's split
     }
 )
 
-FIGURES = ("length", "num_supervised", "outcome", "problem_key")
+FIGURES = ("length", "num_supervised", "outcome", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
 """Columns of `FIGURES`, [number of rows] each."""
+
+
+MANY_DROPPED = 0.05
+"""Share of the rows from which dropping them is warned of."""
 
 
 class Outcome(IntEnum):
@@ -66,6 +81,9 @@ class DataReport:
     num_overlong_dropped: int = 0
     num_overlong_truncated: int = 0
     num_empty: int = 0
+    first_overlong_row: int | None = None
+    """Of those dropped, its number in the split."""
+    first_empty_row: int | None = None
     num_tokens: int = 0
     """Of the rows trained on."""
     num_supervised_tokens: int = 0
@@ -88,6 +106,15 @@ class DataReport:
         outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
         filled = figures["length"] > 0
         used = filled & ~held_out
+        first = {
+            outcome: self.num_rows_read + int(np.argmax(figures["outcome"] == outcome))
+            for outcome in Outcome
+            if outcomes[outcome]
+        }
+        if self.first_overlong_row is None:
+            self.first_overlong_row = first.get(Outcome.OVERLONG)
+        if self.first_empty_row is None:
+            self.first_empty_row = first.get(Outcome.EMPTY)
         self.num_rows_read += len(held_out)
         self.num_rows_used += int(used.sum())
         self.num_rows_held_out += int((filled & held_out).sum())
@@ -103,6 +130,22 @@ class DataReport:
             f"{self.num_overlong_dropped} dropped as longer than {self.max_seq_length} tokens, "
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
+
+    def warning(self) -> str | None:
+        """A sentence where more than `MANY_DROPPED` of the rows are not used."""
+        dropped = self.num_overlong_dropped + self.num_empty
+        if dropped <= MANY_DROPPED * self.num_rows_read:
+            return None
+        reasons = []
+        if self.num_overlong_dropped:
+            reasons.append(
+                f"{self.num_overlong_dropped} are longer than {self.max_seq_length} tokens (the first is row "
+                f"{self.first_overlong_row}; --max_seq_length or --overlong truncate keeps them)"
+            )
+        if self.num_empty:
+            reasons.append(f"{self.num_empty} have nothing to learn (the first is row {self.first_empty_row})")
+        share = dropped / self.num_rows_read
+        return f"WARNING: {share:.1%} of the rows are not trained on: {' and '.join(reasons)}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "padding_efficiency": self.padding_efficiency}
@@ -136,6 +179,17 @@ class Document:
         return {"input_ids": self.input_ids.tolist(), "supervised": supervised, "row_id": self.row_id}
 
 
+def document_key(input_ids: Sequence[int], supervised: Sequence[bool]) -> int:
+    """64-bit hash of a document as a signed integer (Arrow int64)."""
+    content = np.array(input_ids, dtype=np.int32).tobytes() + np.array(supervised, dtype=bool).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
+
+
+def content_key(document_keys: npt.NDArray[np.int64]) -> str:
+    """Hash of documents in their order, by their keys."""
+    return hashlib.blake2b(document_keys.tobytes(), digest_size=8).hexdigest()
+
+
 def tokenise_rows(
     rows: Sequence[Mapping[str, Any]],
     row_ids: Sequence[int],
@@ -155,7 +209,8 @@ def tokenise_rows(
         if outcome in (Outcome.OVERLONG, Outcome.EMPTY):
             ids, supervised = [], []
         key = problem_key(problem_of(row, options.form))
-        values = (ids, supervised, len(ids), sum(supervised[1:]), int(outcome), key, row_id)
+        own = document_key(ids, supervised)
+        values = (ids, supervised, len(ids), sum(supervised[1:]), int(outcome), key, own, row_id)
         for column, value in zip(columns.values(), values, strict=True):
             column.append(value)
     return columns
@@ -187,7 +242,7 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
         dataset_fingerprint,
         tokenizer_digest(tokenizer),
         [options.form, options.max_seq_length, options.overlong, options.train_on_prompt],
-        [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, FEATURES.to_dict()],
+        [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, TEMPLATE_DATE.isoformat(), FEATURES.to_dict()],
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -200,7 +255,9 @@ def tokenise(
     num_workers: int = 1,
 ) -> Dataset:
     """The tokenised form of `dataset`, cached."""
-    key, columns = cache_key(dataset._fingerprint, tokenizer, options), list(COLUMNS[options.form])
+    key = cache_key(dataset._fingerprint, tokenizer, options)
+    optional = [TOOLS] if options.form == "messages" and TOOLS in dataset.column_names else []
+    columns = [*COLUMNS[options.form], *optional]
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder.mkdir(parents=True, exist_ok=True)
     return dataset.select_columns(columns).map(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -181,7 +182,7 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_nothing_left(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _write(tmp_path / "train.jsonl", MIXED[1:4])
-    counted = "all that were read" if streaming else "3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty"
+    counted = "all are empty" if streaming else "3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty"
     with pytest.raises(UserError, match=f"can be trained on: {counted}"):
         next(iter(prepare(tmp_path, *streaming).train))
 
@@ -234,6 +235,52 @@ def test_the_description(prepare: Any, tmp_path: Path) -> None:
     assert r"prompt form: 'Problem:\n{problem}\n\nSolution:\n'" in lines
     assert "5 rows read, 2 used, 0 held out, 1 dropped as longer than 128 tokens, 0 truncated to that, 2 empty" in lines
     assert "Solution:\n    >>>2<|eos|><<<" in lines
+
+
+@pytest.mark.parametrize(("num_empty", "warned"), [(5, False), (6, True)])
+def test_many_dropped_rows_are_warned_of(prepare: Any, tmp_path: Path, num_empty: int, warned: bool) -> None:
+    rows = [_row(f"{i} + 0?", "" if 3 <= i < 3 + num_empty else str(i)) for i in range(100)]
+    lines = prepare(_write(tmp_path / "train.jsonl", rows), "--validation_fraction", "0").describe()
+    sentence = "WARNING: 6.0% of the rows are not trained on: 6 have nothing to learn (the first is row 3)\n"
+    assert (sentence in lines) == warned and ("WARNING" in lines) == warned
+    rows[50] = _row("50", "0" * 500)
+    lines = prepare(_write(tmp_path / "train.jsonl", rows), "--validation_fraction", "0").describe()
+    assert "1 are longer than 128 tokens (the first is row 50; --max_seq_length or --overlong truncate keeps" in lines
+
+
+def test_data_is_known_by_its_content(prepare: Any, tmp_path: Path) -> None:
+    """Not by the file's name or time: a copy continues a run, another answer does not."""
+    rows = _repeated_problems(tmp_path / "one" / "train.jsonl")
+    shutil.copy(tmp_path / "one" / "train.jsonl", _folder(tmp_path / "two") / "train.jsonl")
+    rows[7]["generated_solution"] = "Way 0: 7 + 7 = 15"
+    _write(tmp_path / "three" / "train.jsonl", rows)
+    first, copied, other = (prepare(tmp_path / name) for name in ("one", "two", "three"))
+    _take(first, 2)
+    copied.train.load_state_dict(first.train.state_dict())
+    with pytest.raises(UserError, match="made with other training data"):
+        other.train.load_state_dict(first.train.state_dict())
+
+
+def test_a_stream_that_changed_is_not_continued(prepare: Any, tmp_path: Path) -> None:
+    rows = _repeated_problems(tmp_path / "train.jsonl")
+    options = ("--validation_fraction", "0.1", "--batch_size", "4", "--streaming")
+    first = _small_buffer(prepare(tmp_path, *options))
+    _take(first, 3)
+    state = json.loads(json.dumps(first.train.state_dict()))
+    same = _small_buffer(prepare(tmp_path, *options))
+    same.train.load_state_dict(state)
+    _take(same, 1)
+    rows[20]["generated_solution"] = "another answer"
+    _write(tmp_path / "train.jsonl", rows)
+    other = _small_buffer(prepare(tmp_path, *options))
+    other.train.load_state_dict(state)
+    with pytest.raises(UserError, match="--resume_from: rows 0 to 64 of the stream are not those"):
+        _take(other, 1)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 @pytest.mark.slow

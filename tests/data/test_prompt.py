@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import (
     PROMPT_FORM,
     Encoded,
+    describe_prompt_form,
     detect_columns,
     encode_batch,
     encode_prompt,
@@ -47,6 +49,15 @@ MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ "
     "m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A system message of the template's own where the conversation has none.
+SYSTEM_FIRST = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
+)
+TOOLS = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}{% for c in m.tool_calls or [] %}call{{ c.function | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TURN_TOKENS = [
     "<|im_start|>",
@@ -131,6 +142,9 @@ def test_columns() -> None:
 def test_the_problem_of_a_row() -> None:
     assert problem_of({"problem": "p", "generated_solution": "s"}, "problem_solution") == "p"
     assert problem_of(CHAT, "messages") == "What is 2 + 2?"
+    brief, first = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
+    assert problem_of({"messages": [brief, *CHAT["messages"]]}, "messages") == "What is 2 + 2?"
+    assert problem_of({"messages": [first, *CHAT["messages"]]}, "messages").startswith("Hi\nWhat is 2 + 2?")
     assert problem_of({"prompt": "p", "completion": "c"}, "prompt_completion") == "p"
     assert problem_of({"text": None}, "text") == ""
 
@@ -216,6 +230,71 @@ def test_a_system_message_belongs_to_the_prompt() -> None:
     tokenizer = _tokenizer(LLAMA3, "<|eot_id|>")
     row = {"messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]}
     assert _supervised(_encode(row, tokenizer), tokenizer) == ["4<|eot_id|>", "It is 8.<|eot_id|>"]
+
+
+def test_a_conversation_that_the_assistant_begins() -> None:
+    """What the template writes before its first words is not learnt: BOS, a system message of its own, the role."""
+    begins = {"messages": [{"role": "assistant", "content": " Hello! "}, *CHAT["messages"]]}
+    for template, eos in ((LLAMA3, "<|eot_id|>"), (CHATML, "<|im_end|>"), (SYSTEM_FIRST, "<|im_end|>")):
+        tokenizer = _tokenizer(template, eos)
+        first = _supervised(_encode(begins, tokenizer), tokenizer)[0]
+        assert first.strip() == f"Hello!{' ' if template != LLAMA3 else ''}{eos}"
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "description": None}}
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2, "c": None}}}
+TOOL_CHAT = {
+    "messages": [
+        {"role": "user", "content": "1 + 2?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "tool_calls": None},
+        {"role": "assistant", "content": "3.", "tool_calls": None},
+        {"role": "user", "content": "Once more", "tool_calls": None},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    ],
+    "tools": [TOOL],
+}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_reach_the_template_and_calls_are_learnt(as_text: bool) -> None:
+    tokenizer = _tokenizer(TOOLS, "<|im_end|>")
+    row = {**TOOL_CHAT, "tools": json.dumps([TOOL])} if as_text else TOOL_CHAT
+    encoded = _encode(row, tokenizer)
+    call = 'call{"name": "add", "arguments": {"a": 1, "b": 2}}<|im_end|>'
+    assert _supervised(encoded, tokenizer) == [call, "3.<|im_end|>", call]
+    shown = {key: value for key, value in TOOL["function"].items() if value is not None}
+    assert tokenizer.decode(encoded.input_ids).startswith(f"tools: {json.dumps([{**TOOL, 'function': shown}])}\n")
+
+
+def test_tools_that_no_template_shows_are_refused() -> None:
+    without = {**TOOL_CHAT, "tools": None}
+    for template in (None, CHATML):
+        with pytest.raises(UserError, match="a conversation has 'tools', and the tokenizer has no chat template that"):
+            _encode(TOOL_CHAT, _tokenizer(template))
+        with pytest.raises(UserError, match="a conversation has 'tool_calls', and"):
+            _encode(without, _tokenizer(template))
+    with pytest.raises(UserError, match="'tools' is neither a list nor the JSON text of one"):
+        _encode({**TOOL_CHAT, "tools": "add, subtract"}, _tokenizer(TOOLS))
+    with pytest.raises(UserError, match="'tools' is a dict; it must be a list"):
+        _encode({**TOOL_CHAT, "tools": TOOL}, _tokenizer(TOOLS))
+
+
+def test_an_empty_answer_is_not_learnt_without_a_template() -> None:
+    tokenizer = _tokenizer()
+    empty = {"role": "assistant", "content": ""}
+    row = {"messages": [{"role": "user", "content": "Hm"}, empty, *CHAT["messages"]]}
+    assert _supervised(_encode(row, tokenizer), tokenizer) == ["4<|eos|>", "It is 8.<|eos|>"]
+
+
+@pytest.mark.parametrize("body", [CHATML, MARKED], ids=["spans", "marked"])
+def test_tokens_do_not_depend_on_the_day(body: str) -> None:
+    tokenizer = _tokenizer("Today: {{ strftime_now('%d %B %Y') }}\n" + body, "<|im_end|>")
+    assert str(tokenizer.decode(_encode(CHAT, tokenizer).input_ids)).startswith("Today: 01 January 2026\n")
+    assert str(tokenizer.decode(encode_prompt("1 + 1?", tokenizer))).startswith("Today: 01 January 2026\n")
+    assert "2026-01-01" in describe_prompt_form("messages", tokenizer)
+    with pytest.raises(UserError, match="asks for the date with a format that is no literal"):
+        encode_prompt("1 + 1?", _tokenizer("{% set f = '%Y' %}{{ strftime_now(f) }}" + body))
 
 
 def test_a_template_that_refuses_is_the_users_error() -> None:

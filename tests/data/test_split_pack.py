@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from llm_fp8.data.pack import PackingPlan, pack
@@ -37,6 +38,20 @@ def test_the_rule_knows_no_row_order() -> None:
     order = np.random.default_rng(0).permutation(len(keys))
     np.testing.assert_array_equal(held_out_mask(keys, 0.2)[order], held_out_mask(keys[order], 0.2))
     assert not set(keys[held_out_mask(keys, 0.2)]) & set(keys[~held_out_mask(keys, 0.2)])
+
+
+def test_the_default_share_is_enough_to_evaluate_on() -> None:
+    def held_out(num_problems: int, each: int = 1) -> npt.NDArray[np.bool_]:
+        keys = np.array([problem_key(f"problem {i}") for i in range(num_problems)] * each)
+        mask = held_out_mask(keys, None)
+        assert not set(keys[mask]) & set(keys[~mask])
+        assert mask.sum() == 0 or keys[mask].max() < keys[~mask].min()
+        return mask
+
+    assert held_out(1000).sum() == 100 and held_out(250).sum() == 25 and held_out(5).sum() == 1
+    assert held_out(50_000).sum() == 500
+    assert 100 <= held_out(700, each=3).sum() < 103
+    assert held_out(1).sum() == 0 and held_out(2).sum() == 1
 
 
 def test_a_small_dataset_gives_up_one_problem() -> None:
