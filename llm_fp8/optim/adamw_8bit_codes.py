@@ -7,6 +7,10 @@ have twice the codes of the one below, equally spaced:
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
 
+Unlike torchao, an unsigned code 0 is decoded as the largest number that gets it, 1.6e-7 of the scale: v is a square, so
+a gradient 1/2,500 of its block's largest would have v = 0 and m > 0, and AdamW would divide by eps alone. Rows of an
+embedding that are seen seldom beside frequent ones moved by thousands of learning rates.
+
 The scale of a block is its amax, at least 1e-12. A number x times 1 / scale gets the nearest code; torchao divides by
 the scale, which can differ by a unit in the last place.
 """
@@ -56,7 +60,9 @@ def code_limits(values: Tensor) -> Tensor:
 def code_tables(device: torch.device) -> Tensor:
     """Values and limits of the signed codes, values and limits of the unsigned ones: fp32 [4, 256] on `device`."""
     signed, unsigned = code_values(True), code_values(False)
-    return torch.stack([signed, code_limits(signed), unsigned, code_limits(unsigned)]).to(device)
+    limits = code_limits(unsigned)
+    unsigned[0] = limits[1]
+    return torch.stack([signed, code_limits(signed), unsigned, limits]).to(device)
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
