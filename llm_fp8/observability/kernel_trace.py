@@ -113,7 +113,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
 
 _OPERAND = re.compile(
     r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 )
-      | (?P<fp8> e4m3 | e5m2 | f(?:loat|p)8 )
+      | (?P<fp8> e4m3 | e5m2 | f(?:loat|p)8 | (?<![a-z])f8(?!\d) )
       | (?P<bf16> bf16 | bfloat16 )
       | (?P<unknown> f(?:loat|p)?64 | double | complex | (?<![a-z0-9])(?:[su]|u?int)(?:4|8)(?![0-9a-z])
           | igemm | [dzc]gemm | i\d+gemm )

@@ -45,6 +45,8 @@ GEMMS = {
     "cutlass3x_sm90_tensorop_gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128_2x1x1_0_tnn_align16": "fp8",
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)": "bf16",
     "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn": "bf16",
+    "sm120_xmma_gemm_f8f8_f8f32_f32_tn_n_tilesize128x128x128_kernel__5x_cublas": "fp8",
+    "cutlass3x_sm120_tensorop_gemm_f8_f8_f32_bf16_bf16_128x128x128_tnn_align16": "fp8",
     "ampere_fp16_s16816gemm_fp16_256x128_ldg8_f2f_stages_64x3_tn": "fp16",
     "ampere_h16816gemm_128x128_ldg8_stages_64x3_tn": "fp16",
     "ampere_sgemm_128x64_tn": "fp32",

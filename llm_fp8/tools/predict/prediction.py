@@ -127,6 +127,7 @@ class Prediction:
         less = "--sharding_mode fsdp_full" if work.mode == "fsdp_grad" else "more GPUs"
         can_be_fp8 = work.mode == "fsdp_grad" and work.recipe in fp8_params_recipes() and not work.fp8_params
         in_fp8 = ", --fp8_params" if can_be_fp8 else ""
+        head_dim, head_sizes = work.model.spec.head_dim, Rates().attention_tflops
         slow_host = self.host_s is not None and self.host_s > self.step_time_s
         sentences = (
             (
@@ -154,6 +155,11 @@ class Prediction:
                 work.recomputed_layers and (work.recipe, work.mode) != ("bf16", "fsdp_full"),
                 "gradient checkpointing is worked out; recorded runs with more than 512 tokens in a micro-batch have "
                 "it in bf16 under fsdp_full alone",
+            ),
+            (
+                head_dim not in head_sizes,
+                f"attention was measured with heads of {' and '.join(map(str, head_sizes))} elements, and this model's "
+                f"{head_dim} are taken to be as fast as the nearest",
             ),
             (
                 work.model.spec.qk_norm,

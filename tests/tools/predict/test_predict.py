@@ -529,6 +529,16 @@ def test_recomputation_that_no_record_has_is_told(recipe, mode, worked_out):
     assert sum(note.startswith("gradient checkpointing is worked out") for note in notes) == worked_out
 
 
+@pytest.mark.parametrize(("head_dim", "told"), [(64, False), (128, False), (96, True), (256, True)])
+def test_head_sizes_that_were_not_measured_are_told(head_dim, told):
+    model = scenario().model
+    asked = dataclasses.replace(
+        scenario(), model=dataclasses.replace(model, spec=dataclasses.replace(model.spec, head_dim=head_dim))
+    )
+    notes = predict(asked, known_gpu(CALIBRATED_GPU)).notes
+    assert any(f"elements, and this model's {head_dim} are taken" in note for note in notes) == told
+
+
 def test_norms_of_queries_and_keys_cost_time_and_memory():
     with_norms = scenario("Qwen3-8B")
     model = with_norms.model
