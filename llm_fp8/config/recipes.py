@@ -50,7 +50,7 @@ class Recipe:
     """Scales come from earlier passes, so there are none before the first."""
     fp32_scales_on_hopper: bool = False
     """Scales are any fp32 numbers on Hopper, where the class's own are powers of two: then the largest value of every
-    block is exact, which on SmolLM2-135M halved the eval loss that fp8 costs (benchmarks/results/pretrained.json)."""
+    block is exact, which halved what fp8 costs SmolLM2-135M (docs/precision.md)."""
     one_scale_per_weight: bool = False
     """As --fp8_params and --fp8_all_gather need."""
     gemms_in_fp8: int = 3
