@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config.options import GENERATION_BATCH_SIZE, DataConfig, RunConfig
+from llm_fp8.config.options import DataConfig, RunConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
 
@@ -59,16 +59,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--batch_size",
         type=int,
-        default=GENERATION_BATCH_SIZE,
-        help=f"problems answered at a time (default {GENERATION_BATCH_SIZE})",
+        help="problems answered at a time (default: 64 to 1,024, as many as 8 GiB hold caches for)",
     )
     parser.add_argument(
         "--output", help="JSON file to write (default: exact_match.json in the folder of the model's run)"
     )
     options = parser.parse_args(argv)
     for name in ("num_problems", "max_new_tokens", "batch_size"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, not {value}.")
     return options
 
 

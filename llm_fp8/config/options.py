@@ -32,9 +32,6 @@ DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 gate and up at once).
 """
 
-GENERATION_BATCH_SIZE = 64
-"""Prompts generated from at a time in evaluations, where no option says otherwise."""
-
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 

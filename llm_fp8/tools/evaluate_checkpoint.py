@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm_fp8.config.options import GENERATION_BATCH_SIZE, Config, DataConfig, ModelConfig, RunConfig
+from llm_fp8.config.options import Config, DataConfig, ModelConfig, RunConfig
 from llm_fp8.config.validation import check_options
 from llm_fp8.data import prepare_data
 from llm_fp8.distributed.process_group import own_device
@@ -77,7 +77,7 @@ def evaluate_exact_match_folder(
     *,
     num_problems: int,
     max_new_tokens: int = RunConfig.eval_max_new_tokens,
-    batch_size: int = GENERATION_BATCH_SIZE,
+    batch_size: int | None = None,
     changes: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> ExactMatchResult:
@@ -134,8 +134,8 @@ def evaluate_exact_match_folder(
         return answer_problems(model, tokenizer, data.problems, max_new_tokens, batch_size)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"the GPU is out of memory with --batch_size {batch_size} and --max_new_tokens {max_new_tokens}; lower "
-            "one of them."
+            f"the GPU is out of memory with --max_new_tokens {max_new_tokens}"
+            f"{f' and --batch_size {batch_size}' if batch_size else ''}; lower it, or give a smaller --batch_size."
         ) from error
 
 

@@ -20,14 +20,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_fp8.config.options import GENERATION_BATCH_SIZE
 from llm_fp8.data.prompt import encode_prompt
 from llm_fp8.data.split import Problem
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.weight_shards import parts_of
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.answers import ANSWERS_FOLDER, answers_equal, extract_answer
-from llm_fp8.train.generate import copy_for_generation, generate_greedy, memory_needed_gib
+from llm_fp8.train.generate import copy_for_generation, default_batch_size, generate_greedy, memory_needed_gib
 from llm_fp8.utils.json_files import write_jsonl_atomic
 
 
@@ -102,7 +101,7 @@ def answer_problems(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     max_new_tokens: int,
-    batch_size: int = GENERATION_BATCH_SIZE,
+    batch_size: int | None = None,
 ) -> ExactMatchResult:
     """Let `model` answer `problems`, in this process."""
     texts = generate_greedy(model, tokenizer, encode_problems(problems, tokenizer), max_new_tokens, batch_size)
@@ -170,7 +169,8 @@ class ExactMatchEvaluation:
         if device.type != "cuda":
             return 0.0
         prompt = max(map(len, encode_problems(self.problems, self.tokenizer)))
-        tokens = min(GENERATION_BATCH_SIZE, len(self.problems)) * (prompt + self.max_new_tokens)
+        each = prompt + self.max_new_tokens
+        tokens = min(default_batch_size(self.model.config, each), len(self.problems)) * each
         num_parameters = sum(math.prod(part.shape) for parts in parts_of(self.model).values() for part in parts)
         needed = memory_needed_gib(self.model.config, num_parameters, tokens, device)
         torch.cuda.empty_cache()

@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llm_fp8.config.options import GENERATION_BATCH_SIZE
 from llm_fp8.data.prepare import pad_token_id
 from llm_fp8.distributed.fsdp_internals import materialize_
 from llm_fp8.models.export import hf_tensors
@@ -29,6 +28,10 @@ from llm_fp8.models.weight_shards import saved_tensors
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.utils.errors import UserError
 
+LARGEST_BATCH, SMALLEST_BATCH = 1024, 64
+"""Prompts at a time. A step of a small model takes the time of its launches, however many prompts it serves."""
+BATCH_GIB = 8.0
+"""GPU memory that a batch larger than the smallest may take for cache and activations."""
 HEADROOM_GIB = 1.0
 """GPU memory for workspaces, attention's mask and one gathered parameter, beside what `memory_needed_gib` counts."""
 
@@ -61,12 +64,24 @@ def memory_needed_gib(config: PretrainedConfig, num_parameters: int, num_tokens:
 
     Activations peak in an MLP: three tensors of `intermediate_size` and up to four of `hidden_size`.
     """
+    num_elements = num_parameters + _elements_per_token(config) * num_tokens
+    return num_elements * generation_dtype(device).itemsize / GIB + HEADROOM_GIB
+
+
+def _elements_per_token(config: PretrainedConfig) -> int:
+    """Of the KV cache and of activations."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cached = 2 * config.num_hidden_layers * heads * head_dim
-    in_a_layer = 3 * config.intermediate_size + 4 * config.hidden_size
-    num_elements = num_parameters + (cached + in_a_layer) * num_tokens
-    return num_elements * generation_dtype(device).itemsize / GIB + HEADROOM_GIB
+    return cached + 3 * config.intermediate_size + 4 * config.hidden_size
+
+
+def default_batch_size(config: PretrainedConfig, num_tokens: int) -> int:
+    """Prompts to generate from at a time, each with its answer of up to `num_tokens`: a function of the model alone, so
+    that the same run gives the same texts on every GPU.
+    """
+    fitting = int(BATCH_GIB * GIB) // (2 * _elements_per_token(config) * num_tokens)
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, fitting))
 
 
 def copy_for_generation(
@@ -99,9 +114,11 @@ def generate_greedy(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    batch_size: int = GENERATION_BATCH_SIZE,
+    batch_size: int | None = None,
 ) -> list[str]:
     """Greedy continuations of `prompts` (token ids) up to EOS or `max_new_tokens`, without special tokens.
+
+    `batch_size`: `default_batch_size` by default.
 
     Replaces the model's generation config: a checkpoint's sampling, penalties and further stop tokens don't apply.
     """
@@ -118,6 +135,7 @@ def generate_greedy(
     # Prompts of similar length together: little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     texts = [""] * len(prompts)
+    batch_size = batch_size or default_batch_size(model.config, max(map(len, prompts), default=0) + max_new_tokens)
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         width = len(prompts[chosen[0]])

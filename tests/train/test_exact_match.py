@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data import encode_prompt, prepare_data
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.data.split import Problem, problem_key
+from llm_fp8.models.architectures import bundled_config
 from llm_fp8.tools.evaluate_checkpoint import data_options, evaluate_exact_match_folder
 from llm_fp8.train import exact_match
 from llm_fp8.train.exact_match import answer_problems, wilson_interval
-from llm_fp8.train.generate import check_positions, copy_for_generation, generate_greedy
+from llm_fp8.train.generate import check_positions, copy_for_generation, default_batch_size, generate_greedy
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_jsonl
 from scripts import evaluate
@@ -444,3 +445,11 @@ def test_answers_come_back_in_the_order_of_their_rows(memorised, tokenizer, know
     model = AutoModelForCausalLM.from_pretrained(memorised)
     result = answer_problems(model, tokenizer, _problems(known)[::-1], 100, batch_size=2)
     assert result.row_ids == [0, 1, 2, 3, 4, 5] and result.num_correct == 6
+
+
+def test_small_models_answer_more_problems_at_a_time():
+    """As many as 8 GiB hold caches for, whatever the GPU."""
+    small, large = (AutoConfig.from_pretrained(bundled_config(name)) for name in ("Llama-57M", "Llama-3.1-8B"))
+    assert default_batch_size(small, 200) == 1024 and default_batch_size(large, 4000) == 64
+    each = 2 * 32 * 8 * 128 + 3 * 14336 + 4 * 4096
+    assert default_batch_size(large, 200) == 8 * 2**30 // (2 * 200 * each) > 64

@@ -18,13 +18,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import te_llama
-from llm_fp8.config.options import GENERATION_BATCH_SIZE
 from llm_fp8.data import encode_prompt
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.models.weights import fill_te_model
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.train.generate import HEADROOM_GIB, copy_for_generation, generate_greedy, memory_needed_gib
+from llm_fp8.train.generate import HEADROOM_GIB, SMALLEST_BATCH, copy_for_generation, generate_greedy, memory_needed_gib
 from tests.support.families import FAMILIES, family_config
 
 pytestmark = pytest.mark.gpu
@@ -175,10 +174,10 @@ def test_the_memory_that_is_asked_for_is_enough_and_not_far_too_much(device):
     line = (DATASET_DIR / "data" / "validation-00000-of-00001.jsonl").read_text().splitlines()[0]
     prompt = (encode_prompt(json.loads(line)["problem"], tokenizer) * 40)[:1024]
     num_parameters = sum(math.prod(parameter.shape) for parameter in model.parameters())
-    needed = memory_needed_gib(config, num_parameters, GENERATION_BATCH_SIZE * (len(prompt) + 64), device)
+    needed = memory_needed_gib(config, num_parameters, SMALLEST_BATCH * (len(prompt) + 64), device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() / GIB - num_parameters * 2 / GIB
-    generate_greedy(model, tokenizer, [prompt] * GENERATION_BATCH_SIZE, 64)
+    generate_greedy(model, tokenizer, [prompt] * SMALLEST_BATCH, 64, SMALLEST_BATCH)
     used = torch.cuda.max_memory_allocated() / GIB - before
     assert used <= needed <= used + 1.5 * HEADROOM_GIB
