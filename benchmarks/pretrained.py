@@ -41,6 +41,7 @@ from llm_fp8.config.options import Config, DataConfig, ModelConfig  # noqa: E402
 from llm_fp8.data import prepare_data  # noqa: E402
 from llm_fp8.data.collate import Batch  # noqa: E402
 from llm_fp8.observability.provenance import collect_provenance, visible_gpus  # noqa: E402
+from llm_fp8.tools.compare.statistics import t_interval  # noqa: E402
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script  # noqa: E402
 from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
 
@@ -55,6 +56,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "delayed_ends_bf16": (
         *_FP8, "--fp8_scenario", "delayed", "--fp8_first_bf16_layers", "2", "--fp8_last_bf16_layers", "4"
     ),
+    "delayed_qkv_bf16": (*_FP8, "--fp8_scenario", "delayed", "--fp8_bf16_modules", "qkv"),
+    "block_qkv_bf16": (*_FP8, "--fp8_scenario", "block", "--fp8_bf16_modules", "qkv"),
     "delayed_head_gradients": (*_FP8, "--fp8_scenario", "delayed", "--fp8_lm_head", "gradients"),
     "delayed_head_all": (*_FP8, "--fp8_scenario", "delayed", "--fp8_lm_head", "all"),
     "bf16_adamw_8bit": ("--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_8bit"),
@@ -67,8 +70,6 @@ LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 SEQ_LENGTH, ROWS, WARMUP_STEPS, EPOCHS, EVAL_EVERY = 1024, 16, 20, 2, 40
 HELD_OUT = 0.1
 EVAL_ROWS = 16
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Number of pairs -> Student's t that leaves 2.5% on either side."""
 
 _LOADING = threading.Lock()
 """transformers builds a model under a default device of the process: one thread at a time."""
@@ -168,9 +169,9 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 def interval(differences: list[float]) -> dict[str, Any]:
     """Mean of paired differences and its 95% interval by Student's t; one pair has none."""
-    n, mean = len(differences), statistics.fmean(differences)
-    half = T_975[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
-    return {"num_pairs": n, "mean": mean, "half_width": half, "differences": differences}
+    found = t_interval(differences)
+    half = None if found.low is None else found.value - found.low
+    return {"num_pairs": len(differences), "mean": found.value, "half_width": half, "differences": differences}
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ a run failed. Ctrl-C and SIGTERM let the runs save and stop first.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison
 from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
 from llm_fp8.tools.compare.variants import REFERENCE, parse_variants, variants
+from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.train.graceful_stop import exit_code
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import write_json_atomic
@@ -65,6 +67,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--share_gpus", action="store_true", help="with --parallel: let runs share GPUs; their speed is flagged then"
     )
     parser.add_argument(
+        "--quality_margin",
+        type=float,
+        default=QUALITY_MARGIN,
+        help=f"nats of eval loss by which a variant may be worse and still pass for as good (default {QUALITY_MARGIN})",
+    )
+    parser.add_argument(
         "--output", help="folder for the results (default: with --train runs/compare-*, else comparison)"
     )
     # argparse takes a single word of options ('--use_te') for an option of its own unless it is joined to --train.
@@ -94,6 +102,8 @@ def check(options: argparse.Namespace) -> None:
         for name in ("arms", "seeds", "num_gpus", "gpus", "parallel", "share_gpus"):
             if getattr(options, name):
                 raise UserError(f"--{name} belongs to --train and has no effect without it; drop it.")
+    if not 0 <= options.quality_margin < math.inf:
+        raise UserError(f"--quality_margin must be a number of at least 0, not {options.quality_margin}.")
     for name in ("seeds", "num_gpus", "parallel"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -169,7 +179,7 @@ def main() -> int:
     if not records:
         console.print("every run failed, so there is nothing to compare", highlight=False)
         return EXIT_RUN_FAILED
-    comparison = compare(records, failures, overlaps, order)
+    comparison = compare(records, failures, overlaps, order, options.quality_margin)
     print_comparison(comparison, console)
     with named_if_unwritable(folder):
         write_json_atomic(folder / "comparison.json", comparison.to_dict())

@@ -19,8 +19,8 @@ from llm_fp8.tools.compare.statistics import (
     first_at_or_below,
     pair_answers,
     ratio_interval,
-    speed_interval,
     spread,
+    t_interval,
     trailing_mean,
 )
 from llm_fp8.tools.compare.variants import REFERENCE, VARIANT_FIELDS, describe_variant
@@ -34,6 +34,9 @@ class LossGap:
     """Eval loss of a variant against the reference variant, in nats per token, over the seeds that both have."""
 
     mean: float
+    low: float | None
+    """Ends of the 95% interval over seeds; None with one seed."""
+    high: float | None
     by_seed: dict[int, float]
     """Seed -> loss of the variant minus loss of the reference."""
     reference_spread: float | None
@@ -98,8 +101,8 @@ def variant_figures(
     own, base = by_seed(runs), by_seed(reference)
     common = [seed for seed in own if seed in base]
     is_reference = variant == REFERENCE
-    rates = [run.step_rates for run in runs if run.step_rates]
-    base_rates = [run.step_rates for run in reference if run.step_rates]
+    steps, base_steps = ([run.step_rates for run in of if run.step_rates] for of in (runs, reference))
+    rates, base_rates = ([plain.median(run) for run in of] for of in (steps, base_steps))
     speedup = None
     if rates and base_rates and not is_reference:
         paired = list(own) == list(base) and len(rates) == len(base_rates)
@@ -114,8 +117,8 @@ def variant_figures(
         ),
         options=_fp8_options(runs),
         seeds=list(own),
-        num_steps_measured=sum(len(values) for values in rates),
-        tokens_per_s=speed_interval(rates) if rates else None,
+        num_steps_measured=sum(map(len, steps)),
+        tokens_per_s=t_interval(rates) if rates else None,
         speedup=speedup,
         peak_memory_gib=max(memory) if memory else None,
         energy_j_per_million_tokens=_energy(runs),
@@ -156,7 +159,8 @@ def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap 
     }
     if not gaps:
         return None
-    return LossGap(plain.mean(gaps.values()), gaps, spread(list(reference.values())), len(reference))
+    found = t_interval(list(gaps.values()))
+    return LossGap(found.value, found.low, found.high, gaps, spread(list(reference.values())), len(reference))
 
 
 def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:

@@ -149,7 +149,7 @@ def make_charts(comparison: Comparison) -> list[Chart]:
     curves, variants = comparison.curves, comparison.arms
     charts = [
         _speed_bars(variants),
-        _gap_bars(variants),
+        _gap_bars(variants, comparison.quality_margin),
         _exact_match_bars(variants),
         _bars(variants, "memory", "Peak memory", "GiB", "peak_memory_gib", "{:.1f}"),
         _bars(variants, "energy", "Energy", "J per million tokens", "energy_j_per_million_tokens", "{:,.0f}"),
@@ -320,27 +320,23 @@ def _speed_bars(variants: Sequence[VariantFigures]) -> Chart:
     traces, rows = [], []
     for own in variants:
         if (rate := own.tokens_per_s) is not None:
-            error = [rate.high - rate.value, rate.value - rate.low]
-            traces.append(_bar(own, rate.value, "{:,.0f}", error=error))
-            rows.append([own.name, f"{rate.value:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}"])
-    caption = "Median over steps, mean over seeds; whiskers: 95% bootstrap interval."
-    headers = ["variant", "tokens/s", "95% interval"]
+            whole = rate.low is not None and rate.high is not None
+            error = {"error": [rate.high - rate.value, rate.value - rate.low]} if whole else {}  # type: ignore[operator]
+            traces.append(_bar(own, rate.value, "{:,.0f}", **error))
+            rows.append([own.name, rate.describe("{:,.0f}")])
+    caption = "Median over steps, mean over seeds; whiskers: 95% interval over seeds."
+    headers = ["variant", "tokens/s (95% interval)"]
     return Chart("speed", "Tokens per second", caption, "", "tokens/s", traces, headers, rows)
 
 
-def _gap_bars(variants: Sequence[VariantFigures]) -> Chart:
-    traces, rows, spread = [], [], None
+def _gap_bars(variants: Sequence[VariantFigures], margin: float) -> Chart:
+    traces, rows = [], []
     for own in variants:
         if (gap := own.loss_gap) is not None:
-            spread = gap.reference_spread
             traces += _bar_with_seeds(own, gap.mean, gap.by_seed, "{:+.4f}")
             rows += _seed_rows(own, gap.mean, gap.by_seed, "{:+.4f}")
-    band = None if spread is None else (-spread, spread)
-    shaded = (
-        "The spread of bf16's seeds is unknown."
-        if spread is None
-        else f"Shaded: the spread of bf16's seeds, {spread:.4f} to either side."
-    )
-    caption = f"Final eval loss minus bf16's: bars are means, points seeds. {shaded}"
+    caption = f"Final eval loss minus bf16's: bars are means, points seeds. Shaded: the margin, {margin:g}."
     headers = ["variant", "seed", "gap"]
-    return Chart("gap", "Final eval loss gap to bf16", caption, "", "nats/token", traces, headers, rows, band)
+    return Chart(
+        "gap", "Final eval loss gap to bf16", caption, "", "nats/token", traces, headers, rows, (-margin, margin)
+    )

@@ -15,9 +15,9 @@ from rich.table import Table
 from llm_fp8.tools.compare.differences import Difference, find_differences, label
 from llm_fp8.tools.compare.figures import VariantFigures, smoothing_window, variant_figures
 from llm_fp8.tools.compare.run_record import RunRecord
-from llm_fp8.tools.compare.statistics import trailing_mean
+from llm_fp8.tools.compare.statistics import Interval, trailing_mean
 from llm_fp8.tools.compare.variants import REFERENCE, describe_variant
-from llm_fp8.tools.compare.verdict import Verdict, judge
+from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
 from llm_fp8.utils.errors import UserError
 
 MAX_CURVE_POINTS = 600
@@ -47,6 +47,7 @@ class Comparison:
     failures: list[Failure]
     curves: list[dict[str, Any]]
     provenance: dict[str, Any]
+    quality_margin: float
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -58,6 +59,7 @@ def compare(
     failures: Sequence[Failure] = (),
     overlaps: Sequence[tuple[str, str]] = (),
     variant_order: Sequence[str] = (),
+    quality_margin: float = QUALITY_MARGIN,
 ) -> Comparison:
     """Compare finished runs. Raises `UserError` without a run, or for two of the same variant and seed."""
     if not runs:
@@ -86,13 +88,14 @@ def compare(
     return Comparison(
         arms=figures,
         verdicts={
-            variant.arm: judge(variant, held_against, differences)
+            variant.arm: judge(variant, held_against, differences, quality_margin)
             for variant in sorted(figures, key=lambda variant: variant.arm == REFERENCE)
         },
         differences=differences,
         failures=list(failures),
         curves=[_curves(run) for own in by_variant.values() for run in own],
         provenance=_provenance(runs),
+        quality_margin=quality_margin,
     )
 
 
@@ -167,13 +170,13 @@ def _runs(own: VariantFigures) -> str:
 
 def _rate(own: VariantFigures) -> str:
     rate = own.tokens_per_s
-    return f"{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})" if rate else NOT_MEASURED
+    return rate.describe("{:,.0f}") if rate else NOT_MEASURED
 
 
 def _speedup(own: VariantFigures) -> str:
     if own.arm == REFERENCE:
         return "1"
-    return f"{own.speedup.value:.3f} ({own.speedup.low:.3f} to {own.speedup.high:.3f})" if own.speedup else NOT_MEASURED
+    return own.speedup.describe("{:.3f}") if own.speedup else NOT_MEASURED
 
 
 def _memory(own: VariantFigures) -> str:
@@ -191,18 +194,9 @@ def _eval_loss(own: VariantFigures) -> str:
 
 def _gap(own: VariantFigures) -> str:
     if own.arm == REFERENCE:
-        values = own.eval_loss.values()
-        return f"spread {max(values) - min(values):.4f}" if len(values) > 1 else "spread unknown"
+        return "0"
     gap = own.loss_gap
-    if gap is None:
-        return NOT_MEASURED
-    spread = "unknown" if gap.reference_spread is None else f"{gap.reference_spread:.4f}"
-    seeds = (
-        f"{min(gap.by_seed.values()):+.4f} to {max(gap.by_seed.values()):+.4f} by seed; "
-        if len(gap.by_seed) > 1
-        else ""
-    )
-    return f"{gap.mean:+.4f} ({seeds}spread of bf16 {spread})"
+    return NOT_MEASURED if gap is None else Interval(gap.mean, gap.low, gap.high).describe("{:+.4f}")
 
 
 def _equal_loss(own: VariantFigures) -> str:
@@ -224,7 +218,7 @@ def _exact_match(own: VariantFigures) -> str:
         return share
     return (
         f"{share} ({100 * own.answers.difference:+.1f}, p = {own.answers.p_value:.2g}, {own.answers.num_problems} "
-        "pairs)"
+        "answers)"
     )
 
 
@@ -240,14 +234,14 @@ COLUMNS = (
     Column(
         "tokens/s (95% interval)",
         "Median over the steps of a run, its first ten left out (half of a run of fewer than twenty) and the one "
-        "whose kernels were recorded; mean over runs. All positions, padding included, on all GPUs. In brackets the "
-        "95% bootstrap interval over seeds and, in blocks of ten, over steps.",
+        "whose kernels were recorded; mean over runs. All positions, padding included, on all GPUs. In "
+        "brackets Student's t interval over runs; one run has none.",
         _rate,
     ),
     Column(
         "speed-up over bf16 (95% interval)",
-        "Quotient of the two variants' tokens/s, with its bootstrap interval; runs of the same seed are drawn "
-        "together. With one seed the interval covers the steps of that run alone.",
+        "Quotient of the two variants' tokens/s, with Student's t interval over the quotients by seed (Welch's where "
+        "the seeds differ). One seed has none.",
         _speedup,
     ),
     Column(
@@ -266,10 +260,9 @@ COLUMNS = (
         "eval loss, nats/token", "Mean over seeds of the loss on the eval sequences after the last step.", _eval_loss
     ),
     Column(
-        "gap to bf16, nats/token",
-        "Mean over seeds of the difference to the bf16 run of the same seed; in brackets the smallest and the "
-        "largest. The spread is the largest minus the smallest final loss of the bf16 seeds: a gap inside it is no "
-        "more than another seed does.",
+        "gap to bf16, nats/token (95% interval)",
+        "Mean over seeds of the difference to the bf16 run of the same seed, with Student's t interval. A variant "
+        "passes for as good where the interval lies below the margin (--quality_margin).",
         _gap,
     ),
     Column(
@@ -281,8 +274,8 @@ COLUMNS = (
     ),
     Column(
         "exact match, %",
-        "Held-out problems answered right; in brackets the difference to bf16 in points, with McNemar's exact test on "
-        "the same problems, pooled over seeds.",
+        "Held-out problems answered right; in brackets the difference to bf16 in points, with an exact sign test in "
+        "which a problem is one trial, however many seeds answered it.",
         _exact_match,
     ),
     Column(

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llm_fp8.tools.compare.differences import Difference, concerning
-from llm_fp8.tools.compare.figures import VariantFigures
+from llm_fp8.tools.compare.figures import LossGap, VariantFigures
 from llm_fp8.tools.compare.statistics import CONFIDENCE
 
 MIN_SEEDS = 3
-"""Seeds of both variants below which the spread of the reference says too little to judge a loss by."""
+"""Seeds of both variants below which no variant is recommended: two may lie near each other by chance."""
+QUALITY_MARGIN = 0.005
+"""Nats of eval loss by which a variant may be worse and still pass for as good: a quarter of a percent of a loss of 2,
+the relative difference below which DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training from bf16's."""
 SIGNIFICANCE = 1 - CONFIDENCE
 
 Conclusion = Literal[
@@ -27,6 +30,8 @@ Conclusion = Literal[
     "not faster",
     "speed unknown",
     "too few seeds",
+    "not shown",
+    "slightly worse",
     "quality unknown",
     "use it",
 ]
@@ -38,6 +43,8 @@ _ADVICE: dict[Conclusion, str] = {
     "not faster": "it gains no speed here",
     "speed unknown": "whether it pays was not measured",
     "too few seeds": f"too few seeds to tell, run at least {MIN_SEEDS}",
+    "not shown": "that it learns as well is not shown, run more seeds",
+    "slightly worse": "its loss is worse in every seed, if by little: weigh it against the speed",
     "quality unknown": "it gains speed, and what it learned could not be compared",
     "use it": "use it",
 }
@@ -51,8 +58,15 @@ class Verdict:
     sentence: str
 
 
-def judge(own: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference]) -> Verdict:
-    """The verdict on a variant against the reference variant (None where it has no finished run)."""
+def judge(
+    own: VariantFigures,
+    reference: VariantFigures | None,
+    differences: Sequence[Difference],
+    margin: float = QUALITY_MARGIN,
+) -> Verdict:
+    """The verdict on a variant against the reference variant (None where it has no finished run); `margin`: nats of
+    eval loss by which it may be worse.
+    """
     failed = (
         f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
         if own.num_failed and own.num_seeds
@@ -86,52 +100,51 @@ def judge(own: VariantFigures, reference: VariantFigures | None, differences: Se
     quality_confounded = concerning(differences, own.arm, "quality")
     clauses = [
         _speed_words(own, speed_confounded),
-        _loss_words(own, reference, quality_confounded),
+        _loss_words(own, reference, quality_confounded, margin),
         _answer_words(own, quality_confounded),
         _certificate_words(own),
     ]
-    conclusion = _conclude(own, bool(speed_confounded), bool(quality_confounded))
+    conclusion = _conclude(own, bool(speed_confounded), bool(quality_confounded), margin)
     return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
 
 
-def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: bool) -> Conclusion:
+def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: bool, margin: float) -> Conclusion:
     """The gravest thing that holds."""
     if own.certificate.state == "failed":
         return "not certified"
-    gap = own.loss_gap
-    # Seeds of the gap, not runs: those of a variant whose seed bf16 lacks have nothing to be held against.
-    enough = gap is not None and min(len(gap.by_seed), gap.num_reference_seeds) >= MIN_SEEDS
-    has_diverged = gap is not None and not math.isfinite(gap.mean)
-    if not quality_confounded and (
-        has_diverged or _answers_are_worse(own) or (enough and _loss_is_outside(own) and _gap(own) > 0)
-    ):
+    gap, speedup = own.loss_gap, own.speedup
+    if not quality_confounded and (_answers_are_worse(own) or (gap is not None and _is_worse(gap, margin))):
         return "worse"
-    if speed_confounded or own.speedup is None:
+    if speed_confounded or speedup is None:
         return "speed unknown"
-    if own.speedup.high < 1:
+    if speedup.low is None or speedup.high is None:
+        return "too few seeds"
+    if speedup.high < 1:
         return "slower"
-    if own.speedup.low <= 1:
+    if speedup.low <= 1:
         return "not faster"
     if quality_confounded or gap is None:
         return "quality unknown"
-    if not enough:
+    if gap.high is None or len(gap.by_seed) < MIN_SEEDS:
         return "too few seeds"
+    if gap.high > margin:
+        return "not shown"
     if _is_fp8(own) and own.certificate.state != "certified":
         return "not certified"
-    return "use it"
+    return "slightly worse" if _worse_in_every_seed(gap) else "use it"
 
 
 def _is_fp8(own: VariantFigures) -> bool:
     return any(name.startswith("fp8") for name in own.effective)
 
 
-def _gap(own: VariantFigures) -> float:
-    return own.loss_gap.mean if own.loss_gap else 0.0
+def _is_worse(gap: LossGap, margin: float) -> bool:
+    """Whether the loss diverged, or is shown to be worse by more than the margin."""
+    return not math.isfinite(gap.mean) or (gap.low is not None and gap.low > margin)
 
 
-def _loss_is_outside(own: VariantFigures) -> bool:
-    gap = own.loss_gap
-    return gap is not None and gap.reference_spread is not None and abs(gap.mean) > gap.reference_spread
+def _worse_in_every_seed(gap: LossGap) -> bool:
+    return all(value > 0 for value in gap.by_seed.values())
 
 
 def _answers_are_worse(own: VariantFigures) -> bool:
@@ -149,15 +162,15 @@ def _speed_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
     speedup = own.speedup
     if speedup is None:
         return "has no measured speed"
+    measured = f"at {speedup.value:.2f}x the speed"
+    if speedup.low is None or speedup.high is None:
+        return f"ran {measured} in one seed"
     interval = f"({speedup.low:.2f} to {speedup.high:.2f})"
-    if speedup.low > 1:
-        return f"is faster, at {speedup.value:.2f}x the speed {interval}"
-    if speedup.high < 1:
-        return f"is slower, at {speedup.value:.2f}x the speed {interval}"
-    return f"is not measurably faster, at {speedup.value:.2f}x the speed {interval}"
+    how = "faster" if speedup.low > 1 else "slower" if speedup.high < 1 else "not measurably faster"
+    return f"is {how}, {measured} {interval}"
 
 
-def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference]) -> str:
+def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference], margin: float) -> str:
     if confounded:
         return f"its quality cannot be compared (the runs differ in {_fields(confounded)})"
     gap = own.loss_gap
@@ -171,15 +184,16 @@ def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequ
     if not math.isfinite(gap.mean):
         return "its eval loss is not finite in every seed"
     signed = f"its eval loss differs by {gap.mean:+.4f} nats/token"
-    if gap.reference_spread is None:
-        return f"{signed} in one seed of {reference.name}, whose spread is unknown"
-    seeds = f"{gap.reference_spread:.4f} over {gap.num_reference_seeds} {reference.name} seeds"
-    where = "outside" if _loss_is_outside(own) else "inside"
-    every = ""
-    # A gap of the same sign in each seed is a lean of the variant, even where it is smaller than what the seed does.
-    if len(gap.by_seed) >= MIN_SEEDS and where == "inside" and all(value > 0 for value in gap.by_seed.values()):
-        every = ", though higher in every seed"
-    return f"{signed}, {where} the spread of {seeds}{every}"
+    if gap.low is None or gap.high is None:
+        return f"{signed} in one seed"
+    if gap.low > margin:
+        where = f"worse by more than the margin of {margin:g}"
+    elif gap.high <= margin:
+        where = f"within the margin of {margin:g}"
+    else:
+        where = f"which does not show it within the margin of {margin:g}"
+    every = ", and is higher in every seed" if _worse_in_every_seed(gap) and gap.low <= margin else ""
+    return f"{signed} ({gap.low:+.4f} to {gap.high:+.4f} over {len(gap.by_seed)} seeds), {where}{every}"
 
 
 def _answer_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:

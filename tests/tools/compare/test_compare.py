@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from llm_fp8.config.parser import parse_config
@@ -36,16 +35,7 @@ from llm_fp8.tools.compare.launch import (
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Failure, compare, table_rows
 from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder
-from llm_fp8.tools.compare.statistics import (
-    Interval,
-    PairedAnswers,
-    first_at_or_below,
-    pair_answers,
-    ratio_interval,
-    speed_interval,
-    trailing_mean,
-    two_sided_sign_test,
-)
+from llm_fp8.tools.compare.statistics import Interval, PairedAnswers
 from llm_fp8.tools.compare.variants import parse_variants, variant_words
 from llm_fp8.tools.compare.verdict import judge
 from llm_fp8.utils.errors import UserError
@@ -53,72 +43,6 @@ from tests.support import small
 from tests.support.made_up_runs import PROVENANCE, made_up_run, precision_of, write_run_folder
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "compare_performance.py"
-
-# ---- statistics ----
-
-
-def test_the_interval_of_speed_covers_the_truth_as_often_as_it_says():
-    """Runs drawn from a known world: seeds differ by 1%, steps by 3%; the interval of ten seeds should cover the
-    middle about 95% of the time.
-    """
-    world = np.random.default_rng(7)
-    covered = 0
-    for _ in range(100):
-        runs = [world.normal(1000 * world.normal(1, 0.01), 30, size=40).tolist() for _ in range(10)]
-        interval = speed_interval(runs, num_resamples=200)
-        assert interval.low <= interval.value <= interval.high
-        covered += interval.low <= 1000 <= interval.high
-    assert 84 <= covered <= 99, "the percentile bootstrap of ten seeds is a little too narrow, not much"
-
-
-def test_pairing_takes_what_a_seed_does_to_both_variants_out_of_the_ratio():
-    world = np.random.default_rng(3)
-    seeds = [700.0, 1000.0, 1300.0]
-    base = [world.normal(rate, 1, size=50).tolist() for rate in seeds]
-    fast = [world.normal(1.3 * rate, 1, size=50).tolist() for rate in seeds]
-    paired, unpaired = ratio_interval(fast, base, paired=True), ratio_interval(fast, base, paired=False)
-    assert paired.value == unpaired.value == pytest.approx(1.3, abs=0.01)
-    assert paired.high - paired.low < 0.02 < 0.3 < unpaired.high - unpaired.low
-    assert ratio_interval(fast, base, paired=True) == paired, "the same figures every time"
-    with pytest.raises(ValueError, match="cannot be paired"):
-        ratio_interval(fast, base[:2], paired=True)
-
-
-def test_steps_that_hang_together_widen_the_interval():
-    """Fifty slow steps and fifty fast ones are not a hundred independent ones."""
-    together, mixed = [900.0] * 50 + [1000.0] * 50, [900.0, 1000.0] * 50
-    wide, narrow = speed_interval([[*together, 950.0]]), speed_interval([[*mixed, 950.0]])
-    assert wide.high - wide.low >= narrow.high - narrow.low
-    assert speed_interval([[5.0]]) == Interval(5.0, 5.0, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 22 / 1024), (600, 900, None)]
-)
-def test_the_sign_test_is_the_exact_binomial_one(first, second, expected):
-    value = two_sided_sign_test(first, second)
-    assert value == two_sided_sign_test(second, first)
-    if expected is None:  # beyond what floats hold of 2**1500; the normal approximation is good there
-        expected = math.erfc((abs(second - first) - 1) / math.sqrt(2 * (first + second)))
-        assert value == pytest.approx(expected, rel=0.05)
-    else:
-        assert value == pytest.approx(expected)
-
-
-def test_answers_are_paired_by_problem_and_pooled_over_seeds():
-    reference = [{"a": True, "b": True, "c": False, "only here": True}, {"a": True, "b": False}]
-    other = [{"a": True, "b": False, "c": False}, {"a": True, "b": True}]
-    paired = pair_answers(reference, other)
-    assert paired == PairedAnswers(num_problems=5, num_both_right=2, num_only_reference_right=1, num_only_other_right=1)
-    assert paired.difference == 0 and paired.p_value == 1
-    assert pair_answers([{"a": True}], [{"b": True}]) is None
-
-
-def test_trailing_mean_and_first_time():
-    assert trailing_mean([4.0, 2.0, 0.0, 4.0], 2) == [4.0, 3.0, 1.0, 2.0]
-    assert first_at_or_below([3.0, 2.0, 1.0, 0.5], [10.0, 20.0, 30.0, 40.0], 1.0) == 30.0
-    assert first_at_or_below([3.0], [10.0], 1.0) is None
-
 
 # ---- figures of variants ----
 
@@ -228,30 +152,44 @@ REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), 
 GOOD = variant_figures(
     "delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02])
 )
-GAP = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01, 3: 0.0}, reference_spread=0.04, num_reference_seeds=3)
+GAP = LossGap(0.0, -0.002, 0.002, {1: 0.001, 2: -0.001, 3: 0.0}, reference_spread=0.04, num_reference_seeds=3)
+ONE_SEED = LossGap(0.0, None, None, {1: 0.0}, None, 1)
+LEANING = {1: 0.001, 2: 0.003, 3: 0.002}
+BETTER = {1: -0.05, 2: -0.05, 3: -0.05}
 
-TWO_SEEDS = LossGap(mean=0.0, by_seed={1: 0.01, 2: -0.01}, reference_spread=0.04, num_reference_seeds=3)
+
+def answers(only_reference: int, only_other: int) -> PairedAnswers:
+    """Of one seed."""
+    return PairedAnswers(500, 300, only_reference, only_other, only_reference, only_other)
 
 
 def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
-    return judge(dataclasses.replace(GOOD, **changes), reference, differences or [])
+    return judge(dataclasses.replace(GOOD, **{"loss_gap": GAP, **changes}), reference, differences or [])
 
 
 def test_verdict_use_it():
-    given = verdict(answers=PairedAnswers(500, 300, 22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
+    given = verdict(answers=answers(22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
     assert given.conclusion == "use it"
     assert given.sentence == (
-        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its eval loss differs by +0.0000 nats/token, "
-        "inside the spread of 0.0400 over 3 bf16 seeds, exact match differs by -0.4 points (p = 0.88): use it."
+        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its eval loss differs by +0.0000 nats/token "
+        "(-0.0020 to +0.0020 over 3 seeds), within the margin of 0.005, exact match differs by -0.4 points "
+        "(p = 0.88): use it."
     )
 
 
-def test_verdict_names_a_lean_that_the_spread_hides():
-    assert (
-        "higher in every seed"
-        in verdict(loss_gap=dataclasses.replace(GAP, mean=0.02, by_seed={1: 0.01, 2: 0.03, 3: 0.02})).sentence
-    )
+def test_worse_in_every_seed_is_no_recommendation():
+    given = verdict(loss_gap=LossGap(0.002, 0.0005, 0.0035, LEANING, 0.04, 3))
+    assert given.conclusion == "slightly worse"
+    assert "within the margin of 0.005, and is higher in every seed: its loss is worse in every seed" in given.sentence
     assert "higher in every seed" not in verdict(loss_gap=GAP).sentence
+
+
+def test_the_margin_is_the_callers():
+    own = dataclasses.replace(GOOD, loss_gap=GAP)
+    assert judge(own, REFERENCE, [], margin=0.001).conclusion == "not shown"
+    far = dataclasses.replace(GOOD, loss_gap=LossGap(0.02, 0.018, 0.022, LEANING, 0.04, 3))
+    assert judge(far, REFERENCE, []).conclusion == "worse"
+    assert judge(far, REFERENCE, [], margin=0.03).conclusion == "slightly worse"
 
 
 @pytest.mark.parametrize(
@@ -270,16 +208,24 @@ def test_verdict_names_a_lean_that_the_spread_hides():
         ),
         ({"certificate": CertificateState("missing", [])}, "not certified", "no certificate shows"),
         ({"certificate": CertificateState("undetermined", ["names"])}, "not certified", "undetermined (names)"),
-        ({"loss_gap": dataclasses.replace(GAP, mean=0.05)}, "worse", "+0.0500 nats/token, outside the spread"),
-        ({"loss_gap": dataclasses.replace(GAP, mean=-0.05)}, "use it", "-0.0500 nats/token, outside the spread"),
-        ({"answers": PairedAnswers(500, 300, 60, 20)}, "worse", "differs by -8.0 points (p < 0.001)"),
-        ({"answers": PairedAnswers(500, 300, 20, 60)}, "use it", "differs by +8.0 points"),
+        ({"loss_gap": LossGap(0.05, 0.04, 0.06, LEANING, 0.04, 3)}, "worse", "worse by more than the margin of 0.005"),
+        (
+            {"loss_gap": LossGap(-0.05, -0.06, -0.04, BETTER, 0.04, 3)},
+            "use it",
+            "within the margin",
+        ),
+        (
+            {"loss_gap": LossGap(0.004, -0.001, 0.009, LEANING, 0.04, 3)},
+            "not shown",
+            "does not show it within the marg",
+        ),
+        ({"answers": answers(60, 20)}, "worse", "differs by -8.0 points (p < 0.001)"),
+        ({"answers": answers(20, 60)}, "use it", "differs by +8.0 points"),
         ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "is slower, at 0.80x the speed (0.79 to 0.81)"),
         ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "is not measurably faster"),
         ({"speedup": None}, "speed unknown", "has no measured speed"),
-        ({"loss_gap": TWO_SEEDS}, "too few seeds", "run at least 3"),
-        ({"loss_gap": LossGap(0.0, {1: 0.0}, None, 1)}, "too few seeds", "whose spread is unknown"),
-        ({"loss_gap": dataclasses.replace(TWO_SEEDS, mean=0.05)}, "too few seeds", "outside the spread"),
+        ({"loss_gap": ONE_SEED}, "too few seeds", "nats/token in one seed: too few seeds to tell, run at least 3"),
+        ({"speedup": Interval(1.3, None, None)}, "too few seeds", "ran at 1.30x the speed in one seed"),
         ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "eval loss was not measured"),
         ({"loss_gap": None}, "quality unknown", "no bf16 run of the same seed"),
         ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "eval loss is not finite"),
@@ -471,7 +417,7 @@ def test_answers_decide_through_whole_folders(tmp_path):
             records.append(read_run_folder(folder))
     comparison = compare(records)
     assert comparison.verdicts["delayed"].conclusion == "worse"
-    assert comparison.arms[1].answers == PairedAnswers(300, 90, 120, 0)
+    assert comparison.arms[1].answers == PairedAnswers(300, 90, 120, 0, 40, 0)
     assert list(comparison.verdicts) == ["delayed", "bf16"] and [variant.arm for variant in comparison.arms] == [
         "bf16",
         "delayed",
