@@ -122,7 +122,7 @@ ONE_LAYER_LOST = """
 original = P.attach
 def attach(self, model, layers):
     original(self, model, layers)
-    layers[1].forward = __import__("functools").partial(self._without_fp8, layers[1].forward)
+    layers[1].forward = __import__("functools").partial(self.without_fp8, layers[1].forward)
 P.attach = attach
 """
 LEFT_ON = """
