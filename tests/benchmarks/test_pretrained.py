@@ -37,7 +37,7 @@ def test_differences_are_paired_by_seed_and_learning_rate():
     assert (only["variant"], only["reference"], only["learning_rate"]) == ("delayed", "bf16", 3e-5)
     assert only["eval_loss"]["num_pairs"] == 3 and only["eval_loss"]["mean"] == pytest.approx(0.2)
     # Student's t for three pairs: 4.303 standard deviations over the root of three.
-    assert only["eval_loss"]["half_width"] == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-5)
+    assert only["eval_loss"]["half_width"] == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
     assert only["reference_bf16_eval_loss"] == pytest.approx(1.5)
 
 
