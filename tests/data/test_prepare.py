@@ -182,7 +182,7 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_nothing_left(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _write(tmp_path / "train.jsonl", MIXED[1:4])
-    counted = "all are empty" if streaming else "3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty"
+    counted = "all that were read" if streaming else "3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty"
     with pytest.raises(UserError, match=f"can be trained on: {counted}"):
         next(iter(prepare(tmp_path, *streaming).train))
 
