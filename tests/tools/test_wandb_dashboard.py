@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import wandb
 from accelerate.state import AcceleratorState, PartialState
@@ -299,7 +300,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{served.server_address[1]}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     yield handler
-    wandb.teardown()
+    # A request that was given up can cut the client from its service, which then ends by itself after ten minutes.
+    ending = threading.Thread(target=wandb.teardown, daemon=True)
+    ending.start()
+    ending.join(10)
+    for child in psutil.Process().children():
+        if ending.is_alive() and child.name().startswith("wandb-core"):
+            child.kill()
     served.shutdown()
     served.server_close()
 

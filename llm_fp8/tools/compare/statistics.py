@@ -4,10 +4,11 @@ its machine and its weights, so more of them say nothing about the next run.
 **Intervals** are Student's t intervals over runs; of two variants that ran the same seeds over the differences by seed,
 which takes out what a seed does to both. Quotients of rates are taken as logarithms. A single run has no interval.
 
-**Answers** are compared by an exact sign test in which a problem is one trial, whatever the number of seeds: a problem
-that one model solves in more seeds than the other is a win for it. With one seed that is McNemar's exact test (1947).
-Pooling the answers of all seeds as trials would reject a true null hypothesis in 22% of cases at p < 0.05, because
-seeds agree on which problems are hard.
+**Answers** are compared twice, since a difference may lie in the problems that were asked or in the runs that were
+made. Over problems by an exact sign test in which a problem is one trial, whatever the number of seeds: one that a
+model solves in more seeds than the other is a win for it (with one seed McNemar's exact test, 1947). Over runs by
+Student's t interval of the differences by seed. Pooling the answers of all seeds as trials would reject a true null
+hypothesis in 22% of cases at p < 0.05, because seeds agree on which problems are hard.
 
 `tests/tools/compare/test_statistics.py` simulates how often these intervals and tests are right.
 """
@@ -82,6 +83,14 @@ class PairedAnswers:
     num_problems_reference_better: int
     """Problems that the reference solved in more seeds."""
     num_problems_other_better: int
+    low: float | None = None
+    """Ends of the 95% interval of the difference over seeds; None with one seed."""
+    high: float | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the other answers worse, over problems and over runs."""
+        return self.difference < 0 and self.p_value < 1 - CONFIDENCE and self.high is not None and self.high < 0
 
     @property
     def difference(self) -> float:
@@ -100,17 +109,20 @@ def pair_answers(reference: Sequence[dict[str, bool]], other: Sequence[dict[str,
 
     Entry i of both is the run of one seed: problem -> whether its answer is right.
     """
-    pairs = [
-        (problem, ours[problem], theirs[problem])
+    by_seed = [
+        [(problem, ours[problem], theirs[problem]) for problem in ours.keys() & theirs.keys()]
         for ours, theirs in zip(reference, other, strict=True)
-        for problem in ours.keys() & theirs.keys()
     ]
+    pairs = [pair for seed in by_seed for pair in seed]
     lead: dict[str, int] = {}
     for problem, ours_right, theirs_right in pairs:
         lead[problem] = lead.get(problem, 0) + theirs_right - ours_right
     if not pairs:
         return None
+    over_seeds = t_interval([sum(b - a for _, a, b in seed) / len(seed) for seed in by_seed if seed])
     return PairedAnswers(
+        low=over_seeds.low,
+        high=over_seeds.high,
         num_problems=len(pairs),
         num_both_right=sum(ours and theirs for _, ours, theirs in pairs),
         num_only_reference_right=sum(ours and not theirs for _, ours, theirs in pairs),

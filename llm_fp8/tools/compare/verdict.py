@@ -9,14 +9,12 @@ from typing import Literal
 
 from llm_fp8.tools.compare.differences import Difference, concerning
 from llm_fp8.tools.compare.figures import LossGap, VariantFigures
-from llm_fp8.tools.compare.statistics import CONFIDENCE
 
 MIN_SEEDS = 3
 """Seeds of both variants below which no variant is recommended: two may lie near each other by chance."""
 QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still pass for as good: a quarter of a percent of a loss of 2,
 the relative difference below which DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training from bf16's."""
-SIGNIFICANCE = 1 - CONFIDENCE
 
 Conclusion = Literal[
     "reference",
@@ -113,7 +111,8 @@ def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: b
     if own.certificate.state == "failed":
         return "not certified"
     gap, speedup = own.loss_gap, own.speedup
-    if not quality_confounded and (_answers_are_worse(own) or (gap is not None and _is_worse(gap, margin))):
+    answers_are_worse = own.answers is not None and own.answers.is_worse
+    if not quality_confounded and (answers_are_worse or (gap is not None and _is_worse(gap, margin))):
         return "worse"
     if speed_confounded or speedup is None:
         return "speed unknown"
@@ -145,10 +144,6 @@ def _is_worse(gap: LossGap, margin: float) -> bool:
 
 def _worse_in_every_seed(gap: LossGap) -> bool:
     return all(value > 0 for value in gap.by_seed.values())
-
-
-def _answers_are_worse(own: VariantFigures) -> bool:
-    return own.answers is not None and own.answers.difference < 0 and own.answers.p_value < SIGNIFICANCE
 
 
 def _fields(differences: Sequence[Difference], limit: int = 4) -> str:

@@ -159,8 +159,10 @@ BETTER = {1: -0.05, 2: -0.05, 3: -0.05}
 
 
 def answers(only_reference: int, only_other: int) -> PairedAnswers:
-    """Of one seed."""
-    return PairedAnswers(500, 300, only_reference, only_other, only_reference, only_other)
+    """Of seeds that agree."""
+    difference = (only_other - only_reference) / 500
+    ends = (difference - 0.01, difference + 0.01)
+    return PairedAnswers(500, 300, only_reference, only_other, only_reference, only_other, *ends)
 
 
 def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
@@ -417,7 +419,9 @@ def test_answers_decide_through_whole_folders(tmp_path):
             records.append(read_run_folder(folder))
     comparison = compare(records)
     assert comparison.verdicts["delayed"].conclusion == "worse"
-    assert comparison.arms[1].answers == PairedAnswers(300, 90, 120, 0, 40, 0)
+    found = comparison.arms[1].answers
+    assert dataclasses.replace(found, low=None, high=None) == PairedAnswers(300, 90, 120, 0, 40, 0)
+    assert found.low == pytest.approx(-0.4) == found.high
     assert list(comparison.verdicts) == ["delayed", "bf16"] and [variant.arm for variant in comparison.arms] == [
         "bf16",
         "delayed",

@@ -101,24 +101,28 @@ def test_no_variant_that_is_worse_in_every_seed_is_recommended(num_seeds):
     assert found.get("slightly worse", 0) > 0.95 or num_seeds == 2
 
 
+@pytest.mark.parametrize("run_deviation", [0.0, 0.03])
 @pytest.mark.parametrize("num_seeds", [1, 3, 5, 20])
-def test_answers_of_models_that_are_equal_are_told_apart_once_in_twenty(num_seeds):
-    """Problems differ in difficulty, which all seeds share. Seeds pooled as trials would err several times as often."""
+def test_equal_models_are_called_worse_by_their_answers_once_in_forty(num_seeds, run_deviation):
+    """Problems differ in difficulty, which all seeds share, and runs of one variant by 3 points or not at all. Seeds
+    pooled as trials would err several times as often.
+    """
     world = np.random.default_rng(num_seeds)
-    rejected = pooled = 0
+    worse = pooled = 0
     for _ in range(300):
         easy = world.beta(0.3, 0.5, 200)
         # What a variant does to a problem, it does in every seed; no variant is better on the whole.
         lean = np.clip(easy + world.normal(0, 0.15, (2, 200)), 0, 1)
-        right = world.random((2, num_seeds, 200)) < lean[:, None]
+        luck = world.normal(0, run_deviation, (2, num_seeds, 1))
+        right = world.random((2, num_seeds, 200)) < np.clip(lean[:, None] + luck, 0, 1)
         base, own = ([dict(enumerate(row)) for row in model.tolist()] for model in right)
         found = pair_answers(base, own)
         assert found is not None
-        rejected += found.p_value < 0.05
+        worse += found.is_worse
         unequal = found.num_only_other_right + found.num_only_reference_right
-        pooled += stats.binomtest(found.num_only_other_right, unequal).pvalue < 0.05
-    assert rejected <= 0.09 * 300
-    assert num_seeds == 1 or pooled > rejected
+        pooled += stats.binomtest(found.num_only_other_right, unequal, alternative="less").pvalue < 0.025
+    assert worse <= 0.052 * 300  # three standard errors above 2.5%
+    assert pooled > worse
 
 
 def test_one_run_has_no_interval():
@@ -139,7 +143,8 @@ def test_a_problem_is_one_trial_however_many_seeds_answer_it():
     reference = [{"a": True, "b": True, "c": False, "only here": True}, {"a": True, "b": False}, {"b": False}]
     other = [{"a": True, "b": False, "c": False}, {"a": True, "b": True}, {"b": True}]
     paired = pair_answers(reference, other)
-    assert paired == PairedAnswers(6, 2, 1, 2, num_problems_reference_better=0, num_problems_other_better=1)
+    assert dataclasses.replace(paired, low=None, high=None) == PairedAnswers(6, 2, 1, 2, 0, 1)
+    assert paired.low < 0 < paired.high and not paired.is_worse
     assert paired.difference == pytest.approx(1 / 6) and paired.p_value == 1
     assert pair_answers([{"a": True}], [{"b": True}]) is None
     # With one seed it is McNemar's exact test.
