@@ -101,12 +101,13 @@ def variant_figures(
     own, base = by_seed(runs), by_seed(reference)
     common = [seed for seed in own if seed in base]
     is_reference = variant == REFERENCE
-    steps, base_steps = ([run.step_rates for run in of if run.step_rates] for of in (runs, reference))
-    rates, base_rates = ([plain.median(run) for run in of] for of in (steps, base_steps))
+    rates, base_rates = (
+        {seed: plain.median(run.step_rates) for seed, run in of.items() if run.step_rates} for of in (own, base)
+    )
     speedup = None
     if rates and base_rates and not is_reference:
-        paired = list(own) == list(base) and len(rates) == len(base_rates)
-        speedup = ratio_interval(rates, base_rates, paired)
+        paired = list(rates) == list(base_rates)
+        speedup = ratio_interval(list(rates.values()), list(base_rates.values()), paired)
     memory = [run.peak_memory_gib for run in runs if run.peak_memory_gib is not None]
     return VariantFigures(
         arm=variant,
@@ -117,8 +118,8 @@ def variant_figures(
         ),
         options=_fp8_options(runs),
         seeds=list(own),
-        num_steps_measured=sum(map(len, steps)),
-        tokens_per_s=t_interval(rates) if rates else None,
+        num_steps_measured=sum(len(run.step_rates) for run in runs),
+        tokens_per_s=t_interval(list(rates.values())) if rates else None,
         speedup=speedup,
         peak_memory_gib=max(memory) if memory else None,
         energy_j_per_million_tokens=_energy(runs),

@@ -86,6 +86,13 @@ class PairedAnswers:
     low: float | None = None
     """Ends of the 95% interval of the difference over seeds; None with one seed."""
     high: float | None = None
+    worse_in_every_seed: bool = False
+
+    @property
+    def may_be_worse(self) -> bool:
+        """Whether problems alone, or runs alone, or every seed show the other answering worse."""
+        over_problems = self.difference < 0 and self.p_value < 1 - CONFIDENCE
+        return over_problems or (self.high is not None and self.high < 0) or self.worse_in_every_seed
 
     @property
     def is_worse(self) -> bool:
@@ -119,10 +126,12 @@ def pair_answers(reference: Sequence[dict[str, bool]], other: Sequence[dict[str,
         lead[problem] = lead.get(problem, 0) + theirs_right - ours_right
     if not pairs:
         return None
-    over_seeds = t_interval([sum(b - a for _, a, b in seed) / len(seed) for seed in by_seed if seed])
+    differences = [sum(b - a for _, a, b in seed) / len(seed) for seed in by_seed if seed]
+    over_seeds = t_interval(differences)
     return PairedAnswers(
         low=over_seeds.low,
         high=over_seeds.high,
+        worse_in_every_seed=max(differences) < 0,
         num_problems=len(pairs),
         num_both_right=sum(ours and theirs for _, ours, theirs in pairs),
         num_only_reference_right=sum(ours and not theirs for _, ours, theirs in pairs),

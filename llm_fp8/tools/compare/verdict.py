@@ -126,7 +126,7 @@ def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: b
         return "quality unknown"
     if gap.high is None or len(gap.by_seed) < MIN_SEEDS:
         return "too few seeds"
-    if gap.high > margin:
+    if gap.high > margin or (own.answers is not None and own.answers.may_be_worse):
         return "not shown"
     if _is_fp8(own) and own.certificate.state != "certified":
         return "not certified"
