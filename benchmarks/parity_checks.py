@@ -3,9 +3,10 @@
 
     python benchmarks/parity_checks.py --model FOLDER --data gsm8k_train.jsonl --checks 200 --output OUT.json
 
-Right models: `FOLDER` (a pretrained Llama with bf16 weights) as it is and with adapters, and small random models of
-every family, each on a batch of its own. Wrong models: `FOLDER`, or a variant of it that has the feature in question,
-with one planted fault. A variant keeps the pretrained weights; what it adds (biases, q and k norms) is random.
+Right models: `FOLDER` (a pretrained Llama with bf16 weights) as it is, with adapters and sharded (FSDP2 on one rank),
+and small random models of every family, each on a batch of its own. Wrong models: `FOLDER`, or a variant of it that has
+the feature in question, with one planted fault. A variant keeps the pretrained weights; what it adds (biases, q and k
+norms) is random.
 
 The result holds the figures that the check judges, for every check, so that its limits can be set against them. Needs
 one GPU.
@@ -32,18 +33,23 @@ sys.path.insert(0, str(ROOT))
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # the check wants fp32 to be fp32
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig  # noqa: E402
 
 import te_llama  # noqa: E402
-from llm_fp8.config.options import LoraConfig  # noqa: E402
+from llm_fp8.config.options import LoraConfig, ParallelConfig  # noqa: E402
 from llm_fp8.data.collate import Batch  # noqa: E402
+from llm_fp8.distributed.fsdp import FsdpStrategy  # noqa: E402
+from llm_fp8.models.export import hf_tensors  # noqa: E402
 from llm_fp8.models.lora import add_adapters, initialize_adapters_  # noqa: E402
 from llm_fp8.models.parity import FP32_LIMIT, LAYER_LIMIT, MEAN_LIMIT, ParityReport, check_weights, compare_layers  # noqa: E402
 from llm_fp8.models.weights import fill_te_model  # noqa: E402
 from llm_fp8.observability.provenance import collect_provenance  # noqa: E402
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script  # noqa: E402
-from llm_fp8.utils.json_files import require_writable, write_json_atomic  # noqa: E402
+from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic  # noqa: E402
 
 SEQ_LENGTH = 1024
 DEVICE = "cuda"
@@ -321,7 +327,21 @@ def figures(report: ParityReport) -> dict[str, Any]:
     }
 
 
-def run_check(model: Any, batch: Batch, files: list[Path] | None) -> dict[str, Any]:
+def shard(model: Any) -> Callable[[Tensor], Tensor]:
+    """Shard `model` as --sharding fsdp_full does; returns what unshards a parameter."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    strategy = FsdpStrategy("fsdp_full", Accelerator(), ParallelConfig(), torch.bfloat16, hybrid_shard_size=1)
+    strategy.shard(model, model.model.layers)
+    return strategy.full_tensor
+
+
+def run_check(
+    model: Any,
+    batch: Batch,
+    files: list[Path] | None,
+    full_tensor: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+) -> dict[str, Any]:
     """Outcome of a check, with its time and the memory that it took beyond the model's."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -329,10 +349,10 @@ def run_check(model: Any, batch: Batch, files: list[Path] | None) -> dict[str, A
     refused = None
     try:
         if files:
-            check_weights(model, files)
+            check_weights(model, files, full_tensor)
     except UserError as error:
         refused = str(error)
-    report = compare_layers(model, batch, SEQ_LENGTH, torch.bfloat16)
+    report = compare_layers(model, batch, SEQ_LENGTH, torch.bfloat16, full_tensor)
     torch.cuda.synchronize()
     return {
         "refused": refused or report.fault(),
@@ -351,7 +371,8 @@ def right(task: dict[str, Any]) -> dict[str, Any]:
             folder = write_variant(base, task["variant"], task["small"], seed, Path(scratch))
         model = build(folder, lora=task["lora"])
         batch = text_batch(base, Path(task["data"]), seed, model.config.vocab_size)
-        return task | run_check(model, batch, [folder / "model.safetensors"])
+        full_tensor = shard(model) if task["sharded"] else torch.Tensor.detach
+        return task | run_check(model, batch, [folder / "model.safetensors"], full_tensor)
 
 
 def wrong(task: dict[str, Any]) -> dict[str, Any]:
@@ -375,6 +396,24 @@ def wrong(task: dict[str, Any]) -> dict[str, Any]:
         return task | whole | {"function": run_check(model, batch, None)}
 
 
+def alone(architecture: str, base: Path, data: Path) -> dict[str, Any]:
+    """A check of a random model with its files, alone on the GPU, and the seconds of the comparison with the files."""
+    entries = read_json(ROOT / "llm_fp8" / "models" / "architectures" / f"{architecture}.json")
+    config = AutoConfig.for_model(entries.pop("model_type"), **entries)
+    model = te_llama.build_te_model(config, torch.bfloat16, DEVICE)
+    te_llama.initialize_weights_(model, torch.Generator(DEVICE).manual_seed(0))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
+        files = []
+        for name, tensor in hf_tensors(model, torch.Tensor.detach):
+            files.append(Path(scratch) / f"{len(files)}.safetensors")
+            save_file({name: tensor.contiguous().cpu()}, files[-1])
+        began = time.perf_counter()
+        check_weights(model, files)
+        weights_s = time.perf_counter() - began
+        batch = text_batch(base, data, 0, config.vocab_size)
+        return {"architecture": architecture, "weights_s": weights_s, **run_check(model, batch, files)}
+
+
 def _run(task: dict[str, Any]) -> dict[str, Any]:
     try:
         return wrong(task) if "fault" in task else right(task)
@@ -391,7 +430,14 @@ def tasks(settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
         small = seed < num_small
         # Half of the large checks are the pretrained model as it is.
         variant = names[seed % len(names)] if small or seed % 2 else "llama"
-        yield {**shared, "seed": seed, "small": small, "variant": variant, "lora": seed % 4 == 3}
+        yield {
+            **shared,
+            "seed": seed,
+            "small": small,
+            "variant": variant,
+            "lora": seed % 4 == 3,
+            "sharded": seed % 4 == 1,
+        }
     for fault in faults(1e4):
         yield {**shared, "seed": 0, "fault": fault.name}
 
@@ -402,9 +448,13 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="JSONL file with problem and generated_solution")
     parser.add_argument("--checks", type=int, default=200, help="checks of right models (default %(default)s)")
     parser.add_argument("--workers", type=int, default=8, help="processes (default %(default)s)")
+    parser.add_argument("--alone", default="Llama-3.1-8B", help="architecture that one check is timed on, by itself")
     parser.add_argument("--output", type=Path, required=True)
     settings = parser.parse_args()
     require_writable("--output", settings.output)
+    timed = alone(settings.alone, settings.model, settings.data) if settings.alone else None
+    print(json.dumps(timed), flush=True)
+    torch.cuda.empty_cache()
     with ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(_run, tasks(settings)))
     for result in results:
@@ -425,7 +475,13 @@ def main() -> int:
             for name in ("fp32", "mean_ratio", "layer_ratio", "wall_s", "memory_gib")
         },
     }
-    record = {"provenance": collect_provenance(sys.argv), "summary": summary, "checks": checks, "faults": planted}
+    record = {
+        "provenance": collect_provenance(sys.argv),
+        "summary": summary,
+        "alone": timed,
+        "checks": checks,
+        "faults": planted,
+    }
     write_json_atomic(settings.output, record)
     print(json.dumps(summary, indent=2))
     return 0

@@ -8,8 +8,9 @@ one seed and learning rate are paired. Each model is evaluated on the held-out r
 trained in, by the run itself, and after its export in bf16 by plain transformers. The difference of the two is what the
 evaluation's own fp8 costs, the rest is in the weights. `untrained` holds the same before any training.
 
-`--deadline_s` starts no run after so many seconds; the same command goes on from what --output holds. Runs share the
-GPUs (--parallel), so their times mean nothing.
+`--exact_match N` lets every export answer N held-out problems. `--deadline_s` starts no run after so many seconds; the
+same command goes on from what --output holds. `step_time_s` is the median of a run; it means something with
+`--parallel 1` alone.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 SEQ_LENGTH, ROWS, WARMUP_STEPS, EPOCHS, EVAL_EVERY = 1024, 16, 20, 2, 40
 HELD_OUT = 0.1
 EVAL_ROWS = 16
+MAX_NEW_TOKENS = 256
 
 _LOADING = threading.Lock()
 """transformers builds a model under a default device of the process: one thread at a time."""
@@ -161,8 +163,18 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
         "eval_loss": summary["last_evaluation"]["eval_loss"],
         "bf16_eval_loss": plain_loss(exported, batches, device),
         "tokens_seen": summary["tokens_seen"],
+        "step_time_s": statistics.median(record["step_time_s"] for record in metrics if "step_time_s" in record),
         "parity": next((line for line in done.stdout.splitlines() if line.startswith("parity")), None),
     }
+    if settings.exact_match:
+        output = folder / "exact_match.json"
+        command = [
+            sys.executable, "scripts/evaluate.py", f"--model_name={exported}", f"--num_problems={settings.exact_match}",
+            f"--max_new_tokens={MAX_NEW_TOKENS}", f"--output={output}", f"--dataset_name={settings.data}",
+            f"--validation_fraction={HELD_OUT}", f"--data_cache_dir={settings.data_cache_dir}"
+        ]  # fmt: skip
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+        result["exact_match"] = read_json(output)["exact_match"]
     shutil.rmtree(folder)
     return result
 
@@ -189,9 +201,10 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if not pairs or variant == reference:
                 continue
             entry: dict[str, Any] = {"variant": variant, "reference": reference, "learning_rate": rate}
-            for name in ("eval_loss", "bf16_eval_loss"):
-                entry[name] = interval([run[name] - other[name] for run, other in pairs])
-                entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
+            for name in ("eval_loss", "bf16_eval_loss", "exact_match"):
+                if all(name in run for pair in pairs for run in pair):
+                    entry[name] = interval([run[name] - other[name] for run, other in pairs])
+                    entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
             comparisons.append(entry)
     return comparisons
 
@@ -206,6 +219,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="of each learning rate but the main one")
     parser.add_argument("--main_learning_rate", type=float, default=3e-5)
     parser.add_argument("--main_seeds", type=int, default=5)
+    parser.add_argument("--exact_match", type=int, default=0, help="held-out problems that every export answers")
     parser.add_argument("--parallel", type=int, default=5, help="trainings at a time on each GPU")
     parser.add_argument("--deadline_s", type=float, default=math.inf)
     parser.add_argument("--data_cache_dir", type=Path, default=Path(tempfile.gettempdir()) / "pretrained_data_cache")
@@ -233,7 +247,7 @@ def main() -> int:
             runs.append(result)
             runs.sort(key=lambda run: (list(VARIANTS).index(run["variant"]), run["learning_rate"], run["seed"]))
             write_json_atomic(settings.output, {"provenance": provenance, "comparisons": compare(runs), "runs": runs})
-            names = ("variant", "learning_rate", "seed", "eval_loss", "bf16_eval_loss", "failed")
+            names = ("variant", "learning_rate", "seed", "eval_loss", "bf16_eval_loss", "exact_match", "failed")
             print(json.dumps({name: result[name] for name in names if name in result}), flush=True)
 
     def start(job: Job, number: int, scratch: str) -> dict[str, Any] | None:
@@ -246,7 +260,7 @@ def main() -> int:
         futures = [pool.submit(start, job, number, scratch) for number, job in enumerate(left)]
         for future in futures:
             future.add_done_callback(keep)
-    missing = len(plan(settings)) - len(runs)
+    missing = len(plan(settings)) - sum("failed" not in run for run in runs)
     print(f"{len(runs)} runs, {missing} of the plan are missing, {time.monotonic() - began:.0f} s")
     return 0
 
