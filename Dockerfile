@@ -27,7 +27,7 @@ COPY requirements.txt requirements-gpu.txt requirements-deepspeed.txt ./
 COPY llm_fp8/__init__.py llm_fp8/
 COPY llm_fp8/utils/__init__.py llm_fp8/utils/packages.py llm_fp8/utils/
 COPY llm_fp8/tools/__init__.py llm_fp8/tools/
-COPY llm_fp8/tools/verify/__init__.py llm_fp8/tools/verify/result.py llm_fp8/tools/verify/setup.py llm_fp8/tools/verify/versions.py llm_fp8/tools/verify/
+COPY llm_fp8/tools/verify/__init__.py llm_fp8/tools/verify/result.py llm_fp8/tools/verify/versions.py llm_fp8/tools/verify/
 COPY scripts/container_requirements.py scripts/
 RUN python scripts/container_requirements.py write /opt/llm-fp8 \
     && PIP_CONSTRAINT="" PIP_BREAK_SYSTEM_PACKAGES=1 python -m pip install --no-cache-dir \

@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
-from llm_fp8.tools.verify.output_folder import try_to_write
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 
 def median_of(rounds: list[MeasuredRates]) -> MeasuredRates:
@@ -45,10 +44,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: give 1 or more.")
-    if options.output.is_dir() or (refused := try_to_write(options.output.parent)) is not None:
-        raise UserError(
-            f"--output {options.output} cannot be written{'' if options.output.is_dir() else f': {refused}'}."
-        )
+    require_writable("--output", options.output)
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
     device = torch.device("cuda", torch.cuda.current_device())

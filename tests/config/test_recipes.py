@@ -18,8 +18,7 @@ from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words
 from llm_fp8.tools.diagnose.gemm_operands import operand_type
 from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name
-from llm_fp8.tools.verify import recipes as verify_recipes
-from llm_fp8.tools.verify import steps
+from llm_fp8.tools.verify import gpu, steps
 from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
 
@@ -67,8 +66,8 @@ def test_verify_asks_for_it_and_trains_a_step(monkeypatch):
         return SimpleNamespace(fallback_reason=None)
 
     monkeypatch.setattr("llm_fp8.precision.plan.resolve_precision", resolve)
-    assert "made_up" in verify_recipes.availability("a GPU") and "made_up" in asked  # type: ignore[arg-type]
-    assert steps.TE.fp8_products["made_up"] == steps.TE.fp8_products["delayed"]
+    assert "made_up" in gpu.availability("a GPU") and "made_up" in asked  # type: ignore[arg-type]
+    assert steps.TE.fp8_gemms["made_up"] == steps.TE.fp8_gemms["delayed"]
     assert steps.precision_of("made_up").fp8_scenario == "made_up"
 
 

@@ -146,7 +146,6 @@ def test_what_the_first_installation_needs_stands_before_it():
         "tools/__init__",
         "tools/verify/__init__",
         "tools/verify/result",
-        "tools/verify/setup",
         "tools/verify/versions",
     ):
         assert f"llm_fp8/{module}.py" in before
@@ -239,19 +238,19 @@ def test_an_image_without_torch_is_refused_in_a_sentence(tmp_path, monkeypatch, 
     assert container_requirements.main(["check", str(tmp_path / "out")]) == 2
 
 
-@pytest.mark.parametrize(("kept", "mends"), [(True, 0), (False, 1)])
-def test_the_verifier_does_not_mend_what_an_image_keeps(tmp_path, kept, mends):
+@pytest.mark.parametrize(("kept", "num_fixes"), [(True, 0), (False, 1)])
+def test_the_verifier_does_not_fix_what_an_image_keeps(tmp_path, kept, num_fixes):
     """pip would refuse, and if it did not the image would break; that it is another version is said all the same."""
     file = tmp_path / "constraints.txt"
     file.write_text(container_requirements.constraints(IMAGE))
     pins = [pin for pin in versions.read_pins() if pin.name == "torch"]
     constraints = versions.read_constraints({"PIP_CONSTRAINT": str(file)} if kept else {})
-    result = versions.judge(pins, {"torch": IMAGE["torch"]}, True, constraints)
+    result = versions.judge_versions(pins, {"torch": IMAGE["torch"]}, True, constraints)
     assert (
         result.status == "warning"
         and "torch is 2.13.0a0+9186a08b2c.nv26.07, requirements.txt pins ==2.13.0" in result.summary
     )
-    assert len(result.mends) == mends and (f"{file} keeps it so" in result.summary) is kept
+    assert len(result.fixes) == num_fixes and (f"{file} keeps it so" in result.summary) is kept
 
 
 def test_constraints_that_are_none():

@@ -1,4 +1,4 @@
-"""The command line of scripts/verify_fp8.py and its exit code."""
+"""scripts/verify_fp8.py: the command line, the terminal and JSON output, and the exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,17 @@ from rich.table import Table
 
 from llm_fp8.tools.verify.configs import required_kind
 from llm_fp8.tools.verify.environment_rules import is_left_over
-from llm_fp8.tools.verify.output_folder import try_to_write
-from llm_fp8.tools.verify.result import STATUSES
-from llm_fp8.tools.verify.runner import CHECKS, Check, NoEnd, Row, is_hanging, run_checks, within
-from llm_fp8.tools.verify.setup import Setup, model_config
+from llm_fp8.tools.verify.result import STATUSES, Setup, model_config
+from llm_fp8.tools.verify.runner import CHECKS, Check, Row, TimeLimit, is_hanging, run_checks, within
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, FailedCheck, OneSentenceParser, UserError
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 ENGINES = ("ddp", "fsdp_full", "deepspeed_3")
-"""Sharding modes that are tried where --engines does not say."""
+"""Sharding modes that are tried without --engines."""
 PREPARE_LIMIT_S = 180.0
+SHOWN_DETAILS = 12
+_STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "info": "cyan", "passed": "green"}
 
 
 def exit_code(rows: list[Row], has_gpu: bool) -> int:
@@ -45,49 +45,41 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="verify_fp8.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    add = parser.add_argument
+    names = [check.name for check in CHECKS]
+    add(
         "--model_name",
         default="meta-llama/Llama-3.2-1B",
         help="whose attention is checked (default %(default)s; no weights are read)",
     )
-    parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens of a row (default %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="rows of a micro-batch (default %(default)s)")
-    parser.add_argument("--no_packing", action="store_true", help="padded rows instead of packed ones")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path("runs"), help="where runs will write (default %(default)s)"
-    )
-    parser.add_argument(
-        "--engines", default=",".join(ENGINES), help="comma-separated sharding modes to train in (default %(default)s)"
-    )
-    parser.add_argument(
+    add("--max_seq_length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
+    add("--batch_size", type=int, default=8, help="sequences of a micro-batch (default %(default)s)")
+    add("--no_packing", action="store_true", help="padded sequences instead of packed ones")
+    add("--output_dir", type=Path, default=Path("runs"), help="where runs will write (default %(default)s)")
+    add("--engines", default=",".join(ENGINES), help="comma-separated sharding modes to train in (default %(default)s)")
+    add(
         "--config_file",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="a DeepSpeed file, or one of accelerate launch, to look through beside those in configs/; may be given "
-        "several times",
+        help="a DeepSpeed or accelerate launch file to check beside those in configs/; may be given several times",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="leave out rates, exchanges, training runs and torchao's steps"
-    )
-    parser.add_argument("--only", help=f"comma-separated checks to run, of {', '.join(check.name for check in CHECKS)}")
-    parser.add_argument("--verbose", action="store_true", help="print the details of checks that passed too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add("--quick", action="store_true", help="leave out rates, collectives, training runs and torchao's steps")
+    add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
+    add("--verbose", action="store_true", help="print the details of checks that passed too")
+    add("--json", type=Path, metavar="FILE", help="write everything that was found")
     options = parser.parse_args(argv)
     for name in ("max_seq_length", "batch_size"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} {getattr(options, name)}: give 1 or more.")
-    if options.json is not None and (options.json.is_dir() or try_to_write(options.json.parent) is not None):
-        raise UserError(f"--json {options.json} cannot be written; give a file in a folder that you may write to.")
+    if options.json is not None:
+        require_writable("--json", options.json)
     for path in options.config_file:
         required_kind(path)
     options.engines = tuple(dict.fromkeys(options.engines.split(",")))
-    known = {check.name for check in CHECKS}
-    if options.only is not None and (unknown := [name for name in options.only.split(",") if name not in known]):
-        raise UserError(
-            f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(sorted(known))}."
-        )
+    if options.only is not None and (unknown := set(options.only.split(",")).difference(names)):
+        raise UserError(f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(names)}.")
     return options
 
 
@@ -98,20 +90,11 @@ def chosen_checks(options: argparse.Namespace) -> list[Check]:
     return [check for check in CHECKS if check.quick or not options.quick]
 
 
-def _check_engines(modes: Sequence[str]) -> None:
-    """Raise `UserError` for a mode that cannot be tried by itself."""
-    from llm_fp8.config.options import SHARDING_MODES
-
-    possible = [mode for mode in SHARDING_MODES if mode not in ("auto", "fsdp_hybrid")]
-    if unknown := [mode for mode in modes if mode not in possible]:
-        raise UserError(f"--engines: '{', '.join(unknown)}' cannot be tried; choose from {', '.join(possible)}.")
-
-
 def main(argv: Sequence[str], description: str = "") -> int:
     """Run the checks; returns the exit code.
 
-    The process's environment is cleaned of what launchers leave in a shell, of which the check of the variables speaks,
-    and which would make the other checks take themselves for processes of a launch.
+    Variables that a launcher left in the shell are removed from the process's environment: the check of the variables
+    reports them, and the other checks would take themselves for processes of a launch.
     """
     environ = dict(os.environ)
     options = parse(argv, description)
@@ -119,7 +102,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
         raise UserError(
             "verify_fp8.py starts the processes that it needs; run it once, without torchrun or accelerate launch."
         )
-    for name in [name for name in os.environ if is_left_over(name)]:
+    for name in filter(is_left_over, environ):
         del os.environ[name]
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -138,17 +121,19 @@ def main(argv: Sequence[str], description: str = "") -> int:
     stopped: int | None = None
     has_gpu = False
     try:
-        with signals_raise(), Progress(console) as progress:
-            progress.say("torch, models, GPUs")
+        with signals_raise(), progress(console) as say:
+            say("torch, models, GPUs")
             prepare(setup, checks)
             has_gpu = setup.num_gpus > 0
 
             def before(check: Check) -> None:
-                record.begin(check)
-                progress.say(check.title)
+                record.under_way = check
+                record.write(None)
+                say(check.title)
 
             for row in run_checks(checks, setup, setup.num_gpus, before):
-                record.add(row)
+                record.rows.append(row)
+                record.under_way = None
                 record.write(None)
             record.provenance = _provenance()
     except Stopped as stop:
@@ -157,9 +142,8 @@ def main(argv: Sequence[str], description: str = "") -> int:
         record.write(EXIT_FAILED_CHECK)
         raise
     finally:
-        for process in (*setup.probes.values(), setup.engine_runs):
-            if process is not None:
-                process.kill()
+        for process in setup.processes.values():
+            process.kill()
         shutil.rmtree(setup.scratch, ignore_errors=True)
     code = exit_code(record.rows, has_gpu) if stopped is None else stopped
     record.write(code)
@@ -167,8 +151,8 @@ def main(argv: Sequence[str], description: str = "") -> int:
     console.print(f"\n{closing_line(record.rows, has_gpu)}; {record.wall_s:.0f} s")
     if stopped is not None:
         where = "" if record.under_way is None else f" in '{record.under_way.title}'"
-        console.print(f"stopped{where}; what came behind was not checked")
-    if is_hanging():  # its thread would be waited for by what torch and CUDA do at the end of a program
+        console.print(f"stopped{where}; the checks after it did not run")
+    if is_hanging():  # torch and CUDA would wait for its thread at the end of the program
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -184,7 +168,7 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a lost terminal raise `Stopped`, so that what was found is kept and no process is left."""
+    """Ctrl-C, SIGTERM and a lost terminal raise `Stopped`, so that findings are kept and no process is left."""
 
     def stop(number: int, _: object) -> None:
         raise Stopped(number)
@@ -199,50 +183,51 @@ def signals_raise() -> Iterator[None]:
 
 def prepare(setup: Setup, checks: Sequence[Check]) -> None:
     """Find the user's mistakes and start what takes long. Raises `UserError`, and `FailedCheck` where torch or the
-    driver hangs.
-
-    A package that does not load is left for the checks to say.
+    driver hangs. A package that does not load is left to the check `imports`.
     """
     try:
-        within(PREPARE_LIMIT_S, lambda: look_around(setup))
-    except NoEnd as hung:
+        within(PREPARE_LIMIT_S, lambda: _load_and_validate(setup))
+    except TimeLimit as hung:
         where = hung.stack[-2].strip() if len(hung.stack) > 1 else "native code"
         raise FailedCheck(
             f"loading torch, asking the driver for GPUs and reading --model_name {setup.model_name} {hung}, in "
-            f"{where}; see whether 'nvidia-smi' answers, and whether the disk of the Python environment does."
+            f"{where}; check that 'nvidia-smi' and the disk of the Python environment respond."
         ) from hung
     names = {check.name for check in checks}
     if not setup.num_gpus:
         return
-    # In this thread, whose end would be taken by the processes for the end of the program.
+    # In the main thread: these processes end with the thread that started them.
     with contextlib.suppress(ImportError, OSError):
         if "engines" in names:  # the longest first
-            from llm_fp8.tools.verify import engines
+            from llm_fp8.tools.verify import distributed
 
-            setup.engine_runs = engines.start(setup)
+            distributed.start_engines(setup)
         if names & {"steps", "torchao_steps"}:
             from llm_fp8.tools.verify import steps
 
             for name in names & steps.LIBRARIES.keys():
-                setup.probes[name] = steps.start(setup, steps.LIBRARIES[name])
+                steps.start(setup, name)
         if names & {"attention", "cudnn"}:
             from llm_fp8.tools.verify import attention
 
-            setup.probes["attention"] = attention.start(setup)
+            attention.start(setup)
 
 
-def look_around(setup: Setup) -> None:
-    """Load torch and count the GPUs; read what the options name."""
-    setup.num_gpus  # noqa: B018 - kept by the object
+def _load_and_validate(setup: Setup) -> None:
+    """Load torch, count the GPUs, and validate --engines and --model_name."""
+    setup.num_gpus  # noqa: B018 - cached by the object
     try:
+        from llm_fp8.config.options import SHARDING_MODES
         from llm_fp8.utils.console import quiet_libraries
 
         quiet_libraries()
-        _check_engines(setup.engines)
-        model_config(setup.model_name)  # a name that cannot be read is the user's mistake, found before anything is run
+        possible = [mode for mode in SHARDING_MODES if mode not in ("auto", "fsdp_hybrid")]
+        if unknown := ", ".join(mode for mode in setup.engines if mode not in possible):
+            raise UserError(f"--engines: '{unknown}' cannot be tried; choose from {', '.join(possible)}.")
+        model_config(setup.model_name)
     except UserError:
         raise
-    except Exception:  # whatever a broken package raises, the check that needs it says
+    except Exception:  # whatever a broken package raises, the check that needs it reports
         return
 
 
@@ -251,61 +236,48 @@ def _provenance() -> dict[str, Any] | None:
         from llm_fp8.observability.provenance import collect_provenance
 
         return collect_provenance(sys.argv)
-    except Exception:  # the file is wanted most where something does not load
+    except Exception:  # the file is most useful where something does not load
         return None
 
 
-# --- output ----------------------------------------------------------------------------------------------
-# The table on the terminal, and the JSON file, which is written anew after every check.
-
-_STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "info": "cyan", "passed": "green"}
-SHOWN_DETAILS = 12
+# --- output --------------------------------------------------------------------------------------------------
 
 
 def print_rows(rows: list[Row], console: Console, *, verbose: bool) -> None:
-    """The table, then what is to be mended. Details of checks that passed are left to `verbose`."""
+    """The table, then the fixes. Details of checks that passed are printed with `verbose`."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    for row in rows:
-        result = row.result
-        details = result.details if verbose or result.status in ("failed", "warning") else ()
-        hidden = len(details) - SHOWN_DETAILS
-        lines = [result.summary, *(f"  {detail}" for detail in (details if verbose else details[-SHOWN_DETAILS:]))]
-        if hidden > 0 and not verbose:
-            lines.insert(1, f"  ({hidden} more lines with --verbose)")
-        style = _STYLES[result.status]
-        table.add_row(
-            f"[{style}]{result.status}[/]",
-            row.check.title,
-            escape("\n".join(lines)),
-            f"{row.wall_s:.1f} s" if row.wall_s else "",
-        )
+    for check, result, wall_s in rows:
+        details = list(result.details) if verbose or result.status in ("failed", "warning") else []
+        if not verbose and (hidden := len(details) - SHOWN_DETAILS) > 0:
+            details = [f"({hidden} more lines with --verbose)", *details[-SHOWN_DETAILS:]]
+        text = "\n  ".join([result.summary, *details])
+        status = f"[{_STYLES[result.status]}]{result.status}[/]"
+        table.add_row(status, check.title, escape(text), f"{wall_s:.1f} s" if wall_s else "")
     console.print(table)
-    for heading, status in (("To mend", "failed"), ("To look at", "warning")):
-        mended = [row for row in rows if row.result.status == status and row.result.mends]
-        if mended:
+    for heading, status in (("To fix", "failed"), ("To look at", "warning")):
+        found = [row for row in rows if row.result.status == status and row.result.fixes]
+        if found:
             console.print(f"\n[bold]{heading}[/]")
-        for row in mended:
+        for row in found:
             console.print(f"  {row.check.title}:")
-            for mend in row.result.mends:
-                console.print(f"    {escape(mend)}", soft_wrap=True, highlight=False)
+            for fix in row.result.fixes:
+                console.print(f"    {escape(fix)}", soft_wrap=True, highlight=False)
 
 
 def closing_line(rows: list[Row], has_gpu: bool) -> str:
     """How many checks ended how, and what could not be checked."""
     counts = {status: sum(row.result.status == status for row in rows) for status in STATUSES}
     line = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    if not has_gpu:
-        line += "; without a GPU nothing is said of fp8"
-    return line
+    return line if has_gpu else f"{line}; without a GPU nothing is said of fp8"
 
 
 @dataclass
 class Record:
-    """What the JSON file holds. A check keeps its name for good."""
+    """The JSON file."""
 
     path: Path | None
     """None: nothing is written."""
@@ -321,66 +293,42 @@ class Record:
         """Since the start."""
         return time.perf_counter() - self._began
 
-    def begin(self, check: Check) -> None:
-        """`check` is under way."""
-        self.under_way = check
-        self.write(None)
-
-    def add(self, row: Row) -> None:
-        """A check has ended."""
-        self.rows.append(row)
-        self.under_way = None
-
     def write(self, exit_code: int | None) -> None:
-        """Write the file as far as it is known; `exit_code` None: the checks are still running, or were killed."""
-        if self.path is not None:
-            write_json_atomic(self.path, self.contents(exit_code))
-
-    def contents(self, exit_code: int | None) -> dict[str, Any]:
-        """The file's contents."""
-        reached = {row.check.name for row in self.rows}
-        return {
+        """Write what is known by now; `exit_code` None: the checks are still running, or were killed."""
+        if self.path is None:
+            return
+        reached = [row.check.name for row in self.rows]
+        not_reached = [check.name for check in self.checks if check.name not in reached]
+        skipped = [row.check.name for row in self.rows if row.result.status == "skipped"]
+        contents = {
             "exit_code": exit_code,
             "under_way": None if self.under_way is None else self.under_way.name,
             "wall_s": self.wall_s,
             "options": self.options,
             "checks": [
                 {
-                    "name": row.check.name,
-                    "title": row.check.title,
-                    "status": row.result.status,
-                    "summary": row.result.summary,
-                    "details": list(row.result.details),
-                    "mends": list(row.result.mends),
-                    "facts": row.result.facts,
-                    "wall_s": row.wall_s,
+                    "name": check.name,
+                    "title": check.title,
+                    "status": result.status,
+                    "summary": result.summary,
+                    "details": list(result.details),
+                    "mends": list(result.fixes),
+                    "facts": result.facts,
+                    "wall_s": wall_s,
                 }
-                for row in self.rows
+                for check, result, wall_s in self.rows
             ],
-            "not_checked": [check.name for check in self.checks if check.name not in reached]
-            + [row.check.name for row in self.rows if row.result.status == "skipped"],
+            "not_checked": [*not_reached, *skipped],
             "provenance": self.provenance,
         }
+        write_json_atomic(self.path, contents)
 
 
-class Progress:
-    """Says which check is under way: in place on a terminal, a line on stderr elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._status = console.status("") if console.is_terminal else None
-
-    def __enter__(self) -> Progress:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def say(self, text: str) -> None:
-        """What is under way."""
-        if self._status is not None:
-            self._status.update(f"{text} ...")
-        else:
-            print(f"{text} ...", file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """A function that shows which check runs: in place on a terminal, as a line on stderr elsewhere."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda text: status.update(f"{text} ...")
+    else:
+        yield lambda text: print(f"{text} ...", file=sys.stderr, flush=True)

@@ -1,12 +1,10 @@
-"""Files that tell DeepSpeed or Accelerate how to train: which of their entries a run would refuse, and which do nothing
-here.
+"""Files that configure DeepSpeed or Accelerate: which of their entries a run would refuse, and which have no effect.
 
-Looked at are the files that --config_file names, and those that lie in configs/. The rules are the run's own: those of
-llm_fp8/distributed/deepspeed_config.py, and for a file of `accelerate launch` the variables that the launcher makes of
-it, read by llm_fp8/config/accelerate_env.py. "No effect" is said of this project's scripts: other programs may act on
-such an entry. "Elsewhere" is said of one that these scripts take, and Accelerate's own path, transformers' Trainer
-included, for something else. What a DeepSpeed file says of batch sizes, accumulation and clipping can be held against a
-run's options alone, when it starts.
+Checked are the files that --config_file names, and those in configs/, by the run's own rules: for a DeepSpeed file
+llm_fp8/distributed/deepspeed_config.py, for a file of `accelerate launch` the variables that the launcher makes of it,
+read by llm_fp8/config/accelerate_env.py. "No effect" is meant of this project's scripts; "elsewhere" marks an entry
+that these scripts take and transformers' Trainer takes for something else. What a DeepSpeed file says of batch sizes,
+accumulation and clipping depends on a run's options, and is checked when it starts.
 """
 
 from __future__ import annotations
@@ -17,37 +15,29 @@ import io
 import json
 import os
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import yaml
 
-from llm_fp8.tools.verify.result import Problems, Result
-from llm_fp8.tools.verify.setup import Setup
+from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 
 FOLDER = REPOSITORY / "configs"
 
 Kind = Literal["DeepSpeed", "Accelerate"]
-_ACCELERATE_KEYS = {
-    "compute_environment",
-    "distributed_type",
-    "fp8_config",
-    "fsdp_config",
-    "deepspeed_config",
-    "machine_rank",
-}
-"""Any of which makes a YAML file one of `accelerate launch`."""
+_ACCELERATE_KEYS = set(
+    "compute_environment distributed_type fp8_config fsdp_config deepspeed_config machine_rank".split()
+)
+"""Any of these makes a YAML file one of `accelerate launch`."""
 _VARIABLE_OF_SECTION = {"fsdp_config": "", "deepspeed_config": "ACCELERATE_DEEPSPEED_", "parallelism_config": ""}
-"""Section -> what stands before its entries' names where the launcher makes variables of them."""
+"""Section -> prefix of the variables that the launcher makes of its entries."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An entry worth a word."""
+class Finding(NamedTuple):
+    """An entry to report."""
 
     path: Path
     level: Literal["refused", "no effect", "elsewhere"]
@@ -94,14 +84,10 @@ def deepspeed_findings(path: Path) -> Iterator[Finding]:
     section = settings["zero_optimization"]
     stage = section.get("stage", AUTO)
     if stage not in (AUTO, 1, 2, 3):
-        yield Finding(
-            path,
-            "refused",
-            f'"zero_optimization.stage": {json.dumps(stage)}: the deepspeed modes are stages 1, 2 and 3',
-        )
+        says = f'"zero_optimization.stage": {json.dumps(stage)}: the deepspeed modes are stages 1, 2 and 3'
+        yield Finding(path, "refused", says)
         return
-    mode = "deepspeed_1" if stage == AUTO else f"deepspeed_{stage}"
-    problems = list(file_problems(settings, {}, mode, "bf16"))
+    problems = list(file_problems(settings, {}, f"deepspeed_{1 if stage == AUTO else stage}", "bf16"))
     if importlib.util.find_spec("deepspeed") is not None:
         problems += zero_section_problems({key: value for key, value in section.items() if value != AUTO})
     for key, why in problems:
@@ -119,7 +105,7 @@ def launch_environment(path: Path) -> dict[str, str]:
     arguments, _, _ = _validate_launch_command(arguments)
     arguments.main_process_port = 0  # any free one: nothing is started
     arguments.deepspeed_fields_from_accelerate_config = ""  # for Accelerate's own checks
-    # Whether fp8 could run here is asked by other checks; the launcher would refuse to answer without a GPU library.
+    # Other checks ask whether fp8 can run here; without a GPU library the launcher would refuse fp8.
     is_fp8, arguments.mixed_precision = arguments.mixed_precision == "fp8", arguments.mixed_precision or "no"
     if is_fp8:
         arguments.mixed_precision = "no"
@@ -131,28 +117,27 @@ def launch_environment(path: Path) -> dict[str, str]:
 
 
 def accelerate_findings(path: Path) -> Iterator[Finding]:
-    """What a run started with this file would refuse (the first entry), the entries that change nothing, and a
-    backend that a Trainer takes for another.
+    """The first entry that a run started with this file would refuse, the entries without effect, and a backend that a
+    Trainer takes for another.
     """
     from llm_fp8.config.accelerate_env import DROPPED, apply_launch_settings, backend_elsewhere, idle_keys
     from llm_fp8.config.options import Config
 
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if content.get("fp8_config") and str(content.get("mixed_precision", "no")).lower() != "fp8":
-        yield Finding(
-            path, "no effect", f"fp8_config: mixed_precision is {content.get('mixed_precision', 'no')}, so no fp8 runs"
-        )
+    precision = content.get("mixed_precision", "no")
+    if content.get("fp8_config") and str(precision).lower() != "fp8":
+        yield Finding(path, "no effect", f"fp8_config: mixed_precision is {precision}, so no fp8 runs")
     for section, prefix in _VARIABLE_OF_SECTION.items():
         for key in content.get(section) or {}:
             # Some entries have a longer name than their variable: zero3_init_flag, ACCELERATE_DEEPSPEED_ZERO3_INIT.
             if why := next((why for name, why in DROPPED.items() if f"{prefix}{key}".upper().startswith(name)), None):
                 yield Finding(path, "no effect", f"{section}.{key}: {why}")
-    said = io.StringIO()  # the launcher tells of defaults
+    printed = io.StringIO()  # the launcher prints its defaults
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             environ = launch_environment(path)
     except (ValueError, TypeError, KeyError, OSError, SystemExit) as error:
-        words = " ".join((str(error) or said.getvalue()).split())
+        words = " ".join((str(error) or printed.getvalue()).split())
         yield Finding(path, "refused", f"accelerate launch refuses it ({words})")
         return
     for key, why in idle_keys(environ).items():
@@ -173,47 +158,48 @@ def findings(path: Path, kind: Kind) -> list[Finding]:
     return list(deepspeed_findings(path) if kind == "DeepSpeed" else accelerate_findings(path))
 
 
-def judge(named: dict[Path, list[Finding]], lying_there: dict[Path, list[Finding]]) -> Result:
-    """A file that was named must not be refused. One that only lies in configs/ may never be used: a warning, and
-    for what does nothing or acts elsewhere a detail.
+def judge(named: dict[Path, list[Finding]], in_folder: dict[Path, list[Finding]]) -> Result:
+    """A file that --config_file names must not be refused. One in configs/ may never be used: what a run would refuse
+    is a warning, and all else a detail.
     """
     problems, details = Problems(), []
-    for path, found in (named | lying_there).items():
-        details.append(f"{path}: {'nothing to mend' if not found else f'{len(found)} to mend'}")
+    for path, found in (named | in_folder).items():
+        details.append(f"{path}: {f'{len(found)} to fix' if found else 'nothing to fix'}")
         for finding in found:
             sentence = f"{finding.path}: {finding.says} ({finding.level})"
-            mend = f"${{EDITOR:-vi}} {shlex.quote(str(finding.path))}   # {finding.says}"
+            fix = f"${{EDITOR:-vi}} {shlex.quote(str(finding.path))}   # {finding.says}"
             if path in named and finding.level == "refused":
-                problems.fail(sentence, mend)
+                problems.fail(sentence, fix)
             elif path in named or finding.level == "refused":
-                problems.warn(sentence, mend)
+                problems.warn(sentence, fix)
             else:
                 details.append(f"  {sentence}")
     facts = {
         str(path): [{"level": finding.level, "says": finding.says} for finding in found]
-        for path, found in (named | lying_there).items()
+        for path, found in (named | in_folder).items()
     }
-    all_right = (
-        "" if problems.failures or problems.warnings else f"{len(facts)} files, none of which a run would refuse"
-    )
-    return problems.result(all_right, details, facts)
+    success = "" if problems.failures or problems.warnings else f"{len(facts)} files, none of which a run would refuse"
+    return problems.result(success, details, facts)
 
 
-def check(setup: Setup) -> Result:
+def check_configs(setup: Setup) -> Result:
     """--config_file and configs/."""
     named = {path: findings(path, required_kind(path)) for path in setup.config_files}
-    return judge(named, dict(_lying_in(FOLDER, named)))
+    return judge(named, findings_in(FOLDER, named))
 
 
-def _lying_in(folder: Path, but: dict[Path, Any]) -> Iterator[tuple[Path, list[Finding]]]:
-    taken = {path.resolve() for path in but}
+def findings_in(folder: Path, but: Iterable[Path]) -> dict[Path, list[Finding]]:
+    """Those of a folder's files, without `but` and without YAML files of another kind."""
+    found, taken = {}, {path.resolve() for path in but}
     for path in sorted(folder.glob("*")):
         if path.suffix not in (".json", ".yaml", ".yml") or path.resolve() in taken:
             continue
         try:
             kind = kind_of(path)
         except UserError as error:
-            yield path, [Finding(path, "refused", str(error).removeprefix(f"--config_file {path} ").rstrip("."))]
+            says = str(error).removeprefix(f"--config_file {path} ").rstrip(".")
+            found[path] = [Finding(path, "refused", says)]
             continue
         if kind is not None:
-            yield path, findings(path, kind)
+            found[path] = findings(path, kind)
+    return found

@@ -1,4 +1,4 @@
-"""Environment variables that harm a run, slow it or do nothing: what scripts/verify_fp8.py judges an environment by.
+"""Environment variables that harm a run, slow it or do nothing.
 
 docs/multi_gpu.md explains these and the useful ones. Read in the sources of torch 2.13, accelerate 1.15 and the Python
 part of Transformer Engine 2.20.
@@ -9,17 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+from llm_fp8.tools.verify.result import Problems, Result, Setup
 
 Level = Literal["harmful", "slower", "no effect"]
-"""harmful: a run would be several times slower, hang or not be what was asked for. slower: it may be slower, or do
-something else than meant.
+"""harmful: a run is several times slower, hangs or is not what was asked for. slower: it may be slower, or do something
+else than intended.
 """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A setting to speak of."""
+    """A setting that the check reports."""
 
     name: str
     """Regular expression of the whole name."""
@@ -32,23 +34,17 @@ class Rule:
     """Whether a launcher sets it for the processes it starts, so that it means something else in a shell."""
 
     def speaks_of(self, name: str) -> bool:
-        """Whether it is about this variable, whatever its value."""
+        """Whether the rule is about this variable, whatever its value."""
         return re.fullmatch(self.name, name) is not None
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A variable that is set to something worth a word."""
+class Finding(NamedTuple):
+    """A variable with a setting that a rule speaks of."""
 
     name: str
     value: str
     level: Level
     says: str
-
-    @property
-    def mend(self) -> str:
-        """The command that takes it out of the environment."""
-        return f"unset {self.name}"
 
 
 _ON = "1|true|yes|on"
@@ -62,21 +58,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         "slower",
-        "leaves Transformer Engine only kinds of attention that are deterministic, which for packed rows may be the "
-        "slow one that needs much memory",
+        "leaves Transformer Engine only deterministic attention, for packed sequences perhaps only the slow kind that "
+        "needs much memory",
         "0",
     ),
     Rule(
         "NVTE_DEBUG(_LEVEL)?",
         "slower",
-        "makes Transformer Engine print at every change of shape; for looking, not for training",
+        "makes Transformer Engine print at every change of shape; for debugging, not for training",
         "[12]",
     ),
     Rule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "slower",
         "is for tensor parallelism, which is not used here; on one GPU and on two it made no difference that could be "
-        "told from chance, but it can make FSDP's exchanges wait behind compute",
+        "told from chance, but it can make FSDP's all-gathers wait behind compute",
         "1",
     ),
     Rule(
@@ -87,10 +83,10 @@ RULES: tuple[Rule, ...] = (
         "harmful",
         "switches off torch's caching of GPU memory, so every tensor waits for the driver",
     ),
-    Rule("NCCL_P2P_DISABLE", "slower", "keeps the GPUs of a host from talking directly, NVLink included", "1"),
+    Rule("NCCL_P2P_DISABLE", "slower", "keeps the GPUs of a host from communicating directly, NVLink included", "1"),
     Rule("NCCL_IB_DISABLE", "slower", "leaves plain sockets between hosts, without InfiniBand or RoCE", "1"),
     Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", "harmful", "leaves the other processes hanging when one is lost", "0"),
-    Rule("TORCH_DISTRIBUTED_DEBUG", "slower", "checks every exchange across processes first", "DETAIL"),
+    Rule("TORCH_DISTRIBUTED_DEBUG", "slower", "checks every collective across processes first", "DETAIL"),
     Rule(
         "PYTORCH_CUDA_ALLOC_CONF",
         "slower",
@@ -109,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("WORLD_SIZE|RANK|LOCAL_RANK", "harmful", _IN_A_LAUNCH, left_over=True),
     Rule("ACCELERATE_USE_CPU", "harmful", "makes Accelerate train on the CPU", _ON),
-    Rule("ACCELERATE_DEBUG_MODE", "slower", "checks the shapes of every exchange first", _ON),
+    Rule("ACCELERATE_DEBUG_MODE", "slower", "checks the shapes of every collective first", _ON),
     Rule(
         "ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS|USE_(?!CPU$).*|(FP8|DEEPSPEED|DYNAMO)_.*)|(FSDP|PARALLELISM_CONFIG)_.*",
         "slower",
@@ -117,7 +113,7 @@ RULES: tuple[Rule, ...] = (
         left_over=True,
     ),
 )
-"""The first that speaks of a variable and matches its value counts."""
+"""For each variable the first rule that matches its name and value counts."""
 
 _FAST_ATTENTION = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
 
@@ -132,11 +128,8 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
     findings = []
     for name, value in environ.items():
         if slow_attention and name in _FAST_ATTENTION:
-            findings.append(
-                Finding(
-                    name, value, "harmful", "with the other one at 0 leaves Transformer Engine only its slow attention"
-                )
-            )
+            says = "with the other one at 0 leaves Transformer Engine only its slow attention"
+            findings.append(Finding(name, value, "harmful", says))
             continue
         for rule in RULES:
             if rule.speaks_of(name) and re.fullmatch(rule.values, value.strip(), re.IGNORECASE | re.DOTALL):
@@ -146,5 +139,20 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a launcher set it for the processes it started; in a shell it has no place."""
+    """Whether a launcher set the variable for the processes it started; it should not be in a shell."""
     return name.startswith("ACCELERATE_") or any(rule.left_over and rule.speaks_of(name) for rule in RULES)
+
+
+def judge_variables(environ: Mapping[str, str]) -> Result:
+    """A harmful variable fails; one that slows or has no effect is a warning."""
+    problems, findings = Problems(), judge(environ)
+    for found in findings:
+        report = problems.fail if found.level == "harmful" else problems.warn
+        report(f"{found.name}={found.value} {found.says}", f"unset {found.name}")
+    facts = {found.name: {"value": found.value, "level": found.level} for found in findings}
+    return problems.result("" if findings else "none that is harmful or has no effect", facts=facts)
+
+
+def check_variables(setup: Setup) -> Result:
+    """The environment as the user set it."""
+    return judge_variables(setup.environ)

@@ -1,12 +1,11 @@
-"""Other processes: started, waited for, their last words kept.
+"""Runs other processes within a time limit and keeps what they print.
 
-None outlives the verifier, however that ends: one that was left would hold the GPU and slow the next run of it.
+None outlives the verifier, however that ends: a process that was left would hold the GPU and slow the next run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -15,35 +14,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
 
 TAIL_LINES = 12
 KILL_S = 30.0
 """For the kernel to end a killed process; one that hangs inside the driver may never end."""
 OUTPUT_CHARACTERS = 20_000
-"""Of a process's output that the JSON file keeps, its end."""
+"""The JSON file keeps the end of a process's output."""
 STACK_FRAMES = 6
 """Shown of each process, the innermost."""
 DUMP_S = 5.0
-"""Left to processes that did not end in time to say where they are."""
+"""For processes that reached their time limit to print their stacks."""
 
-_TETHER = (
+_END_WITH_PARENT = (
     "import ctypes, os, resource, signal, sys; "
     # PR_SET_PDEATHSIG: SIGTERM when the verifier is gone, even if it was killed
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "  # the SIGABRT of `Started.wait` must not fill the disk
+    "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "  # the SIGABRT that prints the stacks must not dump core
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 _STACK = re.compile(r"^(?:Current thread|Thread) .*most recent call first\):\n((?:  .*\n?)+)", re.MULTILINE)
-_OBITUARY = re.compile(r"^Fatal Python error: |^[EW]\d{4} .*(?:failed \(exitcode|Sending process)", re.MULTILINE)
-"""What is printed of a process's end by Python's handler or torchrun; what it said itself stands before."""
+_LAUNCHERS_LINES = re.compile(r"^Fatal Python error: |^[EW]\d{4} .*(?:failed \(exitcode|Sending process)", re.MULTILINE)
+"""What faulthandler or torchrun prints of a process's end; the process's own lines stand before."""
 _ERROR = re.compile(r"^(?:\[\w+\]:\s*)?([\w.]*(?:Error|Exception|Architecture)\b.*)$", re.MULTILINE)
-_OF_LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError")
-"""What torchrun and accelerate launch say of a script that failed."""
+_LAUNCHERS_ERROR = re.compile(r"ChildFailedError|CalledProcessError")
+"""torchrun's and accelerate launch's own error for a script that failed."""
 
 
 @dataclass(frozen=True)
@@ -51,34 +51,38 @@ class Ended:
     """How a process ended."""
 
     code: int | None
-    """None where it did not end in time and was killed."""
+    """None: the time limit was reached and the process was killed."""
     output: str
     """stdout and stderr together."""
     wall_s: float
 
+    def how(self) -> str:
+        """In words, for a message."""
+        return f"did not end within {self.wall_s:.0f} s" if self.code is None else f"ended with exit code {self.code}"
+
     def why(self) -> str:
-        """The line that names its failure: the script's own sentence, else the last error of Python that is not its
+        """The line that names the failure: the script's `error: ...`, else the last Python error that is not its
         launcher's.
         """
         if self.code is None:
             return self.how()
         sentences = [line for line in self.output.splitlines() if line.startswith("error: ")]
-        errors = [match[1] for match in _ERROR.finditer(self.output) if not _OF_LAUNCHER.search(match[1])]
-        return next(reversed([*errors, *sentences]), self.how())
+        errors = [match[1] for match in _ERROR.finditer(self.output) if not _LAUNCHERS_ERROR.search(match[1])]
+        return [self.how(), *errors, *sentences][-1]
 
     @property
-    def stacks(self) -> tuple[str, ...]:
-        """Where the main threads of the processes that were stopped or crashed were, the innermost frame first."""
-        # faulthandler names the main thread last.
+    def stacks(self) -> list[str]:
+        """The stacks of the main threads of processes that crashed or reached the time limit, innermost frame first."""
         dumps = re.split(r"^Fatal Python error: ", self.output, flags=re.MULTILINE)[1:]
-        last = [found[-1] for dump in dumps if (found := _STACK.findall(dump))]
-        return tuple(line.strip() for stack in dict.fromkeys(last) for line in stack.splitlines()[:STACK_FRAMES])
+        # faulthandler names the main thread last.
+        main_threads = dict.fromkeys(found[-1] for dump in dumps if (found := _STACK.findall(dump)))
+        return [line.strip() for stack in main_threads for line in stack.splitlines()[:STACK_FRAMES]]
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """For the details of a failure: where it was, and the last lines it printed before."""
-        before = _OBITUARY.split(self.output, maxsplit=1)[0]
-        lines = tuple(line for line in before.splitlines() if line.strip())[-TAIL_LINES:]
+        """The last lines that the process itself printed, and its stacks."""
+        own = _LAUNCHERS_LINES.split(self.output, maxsplit=1)[0]
+        lines = [line for line in own.splitlines() if line.strip()][-TAIL_LINES:]
         return (*lines, *(f"it was in: {line}" for line in self.stacks))
 
     @property
@@ -86,26 +90,18 @@ class Ended:
         """For the JSON file."""
         return {"exit_code": self.code, "wall_s": self.wall_s, "output": self.output[-OUTPUT_CHARACTERS:]}
 
-    def how(self) -> str:
-        """In words, for a message."""
-        return f"did not end within {self.wall_s:.0f} s" if self.code is None else f"ended with exit code {self.code}"
 
-
-@dataclass
 class Started:
-    """A process under way, which ends with this one. What it and those it starts print goes to `log`."""
+    """A running process, which ends with this one. Its output, and that of processes it starts, goes to `log`."""
 
-    command: list[str]
-    log: Path
-    extra_environ: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._began = time.monotonic()
-        with open(self.log, "wb") as file:
+    def __init__(self, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
+        self._log, self._began = log, time.monotonic()
+        self._ended: Ended | None = None
+        with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-ISc", _TETHER, *self.command],
+                [sys.executable, "-ISc", _END_WITH_PARENT, *command],
                 cwd=REPOSITORY,
-                env={"PYTHONFAULTHANDLER": "1", **os.environ, **self.extra_environ},
+                env={"PYTHONFAULTHANDLER": "1", **os.environ, **(environ or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -113,69 +109,59 @@ class Started:
             )
 
     def wait(self, timeout_s: float) -> Ended:
-        """Its end. `timeout_s` after its start it is stopped with all that it started, and each process says where
-        it was.
+        """Wait for the end. `timeout_s` after its start the process is killed with all that it started, and each
+        prints its stack. The answer is kept: several checks may ask.
         """
-        code: int | None
-        try:
-            code = self._process.wait(max(0.0, self._began + timeout_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if self._ended is None:
             code = None
-        wall_s = time.monotonic() - self._began
-        self.kill(dump_s=DUMP_S if code is None else 0.0)
-        return Ended(code, self.log.read_text(errors="replace"), wall_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(max(0.0, self._began + timeout_s - time.monotonic()))
+            wall_s = time.monotonic() - self._began
+            self.kill(dump_s=DUMP_S)
+            self._ended = Ended(code, self._log.read_text(errors="replace"), wall_s)
+        return self._ended
+
+    def findings(self, timeout_s: float) -> tuple[Ended, dict[str, Any] | None]:
+        """As `wait`, with what the process had written by its end to the JSON file beside its log (None: nothing)."""
+        ended, file = self.wait(timeout_s), self._log.with_suffix(".json")
+        return ended, read_json(file) if file.exists() else None
 
     def kill(self, dump_s: float = 0.0) -> None:
-        """End it and what it started; nothing where it has ended. With `dump_s` its workers, or it without any,
-        first print where they are.
+        """End it and what it started, if it still runs. With `dump_s`, its children (or it, without any) first print
+        their stacks.
         """
         if self._process.poll() is not None:
             return
         import psutil
 
-        # By descent, not by process group: torchrun gives each worker a session of its own.
-        try:
-            family = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+        try:  # By descent, not by process group: torchrun gives each worker a session of its own.
+            parent = psutil.Process(self._process.pid)
+            children = parent.children(recursive=True)
         except psutil.NoSuchProcess:
             return
         if dump_s:
-            asked = family[1:] or family
-            if family[1:]:  # torchrun would end the other workers when the first one has
-                self._process.send_signal(signal.SIGSTOP)
+            if children:  # torchrun would end the other workers when the first one has
+                parent.suspend()
             until = time.monotonic() + dump_s
-            for process in reversed(asked):  # one after another, for all print to the same file
+            for process in reversed(children or [parent]):  # one after another, because all print to one file
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)
                     while time.monotonic() < until and process.status() != psutil.STATUS_ZOMBIE:
                         time.sleep(0.02)
-        for process in family:
+        for process in (parent, *children):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_S)
 
 
-class Probe:
-    """A module of this package under way in a Python of its own, which writes what it sees to a JSON file.
+def start_probe(name: str, scratch: Path, program: Sequence[str], *words: str, **environ: str) -> Started:
+    """Start Python on `program`, whose first argument is the JSON file that `Started.findings` reads.
 
-    So a fault in native code ends the probe and not the verifier, and it starts as a run starts.
+    A crash in native code ends this process and not the verifier, and it starts as a run starts.
     """
-
-    def __init__(self, name: str, scratch: Path, program: Sequence[str], words: Sequence[str], **environ: str) -> None:
-        self._result = scratch / f"{name}.json"
-        command = [sys.executable, *program, str(self._result), *words]
-        self._process = Started(command, scratch / f"{name}.log", environ)
-        self._ended: Ended | None = None
-
-    def wait(self, timeout_s: float) -> tuple[Ended, dict[str, Any] | None]:
-        """As `Started.wait`, with what it had written by then; None where that is nothing."""
-        if self._ended is None:
-            self._ended = self._process.wait(timeout_s)
-        return self._ended, json.loads(self._result.read_text()) if self._result.exists() else None
-
-    def kill(self) -> None:
-        """End it."""
-        self._process.kill()
+    command = [sys.executable, *program, str(scratch / f"{name}.json"), *words]
+    return Started(command, scratch / f"{name}.log", environ)
 
 
 def shown(command: list[str]) -> str:

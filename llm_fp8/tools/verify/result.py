@@ -1,63 +1,109 @@
-"""What a check answers."""
+"""The input of every check (`Setup`) and its answer (`Result`)."""
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from llm_fp8.tools.verify.processes import Started
 
 Status = Literal["failed", "warning", "skipped", "info", "passed"]
-"""skipped: could not be looked at here. info: nothing right or wrong about it."""
+"""skipped: could not be checked here. info: nothing right or wrong about it."""
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One answer. Raises ValueError for a failure that does not say what mends it."""
+    """One answer. Raises ValueError for a failure without a fix."""
 
     status: Status
     summary: str
     """One sentence."""
     details: tuple[str, ...] = ()
-    mends: tuple[str, ...] = ()
-    """Commands that mend it, for a shell in the repository."""
+    fixes: tuple[str, ...] = ()
+    """Commands for a shell in the repository."""
     facts: dict[str, Any] = field(default_factory=dict)
     """The evidence, as plain JSON values."""
 
     def __post_init__(self) -> None:
-        if self.status == "failed" and not self.mends:
-            raise ValueError(f"a failed check must say what mends it: {self.summary}")
+        if self.status == "failed" and not self.fixes:
+            raise ValueError(f"a failed check must say what fixes it: {self.summary}")
+
+
+class Problems:
+    """Collects failures and warnings while evidence is judged, and makes the `Result` of them."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.warnings: list[str] = []
+        self._fixes: list[str] = []
+
+    def fail(self, sentence: str, *fixes: str) -> None:
+        """Add a failure."""
+        self.failures.append(sentence)
+        self._fixes += fixes
+
+    def warn(self, sentence: str, *fixes: str) -> None:
+        """Add a warning."""
+        self.warnings.append(sentence)
+        self._fixes += fixes
+
+    def result(self, success: str, details: Iterable[str] = (), facts: Mapping[str, Any] | None = None) -> Result:
+        """The summary is the first problem, or `success` without problems; all else becomes details."""
+        status: Status = "failed" if self.failures else "warning" if self.warnings else "passed"
+        summary, *others = [*self.failures, *self.warnings, *([success] if success else [])] or [""]
+        return Result(status, summary, (*others, *details), tuple(dict.fromkeys(self._fixes)), dict(facts or {}))
 
 
 @dataclass
-class Problems:
-    """Collects what is wrong while evidence is judged, and makes the `Result` of it."""
+class Setup:
+    """The user's shape, the environment at the start, and what several checks share."""
 
-    failures: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    mends: list[str] = field(default_factory=list)
+    model_name: str
+    max_seq_length: int
+    batch_size: int
+    packing: bool
+    output_dir: Path
+    engines: tuple[str, ...]
+    environ: dict[str, str]
+    """As it was before the script set or removed any variable."""
+    config_files: tuple[Path, ...] = ()
+    """Files of DeepSpeed or `accelerate launch` that the user means to train with."""
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="verify-fp8-")))
+    """For files of the checks; whoever made this object removes it."""
+    processes: dict[str, Started] = field(default_factory=dict)
+    """The processes that checks wait for; those that take longest start before the first check. All end with the
+    script.
+    """
 
-    def fail(self, sentence: str, *mends: str) -> None:
-        """Something that must be mended, and how."""
-        self.failures.append(sentence)
-        self._mend(mends)
+    @functools.cached_property
+    def num_gpus(self) -> int:
+        """GPUs that torch can use; 0 where torch does not load, which the check `imports` reports."""
+        try:
+            import torch
+        except (ImportError, OSError):
+            return 0
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
-    def warn(self, sentence: str, *mends: str) -> None:
-        """Something the user should know."""
-        self.warnings.append(sentence)
-        self._mend(mends)
+    @functools.cached_property
+    def device(self) -> Any:
+        """The first GPU, or the CPU."""
+        import torch
 
-    def _mend(self, mends: Iterable[str]) -> None:
-        self.mends += [mend for mend in mends if mend not in self.mends]
+        return torch.device("cuda", 0) if self.num_gpus else torch.device("cpu")
 
-    def result(self, all_right: str, details: Iterable[str] = (), facts: Mapping[str, Any] | None = None) -> Result:
-        """`all_right` is the summary where nothing was wrong; otherwise that is the first problem."""
-        found = [*self.failures, *self.warnings]
-        status: Status = "failed" if self.failures else "warning" if self.warnings else "passed"
-        return Result(
-            status,
-            found[0] if found else all_right,
-            (*found[1:], *([all_right] if found and all_right else []), *details),
-            tuple(self.mends),
-            dict(facts or {}),
-        )
+
+def model_config(model_name: str) -> PretrainedConfig:
+    """The Hugging Face config of a hub id, folder or bundled architecture, which needs no hub. Raises `UserError`."""
+    from llm_fp8.config.options import ModelConfig
+    from llm_fp8.models.source import load_config, resolve_source
+
+    options = ModelConfig(model_name=model_name, random_init=True)
+    return load_config(options, resolve_source(options))

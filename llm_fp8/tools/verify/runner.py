@@ -1,4 +1,4 @@
-"""Runs the checks. One that crashes or does not end is a failed check with its error, and the others go on."""
+"""The table of checks, and the loop that runs them. One that crashes or hangs is a failed check."""
 
 from __future__ import annotations
 
@@ -9,22 +9,79 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from llm_fp8.tools.verify.result import Result
-from llm_fp8.tools.verify.setup import Setup
+from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.errors import UserError
 
-WHO_HAS_THE_MEMORY = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
-
 Answer = TypeVar("Answer")
-
-
 _THREAD = "verify"
 
 
-class NoEnd(Exception):
-    """Something was given up. The message says after how long; `stack`: where it was, as a traceback's lines."""
+@dataclass(frozen=True)
+class Check:
+    """One check: the function `check_NAME` of a module, which is imported when the check runs."""
+
+    name: str
+    title: str
+    """For the table."""
+    module: str
+    needs_gpus: int = 0
+    quick: bool = True
+    """Whether --quick runs it too."""
+    only_without_gpu: bool = False
+    limit_s: float | None = 120.0
+    """Time limit; None where the check waits for processes that have limits of their own."""
+
+    def run(self, setup: Setup) -> Result:
+        """Raises whatever its module or function raises."""
+        module = importlib.import_module(f"llm_fp8.tools.verify.{self.module}")
+        result: Result = getattr(module, f"check_{self.name}")(setup)
+        return result
+
+    def reason_to_skip(self, num_gpus: int) -> str | None:
+        """Why it cannot or need not run with so many GPUs; None where it runs."""
+        if self.only_without_gpu:
+            return "the checks on the GPU take its place" if num_gpus else None
+        if num_gpus >= self.needs_gpus:
+            return None
+        return "needs an NVIDIA GPU" if self.needs_gpus == 1 else f"needs 2 GPUs, this machine has {num_gpus}"
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("versions", "Versions against the pins", "versions"),
+    Check("imports", "Packages load", "versions"),
+    Check("gpu", "GPU and driver", "gpu"),
+    Check("variables", "Environment variables", "environment_rules"),
+    Check("configs", "DeepSpeed and Accelerate files", "configs"),
+    Check("output_folder", "Output folder", "inputs"),
+    Check("tracking", "Weights & Biases", "inputs"),
+    Check("data", "Tokenizer and dataset", "inputs"),
+    Check("recipes", "fp8 recipes of this GPU", "gpu", needs_gpus=1),
+    Check("steps", "A training step per recipe", "steps", needs_gpus=1, limit_s=None),
+    Check("attention", "Attention at your shape", "attention", needs_gpus=1, limit_s=None),
+    Check("cudnn", "One cuDNN in a process", "attention", needs_gpus=1, limit_s=None),
+    Check("cpu_steps", "Training steps on the CPU", "steps", only_without_gpu=True),
+    Check("engines", "Training runs under torchrun", "distributed", needs_gpus=1, quick=False, limit_s=None),
+    Check("torchao_steps", "A torchao training step per recipe", "steps", quick=False, limit_s=360.0),
+    Check("rates", "GEMM and copy rates", "gpu", needs_gpus=1, quick=False),
+    Check("nccl", "All-reduce and all-gather", "distributed", needs_gpus=2, quick=False, limit_s=None),
+)
+"""In the order in which they run. What is timed stands last, when the processes that started before the first check
+(both kinds of steps, attention, engines) have ended.
+"""
+
+
+class Row(NamedTuple):
+    """A check with its answer."""
+
+    check: Check
+    result: Result
+    wall_s: float
+
+
+class TimeLimit(Exception):
+    """A function was given up. The message says after how long; `stack`: where it was, as a traceback's lines."""
 
     def __init__(self, limit_s: float, stack: list[str]) -> None:
         super().__init__(f"did not end within {limit_s:.0f} s")
@@ -32,8 +89,8 @@ class NoEnd(Exception):
 
 
 def within(limit_s: float | None, function: Callable[[], Answer]) -> Answer:
-    """What `function` returns or raises; `NoEnd` after `limit_s`. It then hangs on in a thread of its own, which
-    ends with the program.
+    """What `function` returns or raises; `TimeLimit` after `limit_s`. It then stays in a thread of its own, which ends
+    with the program.
     """
     if limit_s is None:
         return function()
@@ -51,58 +108,30 @@ def within(limit_s: float | None, function: Callable[[], Answer]) -> Answer:
     thread.join(limit_s)
     if thread.is_alive():
         frame = sys._current_frames().get(thread.ident or 0)
-        raise NoEnd(limit_s, "".join(traceback.format_stack(frame)).splitlines() if frame else [])
+        raise TimeLimit(limit_s, "".join(traceback.format_stack(frame)).splitlines() if frame else [])
     if errors:
         raise errors[0]
     return answers[0]
 
 
 def is_hanging() -> bool:
-    """Whether something that was given up, or that a signal interrupted, is still at work."""
+    """Whether a function that was given up, or that a signal interrupted, still runs."""
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
-@dataclass(frozen=True)
-class Row:
-    """A check with its answer."""
-
-    check: Check
-    result: Result
-    wall_s: float
-
-
-def not_run(check: Check, num_gpus: int) -> str | None:
-    """Why a check cannot or need not run with so many GPUs; None where it runs."""
-    if check.only_without_gpu:
-        return "the checks on the GPU take its place" if num_gpus else None
-    if num_gpus >= check.needs_gpus:
-        return None
-    return (
-        "needs an NVIDIA GPU"
-        if check.needs_gpus == 1
-        else f"needs {check.needs_gpus} GPUs, this machine has {num_gpus}"
-    )
-
-
-def crashed(check: Check, error: BaseException) -> Result:
+def crashed(check: Check, error: Exception) -> Result:
     """The answer of a check that raised `error`."""
     again = (
-        f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # the whole error is in the "
-        "file's details"
+        f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # the file's details have the traceback"
     )
-    if isinstance(error, NoEnd):
-        return Result(
-            "failed",
-            f"the check {error}",
-            error.stack,
-            (again, "nvidia-smi   # whether the driver answers, and who uses the GPU"),
-        )
+    if isinstance(error, TimeLimit):
+        driver = "nvidia-smi   # whether the driver answers, and who uses the GPU"
+        return Result("failed", f"the check {error}", error.stack, (again, driver))
     if isinstance(error, UserError):
-        return Result("failed", str(error), mends=(again,))
+        return Result("failed", str(error), fixes=(again,))
     if type(error).__name__ == "OutOfMemoryError":
-        return Result(
-            "failed", "the GPU's memory is taken, so this could not be checked", mends=(WHO_HAS_THE_MEMORY, again)
-        )
+        users = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
+        return Result("failed", "too little GPU memory is free for this check", fixes=(users, again))
     first_line = (str(error).strip().splitlines() or [""])[0]
     lines = tuple("".join(traceback.format_exception(error)).splitlines())
     return Result("failed", f"the check itself crashed: {type(error).__name__}: {first_line}", lines, (again,))
@@ -111,64 +140,16 @@ def crashed(check: Check, error: BaseException) -> Result:
 def run_checks(
     checks: Iterable[Check], setup: Setup, num_gpus: int, before: Callable[[Check], None] = lambda check: None
 ) -> Iterator[Row]:
-    """Every check's answer, in order. Those that need more GPUs than there are, or none, are skipped."""
+    """Every check's answer, in order; `before` is told which one runs next."""
     for check in checks:
-        reason = not_run(check, num_gpus)
+        reason = check.reason_to_skip(num_gpus)
         if reason is not None:
             yield Row(check, Result("skipped", reason), 0.0)
             continue
         before(check)
         began = time.perf_counter()
         try:
-            result = within(check.limit_s, lambda check=check: check.load()(setup))  # type: ignore[misc]
+            result = within(check.limit_s, lambda check=check: check.run(setup))  # type: ignore[misc]
         except Exception as error:
             result = crashed(check, error)
         yield Row(check, result, time.perf_counter() - began)
-
-
-# --- registry --------------------------------------------------------------------------------------------
-# The checks, in the order in which they run.
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check: the function `check` of the module of its name."""
-
-    name: str
-    title: str
-    """What it looks at, for the table."""
-    needs_gpus: int = 0
-    quick: bool = True
-    """Whether --quick runs it too."""
-    only_without_gpu: bool = False
-    limit_s: float | None = 120.0
-    """After which it is given up; None where it waits for processes that have limits of their own."""
-
-    def load(self) -> Callable[[Setup], Result]:
-        """Its function; raises what importing it raises."""
-        function: Callable[[Setup], Result] = importlib.import_module(f"llm_fp8.tools.verify.{self.name}").check
-        return function
-
-
-CHECKS: tuple[Check, ...] = (
-    Check("versions", "Versions against the pins"),
-    Check("imports", "Packages load"),
-    Check("gpu", "GPU and driver"),
-    Check("variables", "Environment variables"),
-    Check("configs", "DeepSpeed and Accelerate files"),
-    Check("output_folder", "Output folder"),
-    Check("tracking", "Weights & Biases"),
-    Check("data", "Tokenizer and dataset"),
-    Check("recipes", "fp8 recipes of this GPU", needs_gpus=1),
-    Check("steps", "A training step per recipe", needs_gpus=1, limit_s=None),
-    Check("attention", "Attention at your shape", needs_gpus=1, limit_s=None),
-    Check("cudnn", "One cuDNN in a process", needs_gpus=1, limit_s=None),
-    Check("cpu_steps", "Training steps on the CPU", only_without_gpu=True),
-    Check("engines", "Training runs under torchrun", needs_gpus=1, quick=False, limit_s=None),
-    Check("torchao_steps", "A torchao training step per recipe", quick=False, limit_s=360.0),
-    Check("rates", "GEMM and copy rates", needs_gpus=1, quick=False),
-    Check("nccl", "Exchanges between the GPUs", needs_gpus=2, quick=False, limit_s=None),
-)
-"""What is timed stands last, when every other process has ended: those of both kinds of steps, attention and engines
-run beside all before.
-"""

@@ -1,12 +1,20 @@
-"""A real training step of a small decoder in bf16 and in each recipe: the loss, the gradient, and which kernels ran.
+"""Real training steps of a small decoder in bf16 and in each recipe: the loss, the gradient, and which kernels ran.
 
-Of Transformer Engine's decoder here. The check of torchao's, `llm_fp8.tools.verify.torchao_steps`, takes and judges its
-steps by the same functions.
+    python -m llm_fp8.tools.verify.steps RESULT.json MODEL_FOLDER CHECK
+
+runs them in a process of its own, for a check in `LIBRARIES`: steps (Transformer Engine's decoder) or torchao_steps (a
+Hugging Face decoder, converted by torchao and compiled as in a run). The folder is made, with the model's config. The
+file is rewritten before each precision, so that one that crashes the process is known by name.
+
+Without a GPU the embedded model trains on the CPU: in bf16, and in torchao's recipes, whose GEMMs are emulated. That
+shows what rounding does to loss and gradient, and nothing of kernels.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +22,32 @@ from typing import TYPE_CHECKING, Any
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES, Backend, recipe_names
 from llm_fp8.observability.kernel_trace import LOW_PRECISION
-from llm_fp8.tools.verify.imports import reinstall
-from llm_fp8.tools.verify.processes import Ended, Probe
-from llm_fp8.tools.verify.result import Problems, Result
-from llm_fp8.tools.verify.setup import Setup
+from llm_fp8.tools.verify.gpu import availability, torchao_problem
+from llm_fp8.tools.verify.processes import Ended, start_probe
+from llm_fp8.tools.verify.result import Problems, Result, Setup, model_config
+from llm_fp8.tools.verify.versions import reinstall
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIMEOUT_S = 180.0
-PROBE: tuple[str, ...] = ("-m", "llm_fp8.tools.verify.steps_probe")
+TIMEOUT_S = {"steps": 180.0, "torchao_steps": 300.0}
+"""torchao's are longer: torch.compile compiles the decoder layer for each recipe."""
+PROBE: tuple[str, ...] = ("-m", "llm_fp8.tools.verify.steps")
 
 BASELINE = "bf16"
 NUM_LAYERS = 2
+WARM_STEPS = 2
+"""So that losses after updates are compared too, and the gradient is of weights that fp8 steps have changed."""
+MAX_LOSS_DIFFERENCE = 0.02
+MIN_COSINE = 0.9
+"""Rounding to e4m3 and e5m2 turns a gradient by far less; a wrong scale, layout or weight turns it by much more."""
+MAX_CPU_LOSS_DIFFERENCE = 0.1
+"""Random weights of standard deviation 0.02 give nearly the loss of a uniform guess."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """Whose linear layers train, and what must be seen of them."""
+    """Whose linear layers train, and the evidence that is expected of them."""
 
     check: str
     """The name of the check."""
@@ -39,11 +55,10 @@ class Library:
     weights_per_layer: int
     """Linear weights of a decoder layer: 4 where QKV is one and gate and up are one, else 7."""
     reinstall: str
-    use_te: bool = False
 
     @property
-    def fp8_products(self) -> dict[str, int]:
-        """Recipe -> the GEMMs of a micro-batch that it has in fp8."""
+    def fp8_gemms(self) -> dict[str, int]:
+        """Recipe -> its number of fp8 GEMMs in a micro-batch."""
         num_weights = NUM_LAYERS * self.weights_per_layer
         return {name: num_weights * RECIPES[name].gemms_in_fp8 for name in recipe_names(self.backend)}
 
@@ -62,16 +77,9 @@ TE = Library(
     "te",
     4,
     "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
-    use_te=True,
 )
 TORCHAO = Library("torchao_steps", "torchao", 7, reinstall("torchao"))
 LIBRARIES = {library.check: library for library in (TE, TORCHAO)}
-WARM_STEPS = 2
-"""So that losses behind updates are compared too, and the gradient is of weights that fp8 has moved."""
-
-MAX_LOSS_DIFFERENCE = 0.02
-MIN_COSINE = 0.9
-"""Rounding to e4m3 and e5m2 turns a gradient by far less; a wrong scale, layout or weight turns it by much more."""
 
 
 @dataclass
@@ -90,27 +98,31 @@ class Evidence:
     """Of the measured gradient with bf16's; None for bf16 itself."""
 
 
+def _listed(kernels: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kernels.items()))
+
+
 def judge_kernels(name: str, found: Evidence, problems: Problems, library: Library = TE) -> None:
     """fp8 kernels in fp8, none in bf16."""
     again = f"python scripts/verify_fp8.py --only {library.check} --verbose"
     low = sum(found.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION)
-    ran = ", ".join(f"{kind} {count}" for kind, count in sorted(found.gemm_kernels.items())) or "none"
+    ran = _listed(found.gemm_kernels) or "none"
     if name == BASELINE:
         if low:
             problems.fail(f"a bf16 step ran {low} fp8 GEMM kernels ({ran})", again, library.reinstall)
         if not found.gemm_kernels.get("bf16"):
             problems.warn(f"a bf16 step ran no GEMM kernel that is known as bf16 ({ran})", again)
         return
-    wanted = library.fp8_products[name]
+    wanted = library.fp8_gemms[name]
     if low < wanted:
-        sentence = f"{name}: {low} fp8 GEMM kernels ran, and {wanted} products should be in fp8 ({ran})"
+        sentence = f"{name}: {low} fp8 GEMM kernels ran, and {wanted} GEMMs should be in fp8 ({ran})"
         if low + found.gemm_kernels.get("unknown", 0) >= wanted:
             problems.warn(f"{sentence}; the names of the others do not tell their type", again)
         else:
             problems.fail(sentence, again, library.reinstall)
     if found.recipe_inside in (None, "none"):
         problems.fail(f"{name}: no recipe is in force inside the modules", again)
-    elif not library.use_te and found.recipe_inside != name:
+    elif library is TORCHAO and found.recipe_inside != name:
         problems.fail(f"{name}: the modules' recipe is {found.recipe_inside}", again)
 
 
@@ -132,37 +144,52 @@ def judge_numbers(name: str, found: Evidence, baseline: Evidence, problems: Prob
 def judge(found: dict[str, Evidence], process: dict[str, Any] | None = None, library: Library = TE) -> Result:
     """All precisions, bf16 among them; `process`: how the one that ran them ended."""
     problems, details = Problems(), []
-    baseline = found[BASELINE]
     for name, evidence in found.items():
         judge_kernels(name, evidence, problems, library)
-        judge_numbers(name, evidence, baseline, problems)
-        kernels = ", ".join(f"{kind} {count}" for kind, count in sorted(evidence.gemm_kernels.items()))
-        turned = "" if evidence.cosine is None else f", cosine of the gradient with bf16's {evidence.cosine:.4f}"
-        details.append(f"{name}: loss {evidence.losses[-1]:.4f}{turned}; GEMM kernels: {kernels}")
+        judge_numbers(name, evidence, found[BASELINE], problems)
+        cosine = "" if evidence.cosine is None else f", cosine of the gradient with bf16's {evidence.cosine:.4f}"
+        kernels = _listed(evidence.gemm_kernels)
+        details.append(f"{name}: loss {evidence.losses[-1]:.4f}{cosine}; GEMM kernels: {kernels}")
     summary = f"{', '.join(found)}: losses agree" + (", fp8 kernels in fp8, none in bf16" if len(found) > 1 else "")
-    facts = {"precisions": {name: dict(vars(evidence)) for name, evidence in found.items()}, "process": process}
-    return problems.result("" if problems.failures else summary, details, facts)
+    return problems.result("" if problems.failures else summary, details, {**_facts(found), "process": process})
+
+
+def _facts(found: dict[str, Evidence]) -> dict[str, Any]:
+    return {"precisions": {name: dict(vars(evidence)) for name, evidence in found.items()}}
 
 
 def judge_probe(ended: Ended, seen: dict[str, Any] | None, library: Library = TE) -> Result:
     """What the probe wrote by its end; where it did not end well, the precision that was under way failed."""
-    found = {
-        name: Evidence(
-            losses=[float(loss) for loss in evidence["losses"]],  # JSON has no NaN, the files have it as a word
-            gemm_kernels=evidence["gemm_kernels"],
-            recipe_inside=evidence["recipe_inside"],
-            cosine=None if evidence["cosine"] is None else float(evidence["cosine"]),
-        )
-        for name, evidence in (seen or {}).get("found", {}).items()
-    }
+    seen = seen or {}
+    found = {name: Evidence(**evidence) for name, evidence in seen.get("found", {}).items()}
     if ended.code == 0 and found:
         return judge(found, ended.facts, library)
-    under_way = (seen or {}).get("under_way") or "before the first"
     partly = judge(found, ended.facts, library) if found else Result("info", "", facts={"process": ended.facts})
-    summary = f"{under_way}: the steps did not end: {ended.why()}"
+    summary = f"{seen.get('under_way') or 'before the first'}: the steps did not end: {ended.why()}"
     again = f"python scripts/verify_fp8.py --only imports,{library.check} --verbose"
     before = (partly.summary,) if partly.summary else ()
     return Result("failed", summary, (*before, *partly.details, *ended.evidence), (again,), partly.facts)
+
+
+def judge_emulated(found: dict[str, Evidence]) -> Result:
+    """Steps on a CPU, bf16 among them: losses and gradients as on a GPU, no kernels."""
+    problems = Problems()
+    for name, evidence in found.items():
+        judge_numbers(name, evidence, found[BASELINE], problems)
+    agree = f"{', '.join(found)}: losses agree; emulated on the CPU, so nothing is said of fp8 kernels"
+    return problems.result("" if problems.failures else agree, facts={**_facts(found), "emulated": True})
+
+
+def judge_cpu_steps(losses: list[float], gradient_norm: float, vocab_size: int) -> Result:
+    """Losses in nats per token of bf16 steps from random weights, and the gradient's norm after them."""
+    problems, expected = Problems(), math.log(vocab_size)
+    fix = "python -m pip install --force-reinstall -r requirements.txt"
+    if not all(abs(loss / expected - 1) < MAX_CPU_LOSS_DIFFERENCE for loss in losses):  # false for NaN too
+        problems.fail(f"losses {losses}, and random weights over {vocab_size} tokens should give {expected:.2f}", fix)
+    if not 0 < gradient_norm < math.inf:
+        problems.fail(f"the gradient's norm is {gradient_norm}", fix)
+    facts = {"losses": losses, "gradient_norm": gradient_norm, "expected_loss": expected}
+    return problems.result(f"{len(losses)} steps of the embedded model in bf16, loss {losses[-1]:.2f}", facts=facts)
 
 
 def write_architecture(folder: Path) -> Path:
@@ -234,14 +261,81 @@ def take_steps(
     return Evidence(losses, kernels, inside or None), vector
 
 
-def start(setup: Setup, library: Library = TE) -> Probe:
-    """`llm_fp8.tools.verify.steps_probe` under way."""
-    return Probe(
-        library.check, setup.scratch, PROBE, (str(setup.scratch / f"architecture-{library.check}"), library.check)
-    )
+def take_all(
+    model_folder: Path,
+    recipes: Iterable[str],
+    *,
+    use_te: bool = False,
+    batch_size: int = 4,
+    before: Callable[[str, dict[str, Evidence]], None] = lambda name, found: None,
+) -> dict[str, Evidence]:
+    """`take_steps` in bf16, then in each recipe; `before` is told the next precision and the evidence so far."""
+    from torch.nn.functional import cosine_similarity
+
+    found: dict[str, Evidence] = {}
+    reference = None
+    for name in (BASELINE, *recipes):
+        before(name, found)
+        found[name], gradient = take_steps(model_folder, precision_of(name), use_te=use_te, batch_size=batch_size)
+        if reference is None:
+            reference = gradient
+        else:
+            found[name].cosine = float(cosine_similarity(gradient, reference, dim=0))
+    return found
 
 
-def check(setup: Setup) -> Result:
-    """bf16 and every recipe that this GPU has."""
-    ended, seen = setup.probes["steps"].wait(TIMEOUT_S)
-    return judge_probe(ended, seen)
+def run_all(result: Path, model_folder: Path, check: str) -> None:
+    """In the process: bf16, then every recipe of the check's library that this GPU has, and the file. torchao's can all
+    be had, or the check does not wait for this process.
+    """
+    from llm_fp8.distributed.process_group import own_device
+    from llm_fp8.utils.console import quiet_libraries
+    from llm_fp8.utils.json_files import write_json_atomic
+
+    def write(under_way: str | None, found: dict[str, Evidence]) -> None:
+        write_json_atomic(result, {"under_way": under_way, "found": {name: vars(each) for name, each in found.items()}})
+
+    quiet_libraries()
+    write_architecture(model_folder)
+    recipes: Iterable[str] = TORCHAO.fp8_gemms
+    if check == TE.check:
+        recipes = [name for name, reason in availability(own_device()).items() if reason is None]
+    write(None, take_all(model_folder, recipes, use_te=check == TE.check, before=write))
+
+
+def start(setup: Setup, check: str = TE.check) -> None:
+    """Start the process."""
+    words = (str(setup.scratch / f"architecture-{check}"), check)
+    setup.processes[check] = start_probe(check, setup.scratch, PROBE, *words)
+
+
+def check_steps(setup: Setup) -> Result:
+    """bf16 and every recipe of Transformer Engine that this GPU has."""
+    return judge_probe(*setup.processes[TE.check].findings(TIMEOUT_S[TE.check]))
+
+
+def check_torchao_steps(setup: Setup) -> Result:
+    """bf16 and every recipe of torchao. A missing requirement is a warning: an option needs it, and not every run."""
+    problem = torchao_problem(setup.device)
+    if problem is not None:
+        if setup.num_gpus:
+            setup.processes[TORCHAO.check].kill()
+        reason, fix = problem
+        return Result("warning", reason, fixes=(fix,), facts={"precisions": {}})
+    if setup.num_gpus:
+        return judge_probe(*setup.processes[TORCHAO.check].findings(TIMEOUT_S[TORCHAO.check]), TORCHAO)
+    from llm_fp8.data.embedded import MODEL_DIR
+
+    return judge_emulated(take_all(MODEL_DIR, TORCHAO.fp8_gemms, batch_size=1))
+
+
+def check_cpu_steps(setup: Setup) -> Result:
+    """A few steps of the embedded model on the CPU."""
+    from llm_fp8.data.embedded import MODEL_DIR
+
+    evidence, gradient = take_steps(MODEL_DIR, precision_of(BASELINE), use_te=False, batch_size=1)
+    return judge_cpu_steps(evidence.losses, float(gradient.norm()), model_config(str(MODEL_DIR)).vocab_size)
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,18 +1,23 @@
-"""Installed versions and where they lie, against the pins of the requirements files."""
+"""The packages: installed versions against the pins of the requirements files, and whether each can be imported.
+
+At import it needs packaging and the standard library only: scripts/container_requirements.py reads the pins with it.
+"""
 
 from __future__ import annotations
 
-import re
+import contextlib
+import importlib
+import io
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from llm_fp8.tools.verify.result import Problems, Result
-from llm_fp8.tools.verify.setup import Setup
+from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, REPOSITORY
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
@@ -27,12 +32,22 @@ OPTIONAL = {
     "tensorboard": "--report_to tensorboard",
     "nvidia-ml-py": "energy figures",
 }
-"""What runs without; package -> what needs it."""
+"""Package that a run can do without -> what needs it."""
 FLASH_ATTENTIONS = ("flash-attn", FLASH_ATTENTION_4.name)
-"""In no file of requirements."""
+"""In no requirements file."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
-_BUILD = re.compile(r"\+.*")
+_TE_MODULE = "transformer_engine.pytorch"
+_REQUIRED_MODULES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+_OPTIONAL_MODULES = {
+    "deepspeed": "deepspeed",
+    "torchao": "torchao",
+    "wandb": "wandb",
+    "flash_attn": "flash-attn",
+    "flash_attn.cute": FLASH_ATTENTION_4.name,
+}
+"""Module -> its package. flash-attn 4 has a folder flash_attn too, so the import alone does not prove flash-attn 2."""
+_PIP = f"{sys.executable} -m pip"
 
 
 @dataclass(frozen=True)
@@ -47,9 +62,12 @@ class Pin:
         """The package, in normal form."""
         return self.requirement.name.lower().replace("_", "-")
 
+    def allows(self, version: str) -> bool:
+        """Whether the pin holds for this version."""
+        return self.requirement.specifier.contains(version, prereleases=True)
 
-@dataclass(frozen=True)
-class Installed:
+
+class Installed(NamedTuple):
     """A package as it is installed."""
 
     version: str
@@ -58,15 +76,9 @@ class Installed:
 
 def pins_of(text: str, file: str) -> list[Pin]:
     """The requirements of a file's text whose markers hold here."""
-    found = []
-    for line in text.splitlines():
-        words = line.partition("#")[0].strip()
-        if not words or words.startswith("-"):
-            continue
-        requirement = Requirement(words)
-        if requirement.marker is None or requirement.marker.evaluate():
-            found.append(Pin(requirement, file))
-    return found
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    return [Pin(each, file) for each in found if each.marker is None or each.marker.evaluate()]
 
 
 def read_pins() -> list[Pin]:
@@ -78,82 +90,136 @@ def installed(names: Iterable[str]) -> dict[str, Installed]:
     """Those of the packages that are installed; imports none of them."""
     found = {}
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        found[name] = Installed(distribution.version, str(distribution.locate_file("")))
+            found[name] = Installed(distribution.version, str(distribution.locate_file("")))
     return found
 
 
 def read_constraints(environ: Mapping[str, str]) -> list[Pin]:
-    """Those of the file in PIP_CONSTRAINT, with which an image keeps its own torch; none where there is none or a
-    line is not understood.
+    """Those of the file in PIP_CONSTRAINT, with which a container image keeps its own torch; none where the file is
+    missing or invalid, which pip reports.
     """
     path = environ.get("PIP_CONSTRAINT", "")
     try:
         return pins_of(Path(path).read_text(), path) if path else []
-    except (OSError, InvalidRequirement, UnicodeDecodeError):  # pip's to say
+    except (OSError, InvalidRequirement, UnicodeDecodeError):
         return []
 
 
-def judge(pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constraints: Iterable[Pin] = ()) -> Result:
-    """Missing packages fail, drift is a warning, what is optional is said. `constraints`: what pip would refuse to
-    change, and why it is as it is.
-    """
+def judge_versions(
+    pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constraints: Iterable[Pin] = ()
+) -> Result:
+    """Missing packages fail, other versions are a warning. `constraints`: versions that pip would refuse to change."""
     problems, details = Problems(), []
     kept_by = {pin.name: pin for pin in constraints}
     for pin in pins:
         name, there = pin.name, found.get(pin.name)
-        needed = name not in OPTIONAL and (has_gpu or name != TE)
         flags = "--no-build-isolation " if pin.file == "requirements-gpu.txt" else ""
-        mend = (
-            f"{sys.executable} -m pip install "
-            f"{flags}'{pin.requirement.name}{_extras(pin.requirement)}{pin.requirement.specifier}'"
-        )
+        fix = f"{_PIP} install {flags}'{str(pin.requirement).partition(';')[0]}'"
         if there is None:
-            if needed:
-                problems.fail(f"{name} is not installed", mend)
+            if name in OPTIONAL or (name == TE and not has_gpu):
+                details.append(f"{name} is not installed ({OPTIONAL.get(name, 'fp8 on a GPU')})")
             else:
-                use = OPTIONAL.get(name, "fp8 on a GPU")
-                details.append(f"{name} is not installed ({use})")
+                problems.fail(f"{name} is not installed", fix)
             continue
         details.append(f"{name} {there.version} in {there.location}")
-        if not pin.requirement.specifier.contains(there.version, prereleases=True):
-            sentence, kept = (
-                f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}",
-                kept_by.get(name),
-            )
-            if kept is not None and kept.requirement.specifier.contains(there.version, prereleases=True):
+        if not pin.allows(there.version):
+            sentence = f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}"
+            kept = kept_by.get(name)
+            if kept is not None and kept.allows(there.version):
                 problems.warn(f"{sentence}; {kept.file} keeps it so")
             else:
-                problems.warn(sentence, mend)
+                problems.warn(sentence, fix)
     te_parts = {name: there.version for name, there in found.items() if name.startswith(TE)}
-    versions = {_BUILD.sub("", version) for version in te_parts.values()}
-    if len(versions) > 1:
-        listed = ", ".join(f"{name} {version}" for name, version in te_parts.items())
+    if len({version.partition("+")[0] for version in te_parts.values()}) > 1:
         problems.fail(
-            f"parts of Transformer Engine differ in version: {listed}",
-            f"{sys.executable} -m pip uninstall -y {' '.join(te_parts)}",
-            f"{sys.executable} -m pip install --no-build-isolation -r requirements-gpu.txt",
+            "parts of Transformer Engine differ in version: "
+            + ", ".join(f"{name} {version}" for name, version in te_parts.items()),
+            f"{_PIP} uninstall -y {' '.join(te_parts)}",
+            f"{_PIP} install --no-build-isolation -r requirements-gpu.txt",
         )
     for name in FLASH_ATTENTIONS:
         if name in found:
             details.append(f"{name} {found[name].version} in {found[name].location}")
         else:
             details.append(f"{name} is not installed ({OPTIONAL[name]})")
-    facts = {name: {"version": there.version, "location": there.location} for name, there in found.items()}
-    drifted = len(problems.warnings)
-    all_right = "as pinned" if not drifted and not problems.failures else ""
-    return problems.result(all_right, details, facts)
+    facts = {name: there._asdict() for name, there in found.items()}
+    return problems.result("" if problems.failures or problems.warnings else "as pinned", details, facts)
 
 
-def _extras(requirement: Requirement) -> str:
-    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-
-
-def check(setup: Setup) -> Result:
+def check_versions(setup: Setup) -> Result:
     """Versions of everything that is pinned, and of all parts of Transformer Engine."""
     pins = read_pins()
     found = installed([*(pin.name for pin in pins), *TE_PARTS, *FLASH_ATTENTIONS])
-    return judge(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))
+    return judge_versions(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))
+
+
+# --- imports -------------------------------------------------------------------------------------------------
+
+
+def try_import(name: str) -> str | None:
+    """The first line of the error of importing a module, None where it loads."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a broken package may raise anything
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None
+
+
+def _try_transformer_engine() -> str | None:
+    """As `try_import`; loaded as a run loads it, with torch's cuDNN."""
+    from llm_fp8.utils.errors import UserError
+    from llm_fp8.utils.te_import import require_te
+
+    try:
+        require_te("fp8")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def reinstall(name: str) -> str:
+    """The command that installs a package as it is pinned, missing or broken, without its dependencies."""
+    pinned = [f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name]
+    return f"{_PIP} install --force-reinstall --no-deps '{(pinned or [name])[0]}'"
+
+
+def judge_imports(outcomes: dict[str, str | None], printed: str = "") -> Result:
+    """A package that every run needs and that does not load fails; one that only an option needs is a warning.
+
+    `printed`: what the packages printed meanwhile.
+    """
+    problems = Problems()
+    for name, error in outcomes.items():
+        if error is None:
+            continue
+        sentence = f"{name} does not load: {error}"
+        if name in _OPTIONAL_MODULES:
+            package = _OPTIONAL_MODULES[name]
+            fix = {
+                "flash-attn": f"{_PIP} uninstall -y flash-attn   # or install it again for this torch",
+                FLASH_ATTENTION_4.name: f"{sys.executable} -m {FLASH_ATTENTION_4.install}",
+            }.get(package) or reinstall(package)
+            option = "--attn_implementation flash_attention_2" if package == "flash-attn" else OPTIONAL[package]
+            problems.warn(f"{sentence} ({option})", fix)
+        elif name == _TE_MODULE:
+            flags = "--no-build-isolation --force-reinstall --no-deps"
+            problems.fail(sentence, f"{_PIP} install {flags} -r requirements-gpu.txt")
+        else:
+            problems.fail(sentence, f"{_PIP} install --force-reinstall -r requirements.txt")
+    loaded = [name for name, error in outcomes.items() if error is None]
+    facts = {"outcomes": outcomes, "said": printed}
+    return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=facts)
+
+
+def check_imports(setup: Setup) -> Result:
+    """Import what a run needs, what options need where it is installed, and Transformer Engine where there is a GPU."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        outcomes = {name: try_import(name) for name in _REQUIRED_MODULES}
+        if setup.num_gpus:
+            outcomes[_TE_MODULE] = _try_transformer_engine()
+        there = installed(_OPTIONAL_MODULES.values())
+        outcomes |= {name: try_import(name) for name, package in _OPTIONAL_MODULES.items() if package in there}
+    return judge_imports(outcomes, printed.getvalue())

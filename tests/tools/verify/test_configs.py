@@ -177,17 +177,17 @@ def test_a_named_file_fails_and_one_that_lies_there_is_a_warning(written, tmp_pa
     path = written({**ZERO, "fp8": {}})
     found = {path: configs.findings(path, "DeepSpeed")}
     named = configs.judge(found, {})
-    assert named.status == "failed" and str(path) in named.mends[0] and '"fp8"' in named.summary
+    assert named.status == "failed" and str(path) in named.fixes[0] and '"fp8"' in named.summary
     assert configs.judge({}, found).status == "warning"
     harmless = {path: [configs.Finding(path, "no effect", "x: does nothing")]}
     assert configs.judge(harmless, {}).status == "warning" and configs.judge({}, harmless).status == "passed"
 
 
-def test_a_backend_that_a_trainer_takes_for_another_is_a_warning_with_its_mend(written):
+def test_a_backend_that_a_trainer_takes_for_another_is_a_warning_with_its_fix(written):
     path = written(with_fp8(backend="te"))
     found = {path: configs.findings(path, "Accelerate")}
     named = configs.judge(found, {})
-    assert named.status == "warning" and named.mends[0].endswith("write backend: TE")
+    assert named.status == "warning" and named.fixes[0].endswith("write backend: TE")
     assert configs.judge({}, found).status == "passed"
 
 
@@ -196,14 +196,14 @@ def test_what_lies_in_the_folder(written, tmp_path):
     written("batch_size: 8\nmixed_precision: fp8\n", "run.yaml")
     written("{'no json", "broken.json")
     named = written(ZERO, "named.json")
-    found = dict(configs._lying_in(tmp_path, {named: []}))
+    found = configs.findings_in(tmp_path, [named])
     assert [path.name for path in found] == ["broken.json"] and "is neither JSON nor YAML" in found[
         tmp_path / "broken.json"
     ][0].says
 
 
 def test_this_repositorys_own_files_are_fine():
-    found = dict(configs._lying_in(configs.FOLDER, {}))
+    found = configs.findings_in(configs.FOLDER, [])
     assert len(found) >= 7 and not [
         finding for of_file in found.values() for finding in of_file if finding.level == "refused"
     ]

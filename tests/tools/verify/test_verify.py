@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import json
 import math
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,31 +24,13 @@ from rich.console import Console
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.precision.plan import resolve_precision, torchao_needs
+from llm_fp8.tools.bench.workload import Workload, random_batch
 from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates
-from llm_fp8.tools.verify import (
-    attention,
-    attention_probe,
-    cpu_steps,
-    cudnn,
-    data,
-    engines,
-    gpu,
-    imports,
-    nccl,
-    output_folder,
-    rates,
-    recipes,
-    steps,
-    torchao_steps,
-    tracking,
-    variables,
-    versions,
-)
+from llm_fp8.tools.verify import attention, distributed, environment_rules, gpu, inputs, steps, versions
 from llm_fp8.tools.verify.cli import SHOWN_DETAILS, Record, exit_code, main, parse, print_rows
 from llm_fp8.tools.verify.processes import Ended, Started, shown
-from llm_fp8.tools.verify.result import Problems, Result
+from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.tools.verify.runner import CHECKS, Check, Row, is_hanging, run_checks
-from llm_fp8.tools.verify.setup import Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import FLASH_ATTENTION_4
 from llm_fp8.utils.subprocesses import torchrun
@@ -66,8 +48,8 @@ def setup(tmp_path) -> Setup:
 # --- results and the runner -------------------------------------------------------------------------------------------
 
 
-def test_a_failure_must_say_what_mends_it():
-    with pytest.raises(ValueError, match="what mends it"):
+def test_a_failure_must_say_what_fixes_it():
+    with pytest.raises(ValueError, match="what fixes it"):
         Result("failed", "broken")
 
 
@@ -76,7 +58,7 @@ def test_problems_become_one_result():
     problems.warn("slow", "b")
     problems.fail("broken", "a", "b")
     result = problems.result("fine", ["detail"])
-    assert (result.status, result.summary, result.details, result.mends) == (
+    assert (result.status, result.summary, result.details, result.fixes) == (
         "failed",
         "broken",
         ("slow", "fine", "detail"),
@@ -88,9 +70,9 @@ def test_problems_become_one_result():
 def module_check(monkeypatch, name: str, function) -> Check:
     """A check whose module is made up."""
     module = type(sys)(f"llm_fp8.tools.verify.{name}")
-    module.check = function
+    setattr(module, f"check_{name}", function)
     monkeypatch.setitem(sys.modules, f"llm_fp8.tools.verify.{name}", module)
-    return Check(name, name)
+    return Check(name, name, name)
 
 
 def test_a_crash_is_a_failed_check_and_the_others_go_on(monkeypatch, setup):
@@ -105,15 +87,15 @@ def test_a_crash_is_a_failed_check_and_the_others_go_on(monkeypatch, setup):
 
     functions = {"crash": crash, "mistake": mistake, "memory": memory, "fine": lambda _: Result("passed", "fine")}
     checks = [module_check(monkeypatch, name, function) for name, function in functions.items()]
-    rows = list(run_checks([*checks, Check("is_not_there", "no module of this name")], setup, num_gpus=0))
+    rows = list(run_checks([*checks, Check("is_not_there", "no module", "is_not_there")], setup, num_gpus=0))
     results = {row.check.name: row.result for row in rows}
     assert [result.status for result in results.values()] == ["failed", "failed", "failed", "passed", "failed"]
     assert "illegal memory access" in results["crash"].summary and any(
         "RuntimeError" in line for line in results["crash"].details
     )
     assert results["mistake"].summary == "Transformer Engine does not load."
-    assert "nvidia-smi" in results["memory"].mends[0]
-    assert all("--only" in result.mends[-1] for result in results.values() if result.status == "failed")
+    assert "nvidia-smi" in results["memory"].fixes[0]
+    assert all("--only" in result.fixes[-1] for result in results.values() if result.status == "failed")
 
 
 def test_a_check_that_hangs_is_given_up_and_says_where(monkeypatch, setup):
@@ -155,12 +137,14 @@ def test_checks_run_where_they_can(monkeypatch, setup):
 
 def test_every_registered_check_has_its_function():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    assert all(callable(check.load()) for check in CHECKS)
+    for check in CHECKS:
+        module = importlib.import_module(f"llm_fp8.tools.verify.{check.module}")
+        assert callable(getattr(module, f"check_{check.name}"))
 
 
 def rows_of(*statuses: str) -> list[Row]:
     return [
-        Row(Check("c", "C"), Result(status, "s", mends=("mend it",) if status == "failed" else ()), 1.0)
+        Row(Check("c", "C", "c"), Result(status, "s", fixes=("fix it",) if status == "failed" else ()), 1.0)
         for status in statuses
     ]
 
@@ -181,25 +165,24 @@ def test_exit_codes():
     assert exit_code(rows_of("failed", "skipped"), has_gpu=False) == 1
 
 
-def test_the_table_shows_what_mends_a_failure(capsys):
+def test_the_table_shows_what_fixes_a_failure(capsys):
     details = tuple(f"line {number}" for number in range(SHOWN_DETAILS + 5))
-    failed = Row(Check("c", "Kernels"), Result("failed", "broken [red]", details, ("python mend.py",)), 1.0)
+    failed = Row(Check("c", "Kernels", "c"), Result("failed", "broken [red]", details, ("python fix.py",)), 1.0)
     print_rows([failed, *rows_of("passed")], Console(width=120), verbose=False)
     printed = capsys.readouterr().out
-    assert "broken [red]" in printed and "To mend" in printed and "python mend.py" in printed
+    assert "broken [red]" in printed and "To fix" in printed and "python fix.py" in printed
     assert "line 16" in printed and "line 0" not in printed, "the last lines of an error name it"
-    assert json.dumps(Record(None, {}, (), [failed]).contents(1))
 
 
 def test_the_file_is_written_as_far_as_it_got(tmp_path):
     """What is there when the script is killed: the checks that ended, which one was under way, which were not
     reached.
     """
-    done, under_way, later = (Check(name, name) for name in ("done", "under_way", "later"))
+    done, under_way, later = (Check(name, name, name) for name in ("done", "under_way", "later"))
     record = Record(tmp_path / "verify.json", {}, (done, under_way, later))
-    record.begin(done)
-    record.add(Row(done, Result("passed", "fine", facts={"shape": (1, 2)}), 1.5))
-    record.begin(under_way)
+    record.rows.append(Row(done, Result("passed", "fine", facts={"shape": (1, 2)}), 1.5))
+    record.under_way = under_way
+    record.write(None)
     found = json.loads((tmp_path / "verify.json").read_text())
     assert (found["exit_code"], found["under_way"], found["not_checked"]) == (None, "under_way", ["under_way", "later"])
     assert [(check["name"], check["wall_s"]) for check in found["checks"]] == [("done", 1.5)]
@@ -243,35 +226,35 @@ def without(name: str) -> dict:
 
 
 def test_versions():
-    assert versions.judge(PINS, FOUND, has_gpu=True).status == "passed"
-    missing = versions.judge(PINS, without("torch"), has_gpu=True)
-    assert missing.status == "failed" and missing.mends[0].endswith("-m pip install 'torch==2.13.0'")
-    assert versions.judge(PINS, without("transformer-engine"), has_gpu=False).status == "passed"
-    assert versions.judge(PINS, without("transformer-engine"), has_gpu=True).status == "failed"
-    optional = versions.judge(PINS, without("wandb"), has_gpu=True)
+    assert versions.judge_versions(PINS, FOUND, has_gpu=True).status == "passed"
+    missing = versions.judge_versions(PINS, without("torch"), has_gpu=True)
+    assert missing.status == "failed" and missing.fixes[0].endswith("-m pip install 'torch==2.13.0'")
+    assert versions.judge_versions(PINS, without("transformer-engine"), has_gpu=False).status == "passed"
+    assert versions.judge_versions(PINS, without("transformer-engine"), has_gpu=True).status == "failed"
+    optional = versions.judge_versions(PINS, without("wandb"), has_gpu=True)
     assert optional.status == "passed" and any("wandb is not installed" in line for line in optional.details)
-    drift = versions.judge(PINS, {**FOUND, "numpy": versions.Installed("2.0.0", "/site")}, has_gpu=True)
-    assert drift.status == "warning" and "numpy is 2.0.0" in drift.summary and "numpy==2.4.6" in drift.mends[0]
-    parts = versions.judge(
+    drift = versions.judge_versions(PINS, {**FOUND, "numpy": versions.Installed("2.0.0", "/site")}, has_gpu=True)
+    assert drift.status == "warning" and "numpy is 2.0.0" in drift.summary and "numpy==2.4.6" in drift.fixes[0]
+    parts = versions.judge_versions(
         PINS, {**FOUND, "transformer-engine-torch": versions.Installed("2.19.0", "/site")}, has_gpu=True
     )
-    assert parts.status == "failed" and "uninstall" in parts.mends[0]
+    assert parts.status == "failed" and "uninstall" in parts.fixes[0]
 
 
 def test_imports():
-    assert imports.try_import("json") is None
-    assert imports.try_import("no_such_package").startswith("ModuleNotFoundError")
-    assert imports.judge({"torch": None}).status == "passed"
-    broken = imports.judge({"torch": None, "transformer_engine.pytorch": "fp8 needs Transformer Engine, ..."})
-    assert broken.status == "failed" and "requirements-gpu.txt" in broken.mends[0]
-    optional = imports.judge(
+    assert versions.try_import("json") is None
+    assert versions.try_import("no_such_package").startswith("ModuleNotFoundError")
+    assert versions.judge_imports({"torch": None}).status == "passed"
+    broken = versions.judge_imports({"torch": None, "transformer_engine.pytorch": "fp8 needs Transformer Engine, ..."})
+    assert broken.status == "failed" and "requirements-gpu.txt" in broken.fixes[0]
+    optional = versions.judge_imports(
         {"torch": None, "deepspeed": "ImportError: no", "flash_attn": "ImportError: undefined symbol"}
     )
     assert optional.status == "warning" and "--sharding_mode deepspeed_1 to 3" in optional.summary
-    assert "'deepspeed==" in optional.mends[0] and "uninstall -y flash-attn" in optional.mends[1]
-    fourth = imports.judge({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
+    assert "'deepspeed==" in optional.fixes[0] and "uninstall -y flash-attn" in optional.fixes[1]
+    fourth = versions.judge_imports({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
     assert fourth.status == "warning" and "--attn_implementation flash_attention_4" in fourth.summary
-    assert fourth.mends[0].endswith(f"-m {FLASH_ATTENTION_4.install}")
+    assert fourth.fixes[0].endswith(f"-m {FLASH_ATTENTION_4.install}")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +274,8 @@ def test_each_flash_attn_is_imported_where_its_own_package_is(packages, modules,
             f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
         )
     tried = []
-    monkeypatch.setattr(imports, "try_import", tried.append)
-    imports.check(SimpleNamespace(num_gpus=0))
+    monkeypatch.setattr(versions, "try_import", tried.append)
+    versions.check_imports(SimpleNamespace(num_gpus=0))
     assert {name for name in tried if name.startswith("flash_attn")} == modules
 
 
@@ -327,12 +310,12 @@ UNUSABLE = dataclasses.replace(H200, names=(), capabilities=(), memory_gib=())
         ),
         (dataclasses.replace(UNUSABLE, driver_gpus=None, driver=None), "failed", "driver does not answer"),
         (dataclasses.replace(UNUSABLE, visible_devices=""), "failed", "CUDA_VISIBLE_DEVICES"),
-        (dataclasses.replace(UNUSABLE, torch="2.13.0+cpu", torch_cuda=None), "failed", "build for CPUs"),
+        (dataclasses.replace(UNUSABLE, torch="2.13.0+cpu", torch_cuda=None), "failed", "CPU build"),
         (dataclasses.replace(UNUSABLE, error="The NVIDIA driver on your system is too old"), "failed", "too old"),
     ],
 )
 def test_gpu(facts, status, word):
-    result = gpu.judge(facts)
+    result = gpu.judge_gpu(facts)
     assert (result.status, word in result.summary) == (status, True), result
 
 
@@ -345,62 +328,62 @@ def test_gpus_that_differ_are_left_out_by_number(visible, given):
         memory_gib=(139.8, 79.3, 139.8),
         visible_devices=visible,
     )
-    result = gpu.judge(facts)
-    assert result.status == "warning" and result.mends == (f"export CUDA_VISIBLE_DEVICES={given}",)
+    result = gpu.judge_gpu(facts)
+    assert result.status == "warning" and result.fixes == (f"export CUDA_VISIBLE_DEVICES={given}",)
 
 
 # --- environment, folder, tracking, data ------------------------------------------------------------------------------
 
 
 def test_variables():
-    assert variables.judge({"PATH": "/bin"}).status == "passed"
-    harmless = variables.judge({"NVTE_FP8_ALLREDUCE": "1"})
-    assert harmless.status == "warning" and harmless.mends == ("unset NVTE_FP8_ALLREDUCE",)
-    harmful = variables.judge({"CUDA_LAUNCH_BLOCKING": "1", "NVTE_FP8_ALLREDUCE": "1"})
-    assert harmful.status == "failed" and harmful.mends == ("unset CUDA_LAUNCH_BLOCKING", "unset NVTE_FP8_ALLREDUCE")
+    assert environment_rules.judge_variables({"PATH": "/bin"}).status == "passed"
+    harmless = environment_rules.judge_variables({"NVTE_FP8_ALLREDUCE": "1"})
+    assert harmless.status == "warning" and harmless.fixes == ("unset NVTE_FP8_ALLREDUCE",)
+    harmful = environment_rules.judge_variables({"CUDA_LAUNCH_BLOCKING": "1", "NVTE_FP8_ALLREDUCE": "1"})
+    assert harmful.status == "failed" and harmful.fixes == ("unset CUDA_LAUNCH_BLOCKING", "unset NVTE_FP8_ALLREDUCE")
 
 
 def test_output_folder(tmp_path):
-    assert output_folder.try_to_write(tmp_path / "not" / "yet") is None
+    assert inputs.try_to_write(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert "is a file" in output_folder.try_to_write(tmp_path / "file" / "below")
-    assert output_folder.judge(Path("runs"), None, 500.0).status == "passed"
-    assert output_folder.judge(Path("runs"), None, 3.0).status == "warning"
-    refused = output_folder.judge(Path("my runs"), "Permission denied", 500.0)
-    assert refused.status == "failed" and "mkdir -p 'my runs'" in refused.mends[0]
+    assert "is a file" in inputs.try_to_write(tmp_path / "file")
+    assert inputs.judge_output_folder(Path("runs"), None, 500.0).status == "passed"
+    assert inputs.judge_output_folder(Path("runs"), None, 3.0).status == "warning"
+    refused = inputs.judge_output_folder(Path("my runs"), "Permission denied", 500.0)
+    assert refused.status == "failed" and "mkdir -p 'my runs'" in refused.fixes[0]
 
 
 def test_tracking():
-    assert tracking.judge(None, None, None).status == "info"
-    assert tracking.judge("0.31.0", "offline", None).summary.endswith("offline")
-    assert "logged in" in tracking.judge("0.31.0", None, None).summary
-    refused = tracking.judge("0.31.0", None, "--use_wandb: there is no W&B login")
-    assert refused.status == "warning" and refused.mends[0] == "wandb login"
+    assert inputs.judge_tracking(None, None, None).status == "info"
+    assert inputs.judge_tracking("0.31.0", "offline", None).summary.endswith("offline")
+    assert "logged in" in inputs.judge_tracking("0.31.0", None, None).summary
+    refused = inputs.judge_tracking("0.31.0", None, "--use_wandb: there is no W&B login")
+    assert refused.status == "warning" and refused.fixes[0] == "wandb login"
 
 
 def test_data():
-    assert data.judge(data.TEXT, {"real": 0.9, "supervised": 0.5}, "fine").status == "passed"
-    assert data.judge("If 3 apples", {"real": 0.9, "supervised": 0.5}, "fine").status == "failed"
-    assert data.judge(data.TEXT, {"real": 0.9, "supervised": 0.0}, "fine").status == "failed"
+    assert inputs.judge_data(inputs.TEXT, 0.9, 0.5).status == "passed"
+    assert inputs.judge_data("If 3 apples", 0.9, 0.5).status == "failed"
+    assert inputs.judge_data(inputs.TEXT, 0.9, 0.0).status == "failed"
 
 
 # --- recipes and steps ------------------------------------------------------------------------------------------------
 
 
 def test_recipes():
-    some = recipes.judge({"delayed": None, "mxfp8": "needs compute capability 10.0"}, "NVIDIA H200")
+    some = gpu.judge_recipes({"delayed": None, "mxfp8": "needs compute capability 10.0"}, "NVIDIA H200")
     assert some.status == "passed" and some.details == (
         "mxfp8: needs compute capability 10.0",
         "--fp8_backend torchao: tensorwise, rowwise, rowwise_with_gw_hp",
     )
-    without = recipes.judge(
+    without = gpu.judge_recipes(
         {"delayed": None}, "NVIDIA H200", "--fp8_backend torchao needs torchao, which is not installed"
     )
     assert without.status == "passed" and without.details == (
         "--fp8_backend torchao needs torchao, which is not installed",
     )
-    assert recipes.judge({"delayed": "needs 8.9"}, "NVIDIA A100").status == "failed"
+    assert gpu.judge_recipes({"delayed": "needs 8.9"}, "NVIDIA A100").status == "failed"
 
 
 BF16 = steps.Evidence([6.93, 6.92, 6.91], {"bf16": 27}, "none")
@@ -434,7 +417,7 @@ def test_steps(name, changes, status, word):
 def test_a_probe_that_ends_early_says_in_which_precision():
     plain = {name: dict(vars(evidence)) for name, evidence in {"bf16": BF16, "delayed": FP8}.items()}
     assert steps.judge_probe(Ended(0, "", 1.0), {"under_way": None, "found": plain}).status == "passed"
-    plain["delayed"]["losses"] = [6.9, "NaN", 6.9]
+    plain["delayed"]["losses"] = [6.9, math.nan, 6.9]
     assert "not finite" in steps.judge_probe(Ended(0, "", 1.0), {"under_way": None, "found": plain}).summary
     fault = steps.judge_probe(Ended(-11, "loading\n", 1.0), {"under_way": "block", "found": {"bf16": plain["bf16"]}})
     assert fault.status == "failed" and fault.summary.startswith("block:") and "-11" in fault.summary
@@ -469,7 +452,7 @@ def test_torchao_steps(name, changes, status, word):
     result = steps.judge(found, library=steps.TORCHAO)
     assert (result.status, word in result.summary) == (status, True), result
     if "28 fp8" in word:
-        assert result.mends[0].endswith("--only torchao_steps --verbose") and "'torchao==" in result.mends[1]
+        assert result.fixes[0].endswith("--only torchao_steps --verbose") and "'torchao==" in result.fixes[1]
 
 
 def test_torchaos_third_recipe_leaves_a_product_in_bf16():
@@ -481,13 +464,13 @@ def test_torchaos_third_recipe_leaves_a_product_in_bf16():
     }
     assert steps.judge(found, library=steps.TORCHAO).status == "passed"
     ended = Ended(1, "error: no GPU\n", 1.0)
-    assert "--only imports,torchao_steps" in steps.judge_probe(ended, None, steps.TORCHAO).mends[0]
+    assert "--only imports,torchao_steps" in steps.judge_probe(ended, None, steps.TORCHAO).fixes[0]
 
 
 @pytest.mark.slow
 @without_gpu
 def test_torchaos_steps_are_emulated_on_the_cpu(setup):
-    result = torchao_steps.check(setup)
+    result = steps.check_torchao_steps(setup)
     assert result.status == "passed" and "emulated on the CPU, so nothing is said of fp8 kernels" in result.summary
     found = result.facts["precisions"]
     assert list(found) == ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -497,7 +480,7 @@ def test_torchaos_steps_are_emulated_on_the_cpu(setup):
     )
     wrong = {name: steps.Evidence(**evidence) for name, evidence in found.items()}
     wrong["rowwise"].cosine = 0.5
-    failed = torchao_steps.judge_emulated(wrong)
+    failed = steps.judge_emulated(wrong)
     assert failed.status == "failed" and failed.summary.startswith("rowwise: the gradient's cosine")
 
 
@@ -513,7 +496,7 @@ def of_capability(*capability):
 
 
 @pytest.mark.parametrize(
-    ("missing", "capability", "reason", "mend"),
+    ("missing", "capability", "reason", "fix"),
     [
         (
             "torchao",
@@ -526,7 +509,7 @@ def of_capability(*capability):
         ("gcc", (9, 0), "Triton needs a C compiler", "apt-get install -y gcc"),
     ],
 )
-def test_what_torchao_lacks_is_a_warning_with_its_mend(missing, capability, reason, mend, setup, monkeypatch):
+def test_what_torchao_lacks_is_a_warning_with_its_fix(missing, capability, reason, fix, setup, monkeypatch):
     """On a GPU, which is made up; the probe that was started for nothing is ended."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find_spec(name) or name)
@@ -534,11 +517,9 @@ def test_what_torchao_lacks_is_a_warning_with_its_mend(missing, capability, reas
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_capability(*capability))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     vars(setup).update(num_gpus=1, device=torch.device("cuda", 0))
-    probe = setup.probes["torchao_steps"] = FakeProbe()
-    result = torchao_steps.check(setup)
-    assert (
-        result.status == "warning" and reason in result.summary and len(result.mends) == 1 and mend in result.mends[0]
-    )
+    probe = setup.processes["torchao_steps"] = FakeProbe()
+    result = steps.check_torchao_steps(setup)
+    assert result.status == "warning" and reason in result.summary and len(result.fixes) == 1 and fix in result.fixes[0]
     assert probe.killed
     with pytest.raises(UserError) as refused:
         resolve_precision(TORCHAO, setup.device)
@@ -551,20 +532,18 @@ def test_where_torchao_lacks_nothing_a_run_on_a_gpu_is_not_emulated(monkeypatch)
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_capability(8, 9))
     device = torch.device("cuda", 0)
-    assert recipes.torchao_lack(device) is None and not resolve_precision(TORCHAO, device).emulated
-    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(
-        map(recipes.torchao_fix, torchao_needs(device))
-    )
+    assert gpu.torchao_problem(device) is None and not resolve_precision(TORCHAO, device).emulated
+    assert set(torchao_needs(torch.device("cpu"))) == {"torchao"} and all(map(gpu.torchao_fix, torchao_needs(device)))
 
 
 @pytest.mark.slow
 @without_gpu
 def test_the_steps_probe_is_a_process_whose_error_is_the_answer(setup):
     """Without a GPU it gets as far as the decoder of Transformer Engine modules, in bf16."""
-    setup.probes["steps"] = steps.start(setup)
-    result = steps.check(setup)
+    steps.start(setup)
+    result = steps.check_steps(setup)
     assert result.status == "failed" and result.summary.startswith("bf16: the steps did not end:")
-    assert "needs an NVIDIA GPU" in result.summary and result.mends
+    assert "needs an NVIDIA GPU" in result.summary and result.fixes
 
 
 @pytest.mark.slow
@@ -581,10 +560,10 @@ def test_steps_of_a_real_model_on_the_cpu(tmp_path):
 
 
 def test_cpu_steps():
-    assert cpu_steps.judge([6.9, 6.95], 1.0, 1024).status == "passed"
-    assert cpu_steps.judge([6.9, math.nan], 1.0, 1024).status == "failed"
-    assert cpu_steps.judge([2.0, 2.0], 1.0, 1024).status == "failed"
-    assert cpu_steps.judge([6.9], 0.0, 1024).status == "failed"
+    assert steps.judge_cpu_steps([6.9, 6.95], 1.0, 1024).status == "passed"
+    assert steps.judge_cpu_steps([6.9, math.nan], 1.0, 1024).status == "failed"
+    assert steps.judge_cpu_steps([2.0, 2.0], 1.0, 1024).status == "failed"
+    assert steps.judge_cpu_steps([6.9], 0.0, 1024).status == "failed"
 
 
 # --- attention and cuDNN ----------------------------------------------------------------------------------------------
@@ -602,17 +581,14 @@ FUSED = "[DEBUG    | DotProductAttention]: Selected backend = FusedAttention (su
 
 
 def test_transformer_engines_words():
-    report = attention.parse_debug(DEBUG)
-    assert report.selected == "UnfusedDotProductAttention"
-    assert report.reasons == {
+    selected, reasons = attention.parse_debug(DEBUG)
+    assert selected == "UnfusedDotProductAttention"
+    assert reasons == {
         "FlashAttention 2": ["due to NVTE_FLASH_ATTN=0 or NVTE_FLASH_ATTN_V2=0"],
         "FusedAttention": ["due to NVTE_FUSED_ATTN=0"],
     }
-    assert (
-        attention.parse_debug(FUSED).selected == "FusedAttention sub-backend 1"
-        and not attention.parse_debug(FUSED).reasons
-    )
-    assert attention.parse_debug("nothing").selected is None
+    assert attention.parse_debug(FUSED) == ("FusedAttention sub-backend 1", {})
+    assert attention.parse_debug("nothing") == (None, {})
 
 
 def test_a_flash_attention_that_is_not_installed_is_a_reason():
@@ -622,35 +598,37 @@ def test_a_flash_attention_that_is_not_installed_is_a_reason():
         for check in json.loads((ROOT / "benchmarks" / "results" / "verify_h200.json").read_text())["checks"]
         if check["name"] == "attention"
     )
-    report = attention.parse_debug(recorded["facts"]["output"])
-    assert report.selected == recorded["facts"]["selected"] and report.reasons == {"FlashAttention": ["not installed"]}
-    found = attention.judge(Ended(0, recorded["facts"]["output"], 1.0), {"backend": "fused (cuDNN)"}, "8 rows")
+    expected = recorded["facts"]["selected"], {"FlashAttention": ["not installed"]}
+    assert attention.parse_debug(recorded["facts"]["output"]) == expected
+    found = attention.judge_attention(
+        Ended(0, recorded["facts"]["output"], 1.0), {"backend": "fused (cuDNN)"}, "8 rows"
+    )
     assert found.summary == "fused (cuDNN) for 8 rows (not FlashAttention: not installed)"
     installed = recorded["facts"]["output"].replace(
         "'flash_attn_version': 'not installed'", "'flash_attn_version': '2.8.3'"
     )
-    assert not attention.parse_debug(installed).reasons
+    assert not attention.parse_debug(installed)[1]
 
 
 def test_attention():
-    fused = attention.judge(Ended(0, FUSED, 1.0), {"backend": "fused (cuDNN)"}, "8 rows")
+    fused = attention.judge_attention(Ended(0, FUSED, 1.0), {"backend": "fused (cuDNN)"}, "8 rows")
     assert fused.status == "passed" and "8 rows" in fused.summary
-    forbidden = attention.judge(Ended(0, DEBUG, 1.0), {"backend": "unfused"}, "8 rows")
-    assert forbidden.status == "failed" and forbidden.mends == ("unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN",)
+    forbidden = attention.judge_attention(Ended(0, DEBUG, 1.0), {"backend": "unfused"}, "8 rows")
+    assert forbidden.status == "failed" and forbidden.fixes == ("unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN",)
     assert any("NVTE_FUSED_ATTN=0" in line for line in forbidden.details)
-    why = attention.judge(Ended(0, DEBUG, 1.0), {"backend": "flash-attn"}, "8 rows")
+    why = attention.judge_attention(Ended(0, DEBUG, 1.0), {"backend": "flash-attn"}, "8 rows")
     assert why.status == "passed" and "not FusedAttention: due to NVTE_FUSED_ATTN=0" in why.summary
-    other = attention.judge(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows")
-    assert any("cudnn" in mend for mend in other.mends) and any("flash-attn==" in mend for mend in other.mends)
-    crashed = attention.judge(
+    other = attention.judge_attention(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows")
+    assert any("cudnn" in mend for mend in other.fixes) and any("flash-attn==" in mend for mend in other.fixes)
+    crashed = attention.judge_attention(
         Ended(1, "Traceback\nte_llama.UnsupportedArchitecture: no such RoPE\n", 1.0), None, "8 rows"
     )
     assert crashed.status == "failed" and "no such RoPE" in crashed.summary
-    assert "did not end within" in attention.judge(Ended(None, "", 180.0), None, "8 rows").summary
+    assert "did not end within" in attention.judge_attention(Ended(None, "", 180.0), None, "8 rows").summary
 
 
 def test_the_pinned_flash_attention_is_that_of_the_requirements():
-    mends = attention.judge(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows").mends
+    mends = attention.judge_attention(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows").fixes
     assert mends[-1].removeprefix("MAX_JOBS=4 python -m ") in (ROOT / "requirements-gpu.txt").read_text()
 
 
@@ -661,14 +639,14 @@ def test_what_the_probe_reads_and_runs():
         "7f04-7f05 r--p 00000000 08:01 124    /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9.8.0\n"
         "7f06-7f07 rw-p 00000000 00:00 0 \n7f08-7f09 r--p 00000000 08:01 125    /site/cudnn/readme\n"
     )
-    libraries = attention_probe.mapped_libraries(maps, "libcudnn")
+    libraries = attention.mapped_libraries(maps, "libcudnn")
     assert libraries == ["/site/nvidia/cudnn/lib/libcudnn.so.9", "/usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9.8.0"]
-    assert cudnn.judge(libraries, {}, "9.15.1").status == "failed"
-    assert attention_probe.mapped_libraries(Path("/proc/self/maps").read_text(), "libc.") or sys.platform != "linux"
-    assert attention_probe.one_of_each_window((None, None)) == 1
-    assert attention_probe.one_of_each_window((None, None, 24, 24)) == 3
-    work = attention_probe.Workload("Llama-3.2-1B", 2, 64, 1, 1)
-    batch = attention_probe.padded(attention_probe.random_batch(work, 1024, 0), 2, 64)
+    assert attention.judge_cudnn(libraries, {}, "9.15.1").status == "failed"
+    assert attention.mapped_libraries(Path("/proc/self/maps").read_text(), "libc.") or sys.platform != "linux"
+    assert attention.layers_with_every_window((None, None)) == 1
+    assert attention.layers_with_every_window((None, None, 24, 24)) == 3
+    work = Workload("Llama-3.2-1B", 2, 64, 1, 1)
+    batch = attention.padded(random_batch(work, 1024, 0), 2, 64)
     assert (
         batch.input_ids.shape == (2, 64)
         and batch.attention_mask.sum(dim=1).tolist() == [32, 32]
@@ -678,15 +656,17 @@ def test_what_the_probe_reads_and_runs():
 
 def test_cudnn(tmp_path):
     torchs, systems = "/site/nvidia/cudnn/lib", "/usr/lib"
-    one = cudnn.judge([f"{torchs}/libcudnn.so.9", f"{torchs}/libcudnn_ops.so.9"], {torchs: None}, "9.15.1")
+    one = attention.judge_cudnn([f"{torchs}/libcudnn.so.9", f"{torchs}/libcudnn_ops.so.9"], {torchs: None}, "9.15.1")
     assert one.status == "passed" and one.facts["folders"] == {torchs: ["libcudnn.so.9", "libcudnn_ops.so.9"]}
-    two = cudnn.judge([f"{torchs}/libcudnn.so.9", f"{systems}/libcudnn_ops.so.9"], {systems: "9.8.0"}, "9.15.1")
+    two = attention.judge_cudnn(
+        [f"{torchs}/libcudnn.so.9", f"{systems}/libcudnn_ops.so.9"], {systems: "9.8.0"}, "9.15.1"
+    )
     assert "fused attention may be lost or wrong" in two.summary
-    assert two.status == "failed" and "CUDNN_HOME" in two.mends[0] and any("9.8.0" in line for line in two.details)
-    assert cudnn.judge([], {}, None).status == "info"
+    assert two.status == "failed" and "CUDNN_HOME" in two.fixes[0] and any("9.8.0" in line for line in two.details)
+    assert attention.judge_cudnn([], {}, None).status == "info"
     (tmp_path / "libcudnn.so.9.8.0").touch()
     (tmp_path / "libcudnn.so.9").symlink_to("libcudnn.so.9.8.0")
-    assert cudnn.version_of(str(tmp_path)) == "9.8.0"
+    assert attention.cudnn_version(str(tmp_path)) == "9.8.0"
 
 
 # --- rates, exchanges, engines ----------------------------------------------------------------------------------------
@@ -695,9 +675,9 @@ KNOWN = KnownRates(MeasuredRates(800.0, 1400.0, 1300.0, 4.0), "test.json", 79.0)
 
 
 def test_rates():
-    good = rates.judge(MeasuredRates(760.0, 1390.0, 1290.0, 4.1), KNOWN, "NVIDIA Test", [], [])
+    good = gpu.judge_rates(MeasuredRates(760.0, 1390.0, 1290.0, 4.1), KNOWN, "NVIDIA Test", [], [])
     assert good.status == "passed" and "bf16 95%" in good.summary and KNOWN.source in good.summary
-    slow = rates.judge(
+    slow = gpu.judge_rates(
         MeasuredRates(400.0, 1390.0, 1290.0, 4.0),
         KNOWN,
         "NVIDIA Test",
@@ -708,23 +688,23 @@ def test_rates():
     assert (
         "application clocks are set below the maximum" in slow.details and "process 7 (x) holds 1 MiB" in slow.details
     )
-    assert slow.mends[0] == "sudo nvidia-smi --reset-applications-clocks"
-    unknown = rates.judge(MeasuredRates(400.0, None, None, 2.0), None, "NVIDIA Other", [], [])
+    assert slow.fixes[0] == "sudo nvidia-smi --reset-applications-clocks"
+    unknown = gpu.judge_rates(MeasuredRates(400.0, None, None, 2.0), None, "NVIDIA Other", [], [])
     assert unknown.status == "info" and "fp8" not in unknown.summary
 
 
 def test_the_drivers_words():
-    assert rates.throttle_reasons(0x24) == ["the power cap is reached", "it is too hot (software limit)"]
-    assert rates.throttle_reasons(0x1) == []
-    own = rates.described(os.getpid(), 2**30)
+    assert gpu.throttle_reasons(0x24) == ["the power cap is reached", "it is too hot (software limit)"]
+    assert gpu.throttle_reasons(0x1) == []
+    own = gpu.described(os.getpid(), 2**30)
     assert own.startswith(f"process {os.getpid()} (") and "name unknown" not in own and own.endswith("holds 1,024 MiB")
-    assert rates.described(2**22 + 1, None) == f"process {2**22 + 1} (name unknown) holds memory"
+    assert gpu.described(2**22 + 1, None) == f"process {2**22 + 1} (name unknown) holds memory"
 
 
 @pytest.mark.slow
 def test_exchanges_between_real_processes(setup):
     """Two processes of torchrun, gloo on the CPU; on GPUs the same program takes NCCL."""
-    result = nccl.exchange(setup, num_processes=2, mebibytes=1)
+    result = distributed.run_collectives(setup, num_processes=2, mebibytes=1)
     assert result.status == "passed", result
     seen = result.facts["seen"]
     assert (
@@ -746,16 +726,18 @@ def test_exchanges():
         "buffer_mib": 256,
         "without_peer_access": [],
     }
-    command = torchrun(2, "-m", "llm_fp8.tools.verify.nccl_probe", "nccl.json")
-    assert nccl.judge(Ended(0, "", 1.0), seen, command).status == "passed"
-    wrong = nccl.judge(Ended(0, "", 1.0), {**seen, "all_gather_right": False}, command)
+    command = torchrun(2, "-m", "llm_fp8.tools.verify.distributed", "nccl.json")
+    assert distributed.judge_nccl(Ended(0, "", 1.0), seen, command).status == "passed"
+    wrong = distributed.judge_nccl(Ended(0, "", 1.0), {**seen, "all_gather_right": False}, command)
     assert (
         wrong.status == "failed"
         and "all-gather" in wrong.summary
-        and wrong.mends[0].startswith("NCCL_DEBUG=WARN torchrun")
+        and wrong.fixes[0].startswith("NCCL_DEBUG=WARN torchrun")
     )
-    assert nccl.judge(Ended(0, "", 1.0), {**seen, "without_peer_access": [1]}, command).status == "warning"
-    failed = nccl.judge(Ended(1, "[rank1]: torch.distributed.DistBackendError: NCCL error\n", 1.0), None, command)
+    assert distributed.judge_nccl(Ended(0, "", 1.0), {**seen, "without_peer_access": [1]}, command).status == "warning"
+    failed = distributed.judge_nccl(
+        Ended(1, "[rank1]: torch.distributed.DistBackendError: NCCL error\n", 1.0), None, command
+    )
     assert failed.status == "failed" and "NCCL error" in failed.summary
 
 
@@ -767,7 +749,7 @@ SUMMARY = {
     "recorded_step": None,
     "certificate": {"verdict": "certified", "reasons": []},
 }
-RUN = engines.ShardedRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
+RUN = distributed.ShardedRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
 
 
 @pytest.mark.parametrize(
@@ -797,23 +779,23 @@ RUN = engines.ShardedRun("ddp", COMMAND, Ended(0, "", 9.0), SUMMARY, [6.9, 5.2])
 )
 def test_engines(changes, summary, status, word):
     run = dataclasses.replace(RUN, **{"summary": {**SUMMARY, **summary}, **changes})
-    result = engines.judge([run], {}, 1)
+    result = distributed.judge_engines([run], {}, 1)
     assert (result.status, word in result.summary) == (status, True), result
     if status == "failed":
-        assert result.mends == (shown(COMMAND),)
+        assert result.fixes == (shown(COMMAND),)
     assert shown(COMMAND).startswith("torchrun --standalone --nproc_per_node=1 train_multi_gpu.py")
 
 
 def test_a_mode_that_could_not_be_tried_is_said():
-    result = engines.judge([RUN], {"deepspeed_3": "deepspeed is not installed"}, 1)
+    result = distributed.judge_engines([RUN], {"deepspeed_3": "deepspeed is not installed"}, 1)
     assert result.status == "passed" and "deepspeed_3 not tried: deepspeed is not installed" in result.details
 
 
 def test_the_engines_options_are_those_of_the_script():
     from llm_fp8.config.parser import parse_config
 
-    config = parse_config([*engines.OPTIONS, "--sharding_mode", "ddp", "--output_dir", "x"], parallel=True)
-    assert config.precision.mixed_precision == "fp8" and config.optim.max_steps == engines.NUM_STEPS
+    config = parse_config([*distributed.OPTIONS, "--sharding_mode", "ddp", "--output_dir", "x"], parallel=True)
+    assert config.precision.mixed_precision == "fp8" and config.optim.max_steps == distributed.NUM_STEPS
 
 
 RUN_PROGRAM = """
@@ -828,26 +810,39 @@ if "hangs" in folder.name:
 """
 
 
-def test_runs_side_by_side(monkeypatch, tmp_path):
-    """Programs that write a run's records stand for the runs; one of them does not end."""
-    monkeypatch.setattr(engines, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
-    monkeypatch.setattr(engines, "TIMEOUT_S", 2.0)
-    runs = engines.ShardedRuns(("ddp", "hangs"), tmp_path, num_gpus=1)
-    ddp, hangs = runs.wait()
+@pytest.fixture
+def made_up_runs(monkeypatch, setup):
+    """A function: the `Setup` of these modes and so many GPUs, whose runs are programs that write a run's records."""
+    monkeypatch.setattr(distributed, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
+
+    def make(modes: tuple[str, ...], num_gpus: int) -> Setup:
+        vars(setup).update(engines=modes, num_gpus=num_gpus)
+        distributed.start_engines(setup)
+        return setup
+
+    yield make
+    for process in setup.processes.values():
+        process.kill()
+
+
+def test_runs_side_by_side(monkeypatch, made_up_runs):
+    """On one GPU all start at once; one of them does not end."""
+    monkeypatch.setattr(distributed, "RUN_TIMEOUT_S", 2.0)
+    setup = made_up_runs(("ddp", "hangs"), num_gpus=1)
+    assert list(setup.processes) == ["run-ddp", "run-hangs"]
+    ddp, hangs = (distributed.finish_run(setup, mode) for mode in setup.engines)
     assert (ddp.mode, ddp.ended.code, ddp.losses, ddp.summary) == ("ddp", 0, [6.9, 5.2], {"sharding_mode": "ddp"})
     assert hangs.ended.code is None and hangs.losses == [6.9, 5.2], "what was recorded before the limit is evidence"
-    result = engines.judge([ddp, hangs], {}, 1)
+    result = distributed.judge_engines([ddp, hangs], {}, 1)
     assert result.facts["hangs"]["losses"] == [6.9, 5.2] and "most recent call first" in result.facts["hangs"]["output"]
 
 
-def test_runs_that_are_no_longer_wanted_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(engines, "torchrun", lambda num, *words: [sys.executable, "-c", RUN_PROGRAM, words[-1]])
-    runs = engines.ShardedRuns(("hangs", "hangs_too"), tmp_path, num_gpus=2)
-    runs.kill()
-    began = time.monotonic()
-    with pytest.raises(CancelledError):
-        runs.wait()
-    assert time.monotonic() - began < 10 and not (tmp_path / "run-hangs_too").exists()
+def test_on_several_gpus_runs_follow_one_another(made_up_runs):
+    setup = made_up_runs(("ddp", "fsdp_full"), num_gpus=2)
+    assert list(setup.processes) == ["run-ddp"]
+    result = distributed.check_engines(setup)
+    assert list(result.facts) == list(setup.engines) and all(run["exit_code"] == 0 for run in result.facts.values())
+    assert list(setup.processes) == ["run-ddp", "run-fsdp_full"]
 
 
 def test_processes_end_with_their_output(tmp_path):
@@ -968,7 +963,7 @@ def test_a_failed_check_is_exit_code_1(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert main(["--only", "variables,output_folder", "--output_dir", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "To mend" in printed and "unset CUDA_LAUNCH_BLOCKING" in printed and "unset WORLD_SIZE" in printed
+    assert "To fix" in printed and "unset CUDA_LAUNCH_BLOCKING" in printed and "unset WORLD_SIZE" in printed
     assert "WORLD_SIZE" not in os.environ, "what a launcher left must not reach the other checks"
 
 
@@ -981,7 +976,7 @@ def test_a_signal_keeps_what_was_found(monkeypatch, tmp_path, capsys):
     checks = [
         module_check(monkeypatch, "fine", lambda _: Result("passed", "fine")),
         module_check(monkeypatch, "slow", stopped),
-        Check("later", "L"),
+        Check("later", "L", "later"),
     ]
     monkeypatch.setattr(
         "llm_fp8.tools.verify.cli.CHECKS", tuple(dataclasses.replace(check, limit_s=None) for check in checks)

@@ -106,8 +106,8 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
         "torchao_steps"
     ]  # a machine that lacks torchao is none that these tests call sound
     assert "fp8" not in found["bf16"]["gemm_kernels"]
-    for name, products in steps.TORCHAO.fp8_products.items():
-        assert found[name]["gemm_kernels"]["fp8"] == products and found[name]["recipe_inside"] == name, found[name]
+    for name, num_gemms in steps.TORCHAO.fp8_gemms.items():
+        assert found[name]["gemm_kernels"]["fp8"] == num_gemms and found[name]["recipe_inside"] == name, found[name]
         assert found[name]["cosine"] > steps.MIN_COSINE
     assert checks["attention"]["facts"]["seen"]["backend"] == "fused (cuDNN)"
     assert checks["attention"]["facts"]["selected"].startswith("FusedAttention")
@@ -194,9 +194,9 @@ def test_absent_fp8_kernels_are_caught(tmp_path, record_property):
     """A recipe that says fp8 and runs bf16, as a lost autocast would."""
     patched = (
         "import sys; from pathlib import Path; from llm_fp8.config.options import PrecisionConfig; from "
-        "llm_fp8.tools.verify import steps, steps_probe; steps_probe.precision_of = lambda name: "
-        "PrecisionConfig(mixed_precision='bf16') if name == 'delayed' else steps.precision_of(name); "
-        "steps_probe.main(*map(Path, sys.argv[1:3]), sys.argv[3])"
+        "llm_fp8.tools.verify import steps; precision_of = steps.precision_of; steps.precision_of = lambda name: "
+        "PrecisionConfig(mixed_precision='bf16') if name == 'delayed' else precision_of(name); "
+        "steps.run_all(*map(Path, sys.argv[1:3]), sys.argv[3])"
     )
     program = (
         "import sys; from llm_fp8.tools.verify import steps; from llm_fp8.tools.verify.cli import main; "
