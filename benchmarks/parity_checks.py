@@ -442,6 +442,28 @@ def tasks(settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {**shared, "seed": 0, "fault": fault.name}
 
 
+def record_of(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Right and wrong models apart, and what counts over all of them."""
+    checks = [result for result in results if "fault" not in result]
+    planted = [result for result in results if "fault" in result]
+    measured = [result for result in checks if "fp32" in result]
+    summary = {
+        "limits": {"fp32": FP32_LIMIT, "mean_ratio": MEAN_LIMIT, "layer_ratio": LAYER_LIMIT},
+        "num_checks": len(checks),
+        "num_sharded": sum(result["sharded"] for result in checks),
+        "num_with_adapters": sum(result["lora"] for result in checks),
+        "num_refused": sum(result.get("refused") is not None for result in checks),
+        "num_errors": sum("error" in result for result in results),
+        "num_faults": len(planted),
+        "num_faults_refused": sum(result.get("refused") is not None for result in planted),
+        **{
+            f"largest_{name}": max((result[name] for result in measured), default=None)
+            for name in ("fp32", "mean_ratio", "layer_ratio", "wall_s", "memory_gib")
+        },
+    }
+    return {"summary": summary, "checks": checks, "faults": planted}
+
+
 def main() -> int:
     parser = OneSentenceParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a pretrained Llama, one safetensors file")
@@ -455,35 +477,16 @@ def main() -> int:
     timed = alone(settings.alone, settings.model, settings.data) if settings.alone else None
     print(json.dumps(timed), flush=True)
     torch.cuda.empty_cache()
+    results: list[dict[str, Any]] = []
+    provenance = collect_provenance(sys.argv)
     with ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(_run, tasks(settings)))
-    for result in results:
-        for name in ("base", "data"):
-            del result[name]
-    checks = [result for result in results if "fault" not in result]
-    planted = [result for result in results if "fault" in result]
-    measured = [result for result in checks if "fp32" in result]
-    summary = {
-        "limits": {"fp32": FP32_LIMIT, "mean_ratio": MEAN_LIMIT, "layer_ratio": LAYER_LIMIT},
-        "num_checks": len(checks),
-        "num_refused": sum(result.get("refused") is not None for result in checks),
-        "num_errors": sum("error" in result for result in results),
-        "num_faults": len(planted),
-        "num_faults_refused": sum(result.get("refused") is not None for result in planted),
-        **{
-            f"largest_{name}": max((result[name] for result in measured), default=None)
-            for name in ("fp32", "mean_ratio", "layer_ratio", "wall_s", "memory_gib")
-        },
-    }
-    record = {
-        "provenance": collect_provenance(sys.argv),
-        "summary": summary,
-        "alone": timed,
-        "checks": checks,
-        "faults": planted,
-    }
-    write_json_atomic(settings.output, record)
-    print(json.dumps(summary, indent=2))
+        for result in pool.map(_run, tasks(settings)):
+            results.append({name: value for name, value in result.items() if name not in ("base", "data")})
+            if len(results) % 20 == 0:  # what is there survives a kill
+                write_json_atomic(settings.output, {"provenance": provenance, **record_of(results), "alone": timed})
+    record = record_of(results)
+    write_json_atomic(settings.output, {"provenance": provenance, **record, "alone": timed})
+    print(json.dumps(record["summary"], indent=2))
     return 0
 
 

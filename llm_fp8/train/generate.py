@@ -15,11 +15,12 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StaticCache,
 )
+from transformers.cache_utils import StaticLayer
 
 from llm_fp8.data.prepare import pad_token_id
 from llm_fp8.distributed.fsdp_internals import materialize_
@@ -29,9 +30,13 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.utils.errors import UserError
 
 LARGEST_BATCH, SMALLEST_BATCH = 1024, 64
-"""Prompts at a time. A step of a small model takes the time of its launches, however many prompts it serves."""
+"""Prompts at a time."""
 BATCH_GIB = 8.0
 """GPU memory that a batch larger than the smallest may take for cache and activations."""
+STEPS_BEFORE_CAPTURE = 3
+"""Steps that run as they are, so that libraries have their workspaces when the graph is captured."""
+STEPS_BETWEEN_CHECKS = 16
+"""Whether all sequences have ended is asked this often: the answer costs a synchronisation."""
 HEADROOM_GIB = 1.0
 """GPU memory for workspaces, attention's mask and one gathered parameter, beside what `memory_needed_gib` counts."""
 
@@ -118,34 +123,65 @@ def generate_greedy(
 ) -> list[str]:
     """Greedy continuations of `prompts` (token ids) up to EOS or `max_new_tokens`, without special tokens.
 
-    `batch_size`: `default_batch_size` by default.
-
-    Replaces the model's generation config: a checkpoint's sampling, penalties and further stop tokens don't apply.
+    `batch_size`: `default_batch_size` by default. The model's generation config plays no part: a checkpoint's sampling,
+    penalties and further stop tokens don't apply.
     """
-    pad = pad_token_id(tokenizer)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=pad,
-        bos_token_id=tokenizer.bos_token_id,
-        use_cache=True,
-    )
-    generate: Callable[..., Tensor] = model.generate  # type: ignore[assignment]
     # Prompts of similar length together: little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     texts = [""] * len(prompts)
     batch_size = batch_size or default_batch_size(model.config, max(map(len, prompts), default=0) + max_new_tokens)
+    eos = tokenizer.eos_token_id
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        width = len(prompts[chosen[0]])
-        ids = torch.full((len(chosen), width), pad, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, index in enumerate(chosen):
-            ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
-            mask[row, width - len(prompts[index]) :] = 1
-        output: Tensor = generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
-        for index, new_ids in zip(chosen, output[:, width:].tolist(), strict=True):
-            end = new_ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in new_ids else len(new_ids)
+        generated = _generate_batch(model, [prompts[i] for i in chosen], max_new_tokens, pad_token_id(tokenizer), eos)
+        for index, new_ids in zip(chosen, generated.tolist(), strict=True):
+            end = new_ids.index(eos) if eos in new_ids else len(new_ids)
             texts[index] = str(tokenizer.decode(new_ids[:end], skip_special_tokens=True))
     return texts
+
+
+def _generate_batch(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, pad: int, eos: int
+) -> Tensor:
+    """New ids [n, max_new_tokens] of n prompts, the longest first; undefined behind a sequence's EOS."""
+    num, width = len(prompts), len(prompts[0])
+    ids = torch.full((num, width), pad)
+    mask = torch.zeros(num, width + max_new_tokens, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) : width] = 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    positions = (mask[:, :width].cumsum(1) - 1).clamp_min(0)
+    cache = StaticCache(model.config, max_cache_len=width + max_new_tokens)
+
+    def next_token(ids: Tensor, positions: Tensor) -> Tensor:
+        output = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+        )
+        return output.logits[:, -1].argmax(-1, keepdim=True)
+
+    token, position = next_token(ids, positions), positions[:, -1:] + 1
+    column = torch.zeros(1, dtype=torch.long, device=model.device)
+    new_ids = torch.full((num, max_new_tokens), pad, device=model.device)
+    new_ids[:, :1] = token
+
+    def step() -> None:  # no host synchronisation, and every tensor in place: a graph can replay it
+        mask.index_fill_(1, column + width, 1)
+        token.copy_(next_token(token, position))
+        position.add_(1)
+        column.add_(1)
+        new_ids.index_copy_(1, column, token)
+
+    # A cache layer with a window counts on the host, which a graph would freeze.
+    capturable = model.device.type == "cuda" and all(type(layer) is StaticLayer for layer in cache.layers)
+    run = step
+    for done in range(1, max_new_tokens):
+        if done % STEPS_BETWEEN_CHECKS == 0 and bool((new_ids == eos).any(1).all()):
+            break
+        if capturable and done == STEPS_BEFORE_CAPTURE:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            run = graph.replay
+        run()
+    return new_ids

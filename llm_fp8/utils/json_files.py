@@ -82,8 +82,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises
     `UserError` with the number of a line that holds none.
     """
-    records = []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    records, text = [], _read_text(path)
+    # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:

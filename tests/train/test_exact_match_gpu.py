@@ -25,6 +25,7 @@ from llm_fp8.models.weights import fill_te_model
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.generate import HEADROOM_GIB, SMALLEST_BATCH, copy_for_generation, generate_greedy, memory_needed_gib
 from tests.support.families import FAMILIES, family_config
+from tests.support.generation import texts_of_family
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +134,12 @@ def test_training_does_not_feel_the_evaluation(precision, dataset, tmp_path):
     assert losses["with"] == losses["without"]
     ours, theirs = (load_file(tmp_path / name / "final" / "model.safetensors") for name in losses)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_with_a_graph_is_that_of_transformers(family, device):
+    ours, theirs = texts_of_family(family, device)
+    assert len(set(theirs)) == len(theirs) and ours == theirs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
