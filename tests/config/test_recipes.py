@@ -67,7 +67,7 @@ def test_verify_asks_for_it_and_trains_a_step(monkeypatch):
 
     monkeypatch.setattr("llm_fp8.precision.plan.resolve_precision", resolve)
     assert "made_up" in gpu.availability("a GPU") and "made_up" in asked  # type: ignore[arg-type]
-    assert steps.TE.fp8_gemms["made_up"] == steps.TE.fp8_gemms["delayed"]
+    assert steps.fp8_gemms("te")["made_up"] == steps.fp8_gemms("te")["delayed"]
     assert steps.precision_of("made_up").fp8_scenario == "made_up"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,12 @@ _CUDNN_VERSION = re.compile(r"\.so\.(\d+(?:\.\d+)+)$")
 # --- the process ---------------------------------------------------------------------------------------------
 
 
-def start(setup: Setup) -> None:
-    """Start it for the user's shape."""
-    words = (setup.model_name, str(setup.batch_size), str(setup.max_seq_length), _form(setup))
-    environ = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
-    setup.processes["attention"] = start_probe("attention", setup.scratch, PROBE, *words, **environ)
+def start(setup: Setup, checks: Collection[str]) -> None:
+    """Start it where one of the checks needs it."""
+    if not {"attention", "cudnn"}.isdisjoint(checks):
+        words = (setup.model_name, str(setup.batch_size), str(setup.max_seq_length), _form(setup))
+        environ = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+        setup.processes["attention"] = start_probe("attention", setup.scratch, PROBE, *words, **environ)
 
 
 def _form(setup: Setup) -> str:

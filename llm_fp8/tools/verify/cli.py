@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from rich.table import Table
 from llm_fp8.tools.verify.configs import required_kind
 from llm_fp8.tools.verify.environment_rules import is_left_over
 from llm_fp8.tools.verify.result import STATUSES, Setup, model_config
-from llm_fp8.tools.verify.runner import CHECKS, Check, Row, TimeLimit, is_hanging, run_checks, within
+from llm_fp8.tools.verify.runner import CHECKS, Check, Row, TimeLimit, is_hanging, run_check, within
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, FailedCheck, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
@@ -83,13 +84,6 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     return options
 
 
-def chosen_checks(options: argparse.Namespace) -> list[Check]:
-    """What --quick and --only leave."""
-    if options.only is not None:
-        return [check for check in CHECKS if check.name in options.only.split(",")]
-    return [check for check in CHECKS if check.quick or not options.quick]
-
-
 def main(argv: Sequence[str], description: str = "") -> int:
     """Run the checks; returns the exit code.
 
@@ -106,7 +100,9 @@ def main(argv: Sequence[str], description: str = "") -> int:
         del os.environ[name]
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    checks = chosen_checks(options)
+    wanted = [check.name for check in CHECKS if check.quick or not options.quick]
+    wanted = wanted if options.only is None else options.only.split(",")
+    checks = [check for check in CHECKS if check.name in wanted]
     setup = Setup(
         model_name=options.model_name,
         max_seq_length=options.max_seq_length,
@@ -125,19 +121,15 @@ def main(argv: Sequence[str], description: str = "") -> int:
             say("torch, models, GPUs")
             prepare(setup, checks)
             has_gpu = setup.num_gpus > 0
-
-            def before(check: Check) -> None:
+            for check in checks:
                 record.under_way = check
                 record.write(None)
                 say(check.title)
-
-            for row in run_checks(checks, setup, setup.num_gpus, before):
-                record.rows.append(row)
+                record.rows.append(run_check(check, setup))
                 record.under_way = None
-                record.write(None)
             record.provenance = _provenance()
     except Stopped as stop:
-        stopped = stop.exit_code
+        stopped = stop.args[0]
     except FailedCheck:
         record.write(EXIT_FAILED_CHECK)
         raise
@@ -159,11 +151,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
 
 
 class Stopped(BaseException):
-    """A signal asked for the end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
+    """A signal asked for the end; with the exit code."""
 
 
 @contextlib.contextmanager
@@ -171,7 +159,7 @@ def signals_raise() -> Iterator[None]:
     """Ctrl-C, SIGTERM and a lost terminal raise `Stopped`, so that findings are kept and no process is left."""
 
     def stop(number: int, _: object) -> None:
-        raise Stopped(number)
+        raise Stopped(128 + number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -193,24 +181,12 @@ def prepare(setup: Setup, checks: Sequence[Check]) -> None:
             f"loading torch, asking the driver for GPUs and reading --model_name {setup.model_name} {hung}, in "
             f"{where}; check that 'nvidia-smi' and the disk of the Python environment respond."
         ) from hung
-    names = {check.name for check in checks}
-    if not setup.num_gpus:
-        return
-    # In the main thread: these processes end with the thread that started them.
-    with contextlib.suppress(ImportError, OSError):
-        if "engines" in names:  # the longest first
-            from llm_fp8.tools.verify import distributed
-
-            distributed.start_engines(setup)
-        if names & {"steps", "torchao_steps"}:
-            from llm_fp8.tools.verify import steps
-
-            for name in names & steps.LIBRARIES.keys():
-                steps.start(setup, name)
-        if names & {"attention", "cudnn"}:
-            from llm_fp8.tools.verify import attention
-
-            attention.start(setup)
+    if setup.num_gpus:
+        names = {check.name for check in checks}
+        for module in ("distributed", "steps", "attention"):  # the longest first
+            with contextlib.suppress(ImportError, OSError):
+                # In the main thread: the processes end with the thread that starts them.
+                importlib.import_module(f"llm_fp8.tools.verify.{module}").start(setup, names)
 
 
 def _load_and_validate(setup: Setup) -> None:

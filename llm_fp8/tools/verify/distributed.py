@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,11 +131,11 @@ def _start_run(setup: Setup, mode: str) -> Started:
     return process
 
 
-def start_engines(setup: Setup) -> None:
-    """Start the runs: on one GPU all, because most of a run is the start of Python; on several the first, because
-    their communication would slow each other.
+def start(setup: Setup, checks: Collection[str]) -> None:
+    """Start the runs of `engines`: on one GPU all, because most of a run is the start of Python; on several the first,
+    because their communication would slow each other.
     """
-    modes = [mode for mode in setup.engines if mode not in modes_left_out(setup)]
+    modes = [mode for mode in setup.engines if mode not in modes_left_out(setup)] if "engines" in checks else []
     for mode in modes if setup.num_gpus == 1 else modes[:1]:
         _start_run(setup, mode)
 
@@ -190,18 +190,12 @@ def judge_nccl(ended: Ended, seen: dict[str, Any] | None, command: list[str]) ->
     return problems.result(summary, facts=facts)
 
 
-def check_nccl(setup: Setup) -> Result:
-    """All GPUs of the machine."""
-    return run_collectives(setup, setup.num_gpus)
-
-
-def run_collectives(setup: Setup, num_processes: int, mebibytes: int = 256) -> Result:
-    """Start the processes and judge what they found."""
-    words = ("-m", "llm_fp8.tools.verify.distributed")
-    program = torchrun(num_processes, *words)[1:]
-    process = setup.processes["nccl"] = start_probe("nccl", setup.scratch, program, str(mebibytes))
+def check_nccl(setup: Setup, num_processes: int | None = None, mebibytes: int = 256) -> Result:
+    """A process for each GPU of the machine."""
+    command = torchrun(num_processes or setup.num_gpus, "-m", "llm_fp8.tools.verify.distributed")
+    process = setup.processes["nccl"] = start_probe("nccl", setup.scratch, command[1:], str(mebibytes))
     ended, seen = process.findings(NCCL_TIMEOUT_S)
-    return judge_nccl(ended, seen if ended.code == 0 else None, torchrun(num_processes, *words, "nccl.json"))
+    return judge_nccl(ended, seen if ended.code == 0 else None, [*command, "nccl.json"])
 
 
 def pattern(rank: int, size: int, device: torch.device) -> Tensor:

@@ -29,9 +29,7 @@ class Rule:
     says: str
     """What it does, as the end of a sentence that begins with the setting."""
     values: str = ".*"
-    """Regular expression that the whole value matches, in any case."""
-    left_over: bool = False
-    """Whether a launcher sets it for the processes it starts, so that it means something else in a shell."""
+    """Regular expression of the whole value, in any case."""
 
     def speaks_of(self, name: str) -> bool:
         """Whether the rule is about this variable, whatever its value."""
@@ -48,70 +46,37 @@ class Finding(NamedTuple):
 
 
 _ON = "1|true|yes|on"
-_IN_A_LAUNCH = "makes a script take itself for one process of a launch that is not there"
-_LEFT_OVER = "is left over from an accelerate launch and becomes an option of the next run"
+_LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
+_ACCELERATE_OPTIONS = (
+    "ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS|USE_(?!CPU$).*|(FP8|DEEPSPEED|DYNAMO)_.*)"
+    "|(FSDP|PARALLELISM_CONFIG)_.*"
+)
+_CONNECTIONS = (
+    "is for tensor parallelism, which is not used here; on one GPU and on two it made no difference that could be told "
+    "from chance, but it can make FSDP's all-gathers wait behind compute"
+)
+_FRAGMENTING = "(?!.*expandable_segments:True).*"
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", "no effect", "does nothing here"),
     Rule("NVTE_(FLASH|FUSED|UNFUSED)_ATTN", "slower", "forbids Transformer Engine a kind of attention", "0"),
     Rule("NVTE_BACKWARD_OVERRIDE", "harmful", "takes the backward pass out of fp8", ".+"),
-    Rule(
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "slower",
-        "leaves Transformer Engine only deterministic attention, for packed sequences perhaps only the slow kind that "
-        "needs much memory",
-        "0",
-    ),
-    Rule(
-        "NVTE_DEBUG(_LEVEL)?",
-        "slower",
-        "makes Transformer Engine print at every change of shape; for debugging, not for training",
-        "[12]",
-    ),
-    Rule(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "slower",
-        "is for tensor parallelism, which is not used here; on one GPU and on two it made no difference that could be "
-        "told from chance, but it can make FSDP's all-gathers wait behind compute",
-        "1",
-    ),
-    Rule(
-        "CUDA_LAUNCH_BLOCKING", "harmful", "makes the CPU wait for every kernel, so the GPU idles between them", "[1-9]"
-    ),
-    Rule(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        "harmful",
-        "switches off torch's caching of GPU memory, so every tensor waits for the driver",
-    ),
+    Rule("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "slower", "may leave packed sequences only the slow attention", "0"),
+    Rule("NVTE_DEBUG(_LEVEL)?", "slower", "makes Transformer Engine print at every change of shape", "[12]"),
+    Rule("CUDA_DEVICE_MAX_CONNECTIONS", "slower", _CONNECTIONS, "1"),
+    Rule("CUDA_LAUNCH_BLOCKING", "harmful", "makes the CPU wait for every kernel, so the GPU idles", "[1-9]"),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", "harmful", "makes every tensor wait for the driver to allocate memory"),
     Rule("NCCL_P2P_DISABLE", "slower", "keeps the GPUs of a host from communicating directly, NVLink included", "1"),
     Rule("NCCL_IB_DISABLE", "slower", "leaves plain sockets between hosts, without InfiniBand or RoCE", "1"),
     Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", "harmful", "leaves the other processes hanging when one is lost", "0"),
     Rule("TORCH_DISTRIBUTED_DEBUG", "slower", "checks every collective across processes first", "DETAIL"),
-    Rule(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "slower",
-        "is set without expandable_segments:True, so more memory is lost between blocks of many sizes",
-        "(?!.*expandable_segments:True).*",
-    ),
-    Rule(
-        "PYTORCH_ALLOC_CONF",
-        "no effect",
-        "is not read, because the scripts set PYTORCH_CUDA_ALLOC_CONF, which torch reads first",
-    ),
-    Rule(
-        "GPU_NUM",
-        "no effect",
-        "is not read; torchrun takes --nproc_per_node, scripts/launch_multi_node.sh NPROC_PER_NODE",
-    ),
-    Rule("WORLD_SIZE|RANK|LOCAL_RANK", "harmful", _IN_A_LAUNCH, left_over=True),
+    Rule("PYTORCH_CUDA_ALLOC_CONF", "slower", "lacks expandable_segments:True against fragmentation", _FRAGMENTING),
+    Rule("PYTORCH_ALLOC_CONF", "no effect", "is not read: the scripts set PYTORCH_CUDA_ALLOC_CONF, which comes first"),
+    Rule("GPU_NUM", "no effect", "is not read; torchrun takes --nproc_per_node, launch_multi_node.sh NPROC_PER_NODE"),
+    Rule(_LAUNCH, "harmful", "makes a script take itself for a process of a launch that is not there"),
     Rule("ACCELERATE_USE_CPU", "harmful", "makes Accelerate train on the CPU", _ON),
     Rule("ACCELERATE_DEBUG_MODE", "slower", "checks the shapes of every collective first", _ON),
-    Rule(
-        "ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS|USE_(?!CPU$).*|(FP8|DEEPSPEED|DYNAMO)_.*)|(FSDP|PARALLELISM_CONFIG)_.*",
-        "slower",
-        _LEFT_OVER,
-        left_over=True,
-    ),
+    Rule(_ACCELERATE_OPTIONS, "slower", "is left over from accelerate launch and sets an option of the next run"),
 )
 """For each variable the first rule that matches its name and value counts."""
 
@@ -140,19 +105,14 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
 
 def is_left_over(name: str) -> bool:
     """Whether a launcher set the variable for the processes it started; it should not be in a shell."""
-    return name.startswith("ACCELERATE_") or any(rule.left_over and rule.speaks_of(name) for rule in RULES)
+    return re.fullmatch(f"{_LAUNCH}|{_ACCELERATE_OPTIONS}|ACCELERATE_.*", name) is not None
 
 
-def judge_variables(environ: Mapping[str, str]) -> Result:
-    """A harmful variable fails; one that slows or has no effect is a warning."""
-    problems, findings = Problems(), judge(environ)
+def check_variables(setup: Setup) -> Result:
+    """A harmful variable of the user's environment fails; one that slows or has no effect is a warning."""
+    problems, findings = Problems(), judge(setup.environ)
     for found in findings:
         report = problems.fail if found.level == "harmful" else problems.warn
         report(f"{found.name}={found.value} {found.says}", f"unset {found.name}")
     facts = {found.name: {"value": found.value, "level": found.level} for found in findings}
     return problems.result("" if findings else "none that is harmful or has no effect", facts=facts)
-
-
-def check_variables(setup: Setup) -> Result:
-    """The environment as the user set it."""
-    return judge_variables(setup.environ)

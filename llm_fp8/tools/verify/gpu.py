@@ -14,7 +14,7 @@ from llm_fp8.config.recipes import recipe_names
 from llm_fp8.observability.nvml import NoNvml, open_nvml
 from llm_fp8.observability.provenance import gpu_names
 from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates, known_rates, measure_rates, shares
-from llm_fp8.tools.verify.result import Problems, Result, Setup
+from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.tools.verify.versions import reinstall
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.subprocesses import output_of
@@ -57,7 +57,7 @@ def gather(setup: Setup) -> GpuFacts:
         try:
             torch.cuda.init()
         except Exception as raised:
-            error = str(raised).splitlines()[0]
+            error = first_line(raised)
     properties = [torch.cuda.get_device_properties(index) for index in range(setup.num_gpus)]
     return GpuFacts(
         driver_gpus=None if listed is None else tuple(name for name, _, _ in lines),

@@ -62,6 +62,11 @@ class Problems:
         return Result(status, summary, (*others, *details), tuple(dict.fromkeys(self._fixes)), dict(facts or {}))
 
 
+def first_line(error: BaseException) -> str:
+    """Of an exception's message, for a summary."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 @dataclass
 class Setup:
     """The user's shape, the environment at the start, and what several checks share."""

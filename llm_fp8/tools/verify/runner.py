@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from llm_fp8.tools.verify.result import Result, Setup
+from llm_fp8.tools.verify.result import Result, Setup, first_line
 from llm_fp8.utils.errors import UserError
 
 Answer = TypeVar("Answer")
@@ -81,7 +82,7 @@ class Row(NamedTuple):
 
 
 class TimeLimit(Exception):
-    """A function was given up. The message says after how long; `stack`: where it was, as a traceback's lines."""
+    """A function was given up after the seconds in the message. `stack`: where it was, as a traceback's lines."""
 
     def __init__(self, limit_s: float, stack: list[str]) -> None:
         super().__init__(f"did not end within {limit_s:.0f} s")
@@ -89,29 +90,24 @@ class TimeLimit(Exception):
 
 
 def within(limit_s: float | None, function: Callable[[], Answer]) -> Answer:
-    """What `function` returns or raises; `TimeLimit` after `limit_s`. It then stays in a thread of its own, which ends
-    with the program.
-    """
+    """What `function` returns or raises; `TimeLimit` after `limit_s`, with the function left in a daemon thread."""
     if limit_s is None:
         return function()
-    answers: list[Answer] = []
-    errors: list[Exception] = []
+    answer: Future[Answer] = Future()
 
     def work() -> None:
         try:
-            answers.append(function())
+            answer.set_result(function())
         except Exception as error:
-            errors.append(error)
+            answer.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True, name=_THREAD)
     thread.start()
     thread.join(limit_s)
-    if thread.is_alive():
+    if not answer.done():
         frame = sys._current_frames().get(thread.ident or 0)
         raise TimeLimit(limit_s, "".join(traceback.format_stack(frame)).splitlines() if frame else [])
-    if errors:
-        raise errors[0]
-    return answers[0]
+    return answer.result()
 
 
 def is_hanging() -> bool:
@@ -119,11 +115,21 @@ def is_hanging() -> bool:
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
-def crashed(check: Check, error: Exception) -> Result:
-    """The answer of a check that raised `error`."""
-    again = (
-        f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # the file's details have the traceback"
-    )
+def run_check(check: Check, setup: Setup) -> Row:
+    """The check's answer; failed where it raises or exceeds its time limit."""
+    reason = check.reason_to_skip(setup.num_gpus)
+    if reason is not None:
+        return Row(check, Result("skipped", reason), 0.0)
+    began = time.perf_counter()
+    try:
+        result = within(check.limit_s, lambda: check.run(setup))
+    except Exception as error:
+        result = _crashed(check, error)
+    return Row(check, result, time.perf_counter() - began)
+
+
+def _crashed(check: Check, error: Exception) -> Result:
+    again = f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # with the traceback in its details"
     if isinstance(error, TimeLimit):
         driver = "nvidia-smi   # whether the driver answers, and who uses the GPU"
         return Result("failed", f"the check {error}", error.stack, (again, driver))
@@ -132,24 +138,5 @@ def crashed(check: Check, error: Exception) -> Result:
     if type(error).__name__ == "OutOfMemoryError":
         users = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
         return Result("failed", "too little GPU memory is free for this check", fixes=(users, again))
-    first_line = (str(error).strip().splitlines() or [""])[0]
     lines = tuple("".join(traceback.format_exception(error)).splitlines())
-    return Result("failed", f"the check itself crashed: {type(error).__name__}: {first_line}", lines, (again,))
-
-
-def run_checks(
-    checks: Iterable[Check], setup: Setup, num_gpus: int, before: Callable[[Check], None] = lambda check: None
-) -> Iterator[Row]:
-    """Every check's answer, in order; `before` is told which one runs next."""
-    for check in checks:
-        reason = check.reason_to_skip(num_gpus)
-        if reason is not None:
-            yield Row(check, Result("skipped", reason), 0.0)
-            continue
-        before(check)
-        began = time.perf_counter()
-        try:
-            result = within(check.limit_s, lambda check=check: check.run(setup))  # type: ignore[misc]
-        except Exception as error:
-            result = crashed(check, error)
-        yield Row(check, result, time.perf_counter() - began)
+    return Result("failed", f"the check itself crashed: {type(error).__name__}: {first_line(error)}", lines, (again,))

@@ -1,10 +1,10 @@
-"""Real training steps of a small decoder in bf16 and in each recipe: the loss, the gradient, and which kernels ran.
+"""Training steps of a small decoder in bf16 and in each recipe: the loss, the gradient, and which kernels ran.
 
-    python -m llm_fp8.tools.verify.steps RESULT.json MODEL_FOLDER CHECK
+    python -m llm_fp8.tools.verify.steps RESULT.json MODEL_FOLDER te|torchao
 
-runs them in a process of its own, for a check in `LIBRARIES`: steps (Transformer Engine's decoder) or torchao_steps (a
-Hugging Face decoder, converted by torchao and compiled as in a run). The folder is made, with the model's config. The
-file is rewritten before each precision, so that one that crashes the process is known by name.
+runs them in a process of its own, with Transformer Engine's decoder or with a Hugging Face decoder that torchao
+converts and that is compiled as in a run. It makes the folder, with the model's config. It writes the file before each
+precision, so that one that crashes the process is known by name.
 
 Without a GPU the embedded model trains on the CPU: in bf16, and in torchao's recipes, whose GEMMs are emulated. That
 shows what rounding does to loss and gradient, and nothing of kernels.
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,18 @@ from llm_fp8.tools.verify.versions import reinstall
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIMEOUT_S = {"steps": 180.0, "torchao_steps": 300.0}
-"""torchao's are longer: torch.compile compiles the decoder layer for each recipe."""
 PROBE: tuple[str, ...] = ("-m", "llm_fp8.tools.verify.steps")
-
+CHECKS: dict[Backend, str] = {"te": "steps", "torchao": "torchao_steps"}
+TIMEOUT_S: dict[Backend, float] = {"te": 180.0, "torchao": 300.0}
+"""torchao's is longer: torch.compile compiles the decoder layer for each recipe."""
+REINSTALL: dict[Backend, str] = {
+    "te": "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
+    "torchao": reinstall("torchao"),
+}
 BASELINE = "bf16"
 NUM_LAYERS = 2
+WEIGHTS_PER_LAYER: dict[Backend, int] = {"te": 4, "torchao": 7}
+"""Linear weights of a decoder layer: Transformer Engine's has QKV in one, and gate and up in one."""
 WARM_STEPS = 2
 """So that losses after updates are compared too, and the gradient is of weights that fp8 steps have changed."""
 MAX_LOSS_DIFFERENCE = 0.02
@@ -43,43 +49,6 @@ MIN_COSINE = 0.9
 """Rounding to e4m3 and e5m2 turns a gradient by far less; a wrong scale, layout or weight turns it by much more."""
 MAX_CPU_LOSS_DIFFERENCE = 0.1
 """Random weights of standard deviation 0.02 give nearly the loss of a uniform guess."""
-
-
-@dataclass(frozen=True)
-class Library:
-    """Whose linear layers train, and the evidence that is expected of them."""
-
-    check: str
-    """The name of the check."""
-    backend: Backend
-    weights_per_layer: int
-    """Linear weights of a decoder layer: 4 where QKV is one and gate and up are one, else 7."""
-    reinstall: str
-
-    @property
-    def fp8_gemms(self) -> dict[str, int]:
-        """Recipe -> its number of fp8 GEMMs in a micro-batch."""
-        num_weights = NUM_LAYERS * self.weights_per_layer
-        return {name: num_weights * RECIPES[name].gemms_in_fp8 for name in recipe_names(self.backend)}
-
-
-def precision_of(name: str) -> PrecisionConfig:
-    """The options of the baseline or of a recipe."""
-    if name == BASELINE:
-        return PrecisionConfig(mixed_precision="bf16")
-    backend = RECIPES[name].backend
-    strict = backend == "te"  # torchao's recipes fall back to nothing
-    return PrecisionConfig(mixed_precision="fp8", fp8_backend=backend, fp8_scenario=name, fp8_strict=strict)
-
-
-TE = Library(
-    "steps",
-    "te",
-    4,
-    "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
-)
-TORCHAO = Library("torchao_steps", "torchao", 7, reinstall("torchao"))
-LIBRARIES = {library.check: library for library in (TE, TORCHAO)}
 
 
 @dataclass
@@ -91,45 +60,58 @@ class Evidence:
     gemm_kernels: dict[str, int] = field(default_factory=dict)
     """GEMM kernels of the measured forward and backward pass by operand type."""
     recipe_inside: str | None = None
-    """The recipe's class in force inside a Transformer Engine module; of torchao's modules, the recipe that all of
-    them have.
-    """
+    """Transformer Engine: the recipe's class in force inside a module. torchao: the recipe that all modules have."""
     cosine: float | None = None
     """Of the measured gradient with bf16's; None for bf16 itself."""
 
 
+def fp8_gemms(backend: Backend) -> dict[str, int]:
+    """Recipe -> its number of fp8 GEMMs in a micro-batch."""
+    num_weights = NUM_LAYERS * WEIGHTS_PER_LAYER[backend]
+    return {name: num_weights * RECIPES[name].gemms_in_fp8 for name in recipe_names(backend)}
+
+
+def precision_of(name: str) -> PrecisionConfig:
+    """The options of the baseline or of a recipe."""
+    if name == BASELINE:
+        return PrecisionConfig(mixed_precision="bf16")
+    backend = RECIPES[name].backend
+    strict = backend == "te"  # torchao's recipes have no fallback
+    return PrecisionConfig(mixed_precision="fp8", fp8_backend=backend, fp8_scenario=name, fp8_strict=strict)
+
+
 def _listed(kernels: dict[str, int]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in sorted(kernels.items()))
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kernels.items())) or "none"
 
 
-def judge_kernels(name: str, found: Evidence, problems: Problems, library: Library = TE) -> None:
+def judge_kernels(name: str, found: Evidence, problems: Problems, backend: Backend) -> None:
     """fp8 kernels in fp8, none in bf16."""
-    again = f"python scripts/verify_fp8.py --only {library.check} --verbose"
+    again = f"python scripts/verify_fp8.py --only {CHECKS[backend]} --verbose"
     low = sum(found.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION)
-    ran = _listed(found.gemm_kernels) or "none"
+    ran = _listed(found.gemm_kernels)
     if name == BASELINE:
         if low:
-            problems.fail(f"a bf16 step ran {low} fp8 GEMM kernels ({ran})", again, library.reinstall)
+            problems.fail(f"a bf16 step ran {low} fp8 GEMM kernels ({ran})", again, REINSTALL[backend])
         if not found.gemm_kernels.get("bf16"):
             problems.warn(f"a bf16 step ran no GEMM kernel that is known as bf16 ({ran})", again)
         return
-    wanted = library.fp8_gemms[name]
+    wanted = fp8_gemms(backend)[name]
     if low < wanted:
         sentence = f"{name}: {low} fp8 GEMM kernels ran, and {wanted} GEMMs should be in fp8 ({ran})"
         if low + found.gemm_kernels.get("unknown", 0) >= wanted:
             problems.warn(f"{sentence}; the names of the others do not tell their type", again)
         else:
-            problems.fail(sentence, again, library.reinstall)
+            problems.fail(sentence, again, REINSTALL[backend])
     if found.recipe_inside in (None, "none"):
         problems.fail(f"{name}: no recipe is in force inside the modules", again)
-    elif library is TORCHAO and found.recipe_inside != name:
+    elif backend == "torchao" and found.recipe_inside != name:
         problems.fail(f"{name}: the modules' recipe is {found.recipe_inside}", again)
 
 
 def judge_numbers(name: str, found: Evidence, baseline: Evidence, problems: Problems) -> None:
     """Losses are finite and near bf16's, the gradient points where bf16's does."""
     compare = "python scripts/diagnose_fp8.py"
-    if not all(math.isfinite(loss) for loss in found.losses):
+    if not all(map(math.isfinite, found.losses)):
         problems.fail(f"{name}: the loss is not finite ({found.losses})", compare)
         return
     if name == BASELINE:
@@ -141,43 +123,40 @@ def judge_numbers(name: str, found: Evidence, baseline: Evidence, problems: Prob
         problems.fail(f"{name}: the gradient's cosine with bf16's is {found.cosine:.3f}, below {MIN_COSINE}", compare)
 
 
-def judge(found: dict[str, Evidence], process: dict[str, Any] | None = None, library: Library = TE) -> Result:
-    """All precisions, bf16 among them; `process`: how the one that ran them ended."""
+def judge(found: dict[str, Evidence], backend: Backend = "te", process: dict[str, Any] | None = None) -> Result:
+    """All precisions, bf16 among them. `process`: how the one that ran them ended; None on the CPU, whose GEMMs are
+    emulated.
+    """
     problems, details = Problems(), []
     for name, evidence in found.items():
-        judge_kernels(name, evidence, problems, library)
+        if process is not None:
+            judge_kernels(name, evidence, problems, backend)
         judge_numbers(name, evidence, found[BASELINE], problems)
         cosine = "" if evidence.cosine is None else f", cosine of the gradient with bf16's {evidence.cosine:.4f}"
-        kernels = _listed(evidence.gemm_kernels)
-        details.append(f"{name}: loss {evidence.losses[-1]:.4f}{cosine}; GEMM kernels: {kernels}")
-    summary = f"{', '.join(found)}: losses agree" + (", fp8 kernels in fp8, none in bf16" if len(found) > 1 else "")
-    return problems.result("" if problems.failures else summary, details, {**_facts(found), "process": process})
+        details.append(
+            f"{name}: loss {evidence.losses[-1]:.4f}{cosine}; GEMM kernels: {_listed(evidence.gemm_kernels)}"
+        )
+    success = f"{', '.join(found)}: losses agree"
+    if process is None:
+        success += "; emulated on the CPU, so nothing is said of fp8 kernels"
+    elif len(found) > 1:
+        success += ", fp8 kernels in fp8, none in bf16"
+    precisions = {name: asdict(evidence) for name, evidence in found.items()}
+    facts = {"precisions": precisions, **({"emulated": True} if process is None else {"process": process})}
+    return problems.result("" if problems.failures else success, details, facts)
 
 
-def _facts(found: dict[str, Evidence]) -> dict[str, Any]:
-    return {"precisions": {name: dict(vars(evidence)) for name, evidence in found.items()}}
-
-
-def judge_probe(ended: Ended, seen: dict[str, Any] | None, library: Library = TE) -> Result:
-    """What the probe wrote by its end; where it did not end well, the precision that was under way failed."""
-    seen = seen or {}
-    found = {name: Evidence(**evidence) for name, evidence in seen.get("found", {}).items()}
+def judge_probe(ended: Ended, seen: dict[str, Any] | None, backend: Backend = "te") -> Result:
+    """What the process wrote by its end; where it did not end well, the precision that was under way failed."""
+    seen = seen or {"under_way": None, "found": {}}
+    found = {name: Evidence(**evidence) for name, evidence in seen["found"].items()}
+    result = judge(found, backend, ended.facts)
     if ended.code == 0 and found:
-        return judge(found, ended.facts, library)
-    partly = judge(found, ended.facts, library) if found else Result("info", "", facts={"process": ended.facts})
-    summary = f"{seen.get('under_way') or 'before the first'}: the steps did not end: {ended.why()}"
-    again = f"python scripts/verify_fp8.py --only imports,{library.check} --verbose"
-    before = (partly.summary,) if partly.summary else ()
-    return Result("failed", summary, (*before, *partly.details, *ended.evidence), (again,), partly.facts)
-
-
-def judge_emulated(found: dict[str, Evidence]) -> Result:
-    """Steps on a CPU, bf16 among them: losses and gradients as on a GPU, no kernels."""
-    problems = Problems()
-    for name, evidence in found.items():
-        judge_numbers(name, evidence, found[BASELINE], problems)
-    agree = f"{', '.join(found)}: losses agree; emulated on the CPU, so nothing is said of fp8 kernels"
-    return problems.result("" if problems.failures else agree, facts={**_facts(found), "emulated": True})
+        return result
+    before = (result.summary, *result.details) if found else ()
+    summary = f"{seen['under_way'] or 'before the first'}: the steps did not end: {ended.why()}"
+    again = f"python scripts/verify_fp8.py --only imports,{CHECKS[backend]} --verbose"
+    return Result("failed", summary, (*before, *ended.evidence), (again,), result.facts)
 
 
 def judge_cpu_steps(losses: list[float], gradient_norm: float, vocab_size: int) -> Result:
@@ -192,8 +171,8 @@ def judge_cpu_steps(losses: list[float], gradient_norm: float, vocab_size: int) 
     return problems.result(f"{len(losses)} steps of the embedded model in bf16, loss {losses[-1]:.2f}", facts=facts)
 
 
-def write_architecture(folder: Path) -> Path:
-    """A folder with the config of a small Llama whose sizes every recipe takes."""
+def write_architecture(folder: Path) -> None:
+    """The config of a small Llama whose sizes every recipe takes."""
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -206,15 +185,12 @@ def write_architecture(folder: Path) -> Path:
         head_dim=64,
         max_position_embeddings=256,
     ).save_pretrained(folder)
-    return folder
 
 
 def take_steps(
-    model_folder: Path, options: PrecisionConfig, *, use_te: bool, batch_size: int = 4
+    model_folder: Path, options: PrecisionConfig, *, use_te: bool = False, batch_size: int = 4
 ) -> tuple[Evidence, Tensor]:
-    """Train a little and measure one more forward and backward pass; the evidence, and the gradient as one vector
-    (fp32).
-    """
+    """Train, then measure one more forward and backward pass; the evidence, and the gradient as one fp32 vector."""
     import torch
     from accelerate.state import AcceleratorState
 
@@ -224,18 +200,17 @@ def take_steps(
     from llm_fp8.tools.bench.workload import Workload
     from llm_fp8.utils.te_import import forget_delayed_scales
 
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # precisions differ in what they ask of Accelerate's singleton
+    # Precisions differ in what they ask of Accelerate's singleton.
+    AcceleratorState._reset_state(reset_partial_state=True)
     forget_delayed_scales()
     is_torchao = options.fp8_backend == "torchao"
     if is_torchao:
-        torch.compiler.reset()  # of one recipe's compiled layers nothing is left for the next to be measured against
+        torch.compiler.reset()  # each recipe is compiled anew
     work = Workload(str(model_folder), batch_size=batch_size, seq_length=256, micro_batches=2, num_steps=WARM_STEPS)
     training = OurTraining(work, work.config(Config(ModelConfig(use_te=use_te), options)))
     training.take(WARM_STEPS)
     losses = list(training.recorder.losses)
-    # Everything but the optimizer's step once more, so that the gradient is there to be looked at.
+    # A step without the optimizer's update, which would free the gradient.
     loader: Any = training.loop.loader
     batch = loader.batches[0]
     training.loop.optimizer.zero_grad()
@@ -264,29 +239,26 @@ def take_steps(
 def take_all(
     model_folder: Path,
     recipes: Iterable[str],
-    *,
-    use_te: bool = False,
-    batch_size: int = 4,
     before: Callable[[str, dict[str, Evidence]], None] = lambda name, found: None,
+    **shape: Any,
 ) -> dict[str, Evidence]:
     """`take_steps` in bf16, then in each recipe; `before` is told the next precision and the evidence so far."""
     from torch.nn.functional import cosine_similarity
 
     found: dict[str, Evidence] = {}
-    reference = None
     for name in (BASELINE, *recipes):
         before(name, found)
-        found[name], gradient = take_steps(model_folder, precision_of(name), use_te=use_te, batch_size=batch_size)
-        if reference is None:
+        found[name], gradient = take_steps(model_folder, precision_of(name), **shape)
+        if name == BASELINE:
             reference = gradient
         else:
             found[name].cosine = float(cosine_similarity(gradient, reference, dim=0))
     return found
 
 
-def run_all(result: Path, model_folder: Path, check: str) -> None:
-    """In the process: bf16, then every recipe of the check's library that this GPU has, and the file. torchao's can all
-    be had, or the check does not wait for this process.
+def run_all(result: Path, model_folder: Path, backend: Backend) -> None:
+    """In the process: bf16, then every recipe that this GPU has, and the file. torchao's can all be had, or the check
+    does not wait for this process.
     """
     from llm_fp8.distributed.process_group import own_device
     from llm_fp8.utils.console import quiet_libraries
@@ -297,45 +269,47 @@ def run_all(result: Path, model_folder: Path, check: str) -> None:
 
     quiet_libraries()
     write_architecture(model_folder)
-    recipes: Iterable[str] = TORCHAO.fp8_gemms
-    if check == TE.check:
-        recipes = [name for name, reason in availability(own_device()).items() if reason is None]
-    write(None, take_all(model_folder, recipes, use_te=check == TE.check, before=write))
+    recipes = recipe_names("torchao")
+    if backend == "te":
+        recipes = tuple(name for name, reason in availability(own_device()).items() if reason is None)
+    write(None, take_all(model_folder, recipes, write, use_te=backend == "te"))
 
 
-def start(setup: Setup, check: str = TE.check) -> None:
-    """Start the process."""
-    words = (str(setup.scratch / f"architecture-{check}"), check)
-    setup.processes[check] = start_probe(check, setup.scratch, PROBE, *words)
+def start(setup: Setup, checks: Collection[str]) -> None:
+    """Start the processes of the checks."""
+    for backend, check in CHECKS.items():
+        if check in checks:
+            words = (str(setup.scratch / f"architecture-{check}"), backend)
+            setup.processes[check] = start_probe(check, setup.scratch, PROBE, *words)
 
 
 def check_steps(setup: Setup) -> Result:
     """bf16 and every recipe of Transformer Engine that this GPU has."""
-    return judge_probe(*setup.processes[TE.check].findings(TIMEOUT_S[TE.check]))
+    return judge_probe(*setup.processes["steps"].findings(TIMEOUT_S["te"]))
 
 
 def check_torchao_steps(setup: Setup) -> Result:
     """bf16 and every recipe of torchao. A missing requirement is a warning: an option needs it, and not every run."""
+    from llm_fp8.data.embedded import MODEL_DIR
+
     problem = torchao_problem(setup.device)
     if problem is not None:
         if setup.num_gpus:
-            setup.processes[TORCHAO.check].kill()
+            setup.processes["torchao_steps"].kill()
         reason, fix = problem
         return Result("warning", reason, fixes=(fix,), facts={"precisions": {}})
-    if setup.num_gpus:
-        return judge_probe(*setup.processes[TORCHAO.check].findings(TIMEOUT_S[TORCHAO.check]), TORCHAO)
-    from llm_fp8.data.embedded import MODEL_DIR
-
-    return judge_emulated(take_all(MODEL_DIR, TORCHAO.fp8_gemms, batch_size=1))
+    if not setup.num_gpus:
+        return judge(take_all(MODEL_DIR, recipe_names("torchao"), batch_size=1), "torchao")
+    return judge_probe(*setup.processes["torchao_steps"].findings(TIMEOUT_S["torchao"]), "torchao")
 
 
 def check_cpu_steps(setup: Setup) -> Result:
     """A few steps of the embedded model on the CPU."""
     from llm_fp8.data.embedded import MODEL_DIR
 
-    evidence, gradient = take_steps(MODEL_DIR, precision_of(BASELINE), use_te=False, batch_size=1)
+    evidence, gradient = take_steps(MODEL_DIR, precision_of(BASELINE), batch_size=1)
     return judge_cpu_steps(evidence.losses, float(gradient.norm()), model_config(str(MODEL_DIR)).vocab_size)
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    run_all(Path(sys.argv[1]), Path(sys.argv[2]), "torchao" if sys.argv[3] == "torchao" else "te")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from llm_fp8.tools.verify.result import Problems, Result, Setup
+from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, REPOSITORY
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
@@ -163,7 +163,7 @@ def try_import(name: str) -> str | None:
     try:
         importlib.import_module(name)
     except Exception as error:  # a broken package may raise anything
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 

@@ -30,7 +30,7 @@ from llm_fp8.tools.verify import attention, distributed, environment_rules, gpu,
 from llm_fp8.tools.verify.cli import SHOWN_DETAILS, Record, exit_code, main, parse, print_rows
 from llm_fp8.tools.verify.processes import Ended, Started, shown
 from llm_fp8.tools.verify.result import Problems, Result, Setup
-from llm_fp8.tools.verify.runner import CHECKS, Check, Row, is_hanging, run_checks
+from llm_fp8.tools.verify.runner import CHECKS, Check, Row, is_hanging, run_check
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import FLASH_ATTENTION_4
 from llm_fp8.utils.subprocesses import torchrun
@@ -87,8 +87,8 @@ def test_a_crash_is_a_failed_check_and_the_others_go_on(monkeypatch, setup):
 
     functions = {"crash": crash, "mistake": mistake, "memory": memory, "fine": lambda _: Result("passed", "fine")}
     checks = [module_check(monkeypatch, name, function) for name, function in functions.items()]
-    rows = list(run_checks([*checks, Check("is_not_there", "no module", "is_not_there")], setup, num_gpus=0))
-    results = {row.check.name: row.result for row in rows}
+    checks.append(Check("is_not_there", "no module of this name", "is_not_there"))
+    results = {check.name: run_check(check, setup).result for check in checks}
     assert [result.status for result in results.values()] == ["failed", "failed", "failed", "passed", "failed"]
     assert "illegal memory access" in results["crash"].summary and any(
         "RuntimeError" in line for line in results["crash"].details
@@ -106,9 +106,8 @@ def test_a_check_that_hangs_is_given_up_and_says_where(monkeypatch, setup):
         return Result("passed", "too late")
 
     hanging = dataclasses.replace(module_check(monkeypatch, "hangs", asks_a_driver_that_does_not_answer), limit_s=0.3)
-    first, second = run_checks(
-        [hanging, module_check(monkeypatch, "fine", lambda _: Result("passed", "fine"))], setup, num_gpus=0
-    )
+    fine = module_check(monkeypatch, "fine", lambda _: Result("passed", "fine"))
+    first, second = (run_check(check, setup) for check in (hanging, fine))
     assert is_hanging()
     let_go.set()
     assert first.result.status == "failed" and "did not end within" in first.result.summary and 0.3 <= first.wall_s < 10
@@ -128,7 +127,8 @@ def test_checks_run_where_they_can(monkeypatch, setup):
     ]
 
     def statuses(num_gpus: int) -> dict[str, str]:
-        return {row.check.name: row.result.status for row in run_checks(checks, setup, num_gpus)}
+        vars(setup).update(num_gpus=num_gpus)
+        return {check.name: run_check(check, setup).result.status for check in checks}
 
     assert statuses(0) == {"any": "passed", "one": "skipped", "two": "skipped", "none": "passed"}
     assert statuses(1) == {"any": "passed", "one": "passed", "two": "skipped", "none": "skipped"}
@@ -335,11 +335,14 @@ def test_gpus_that_differ_are_left_out_by_number(visible, given):
 # --- environment, folder, tracking, data ------------------------------------------------------------------------------
 
 
-def test_variables():
-    assert environment_rules.judge_variables({"PATH": "/bin"}).status == "passed"
-    harmless = environment_rules.judge_variables({"NVTE_FP8_ALLREDUCE": "1"})
+def test_variables(setup):
+    def variables(environ: dict[str, str]) -> Result:
+        return environment_rules.check_variables(dataclasses.replace(setup, environ=environ))
+
+    assert variables({"PATH": "/bin"}).status == "passed"
+    harmless = variables({"NVTE_FP8_ALLREDUCE": "1"})
     assert harmless.status == "warning" and harmless.fixes == ("unset NVTE_FP8_ALLREDUCE",)
-    harmful = environment_rules.judge_variables({"CUDA_LAUNCH_BLOCKING": "1", "NVTE_FP8_ALLREDUCE": "1"})
+    harmful = variables({"CUDA_LAUNCH_BLOCKING": "1", "NVTE_FP8_ALLREDUCE": "1"})
     assert harmful.status == "failed" and harmful.fixes == ("unset CUDA_LAUNCH_BLOCKING", "unset NVTE_FP8_ALLREDUCE")
 
 
@@ -410,7 +413,7 @@ FP8 = steps.Evidence([6.94, 6.92, 6.91], {"fp8": 24, "bf16": 3}, "DelayedScaling
 def test_steps(name, changes, status, word):
     found = {"bf16": BF16, "delayed": FP8}
     found[name] = dataclasses.replace(found[name], **changes)
-    result = steps.judge(found)
+    result = steps.judge(found, process={})
     assert (result.status, word in result.summary) == (status, True), result
 
 
@@ -449,7 +452,7 @@ TORCHAO_FP8 = steps.Evidence([6.94, 6.92, 6.91], {"fp8": 42, "bf16": 3}, "rowwis
 def test_torchao_steps(name, changes, status, word):
     found = {"bf16": TORCHAO_BF16, "rowwise": TORCHAO_FP8}
     found[name] = dataclasses.replace(found[name], **changes)
-    result = steps.judge(found, library=steps.TORCHAO)
+    result = steps.judge(found, "torchao", {})
     assert (result.status, word in result.summary) == (status, True), result
     if "28 fp8" in word:
         assert result.fixes[0].endswith("--only torchao_steps --verbose") and "'torchao==" in result.fixes[1]
@@ -462,9 +465,9 @@ def test_torchaos_third_recipe_leaves_a_product_in_bf16():
             TORCHAO_FP8.losses, {"fp8": 28, "bf16": 17}, recipe_inside="rowwise_with_gw_hp", cosine=0.99
         ),
     }
-    assert steps.judge(found, library=steps.TORCHAO).status == "passed"
+    assert steps.judge(found, "torchao", {}).status == "passed"
     ended = Ended(1, "error: no GPU\n", 1.0)
-    assert "--only imports,torchao_steps" in steps.judge_probe(ended, None, steps.TORCHAO).fixes[0]
+    assert "--only imports,torchao_steps" in steps.judge_probe(ended, None, "torchao").fixes[0]
 
 
 @pytest.mark.slow
@@ -480,7 +483,7 @@ def test_torchaos_steps_are_emulated_on_the_cpu(setup):
     )
     wrong = {name: steps.Evidence(**evidence) for name, evidence in found.items()}
     wrong["rowwise"].cosine = 0.5
-    failed = steps.judge_emulated(wrong)
+    failed = steps.judge(wrong, "torchao")
     assert failed.status == "failed" and failed.summary.startswith("rowwise: the gradient's cosine")
 
 
@@ -540,7 +543,7 @@ def test_where_torchao_lacks_nothing_a_run_on_a_gpu_is_not_emulated(monkeypatch)
 @without_gpu
 def test_the_steps_probe_is_a_process_whose_error_is_the_answer(setup):
     """Without a GPU it gets as far as the decoder of Transformer Engine modules, in bf16."""
-    steps.start(setup)
+    steps.start(setup, ["steps"])
     result = steps.check_steps(setup)
     assert result.status == "failed" and result.summary.startswith("bf16: the steps did not end:")
     assert "needs an NVIDIA GPU" in result.summary and result.fixes
@@ -551,9 +554,8 @@ def test_steps_of_a_real_model_on_the_cpu(tmp_path):
     """The architecture that the GPU check trains, without Transformer Engine: losses of random weights, one gradient
     for every parameter.
     """
-    evidence, gradient = steps.take_steps(
-        steps.write_architecture(tmp_path / "model"), steps.precision_of("bf16"), use_te=False, batch_size=1
-    )
+    steps.write_architecture(tmp_path / "model")
+    evidence, gradient = steps.take_steps(tmp_path / "model", steps.precision_of("bf16"), batch_size=1)
     assert evidence.losses == pytest.approx([math.log(1024)] * 3, rel=0.05) and evidence.gemm_kernels == {}
     weights = 2 * (512 * (512 + 2 * 128 + 512) + 3 * 512 * 1024 + 2 * 512) + 512 + 2 * 1024 * 512
     assert gradient.shape == (weights,) and float(gradient.norm()) > 0
@@ -704,7 +706,7 @@ def test_the_drivers_words():
 @pytest.mark.slow
 def test_exchanges_between_real_processes(setup):
     """Two processes of torchrun, gloo on the CPU; on GPUs the same program takes NCCL."""
-    result = distributed.run_collectives(setup, num_processes=2, mebibytes=1)
+    result = distributed.check_nccl(setup, num_processes=2, mebibytes=1)
     assert result.status == "passed", result
     seen = result.facts["seen"]
     assert (
@@ -817,7 +819,7 @@ def made_up_runs(monkeypatch, setup):
 
     def make(modes: tuple[str, ...], num_gpus: int) -> Setup:
         vars(setup).update(engines=modes, num_gpus=num_gpus)
-        distributed.start_engines(setup)
+        distributed.start(setup, ["engines"])
         return setup
 
     yield make

@@ -106,7 +106,7 @@ def test_a_sound_machine(tmp_path, record_property, start_s):
         "torchao_steps"
     ]  # a machine that lacks torchao is none that these tests call sound
     assert "fp8" not in found["bf16"]["gemm_kernels"]
-    for name, num_gemms in steps.TORCHAO.fp8_gemms.items():
+    for name, num_gemms in steps.fp8_gemms("torchao").items():
         assert found[name]["gemm_kernels"]["fp8"] == num_gemms and found[name]["recipe_inside"] == name, found[name]
         assert found[name]["cosine"] > steps.MIN_COSINE
     assert checks["attention"]["facts"]["seen"]["backend"] == "fused (cuDNN)"
