@@ -25,7 +25,7 @@ RUN if ! getent group "${GROUP_ID}" > /dev/null; then groupadd --gid "${GROUP_ID
 # all its packages, and the requirements pin others of some; what must not change is written down, kept, and looked at afterwards.
 COPY requirements.txt requirements-gpu.txt requirements-deepspeed.txt ./
 COPY llm_fp8/__init__.py llm_fp8/
-COPY llm_fp8/utils/__init__.py llm_fp8/utils/packages.py llm_fp8/utils/
+COPY llm_fp8/utils/__init__.py llm_fp8/utils/errors.py llm_fp8/utils/packages.py llm_fp8/utils/ranks.py llm_fp8/utils/
 COPY llm_fp8/tools/__init__.py llm_fp8/tools/
 COPY llm_fp8/tools/verify/__init__.py llm_fp8/tools/verify/result.py llm_fp8/tools/verify/versions.py llm_fp8/tools/verify/
 COPY scripts/container_requirements.py scripts/
