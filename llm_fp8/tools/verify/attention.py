@@ -74,7 +74,6 @@ def mapped_libraries(maps: str, word: str) -> list[str]:
 
 
 def run_layer(result: Path, model_name: str, batch_size: int, length: int, form: str) -> None:
-    """Run the layer and write what was found."""
     import torch
 
     import te_llama
@@ -208,7 +207,6 @@ def judge_cudnn(libraries: list[str], versions: dict[str, str | None], torch_ver
 
 
 def check_cudnn(setup: Setup) -> Result:
-    """The libraries of the process that ran attention."""
     import torch
 
     ended, seen = setup.processes["attention"].findings(TIMEOUT_S)

@@ -245,7 +245,6 @@ def print_rows(rows: list[Row], console: Console, *, verbose: bool) -> None:
 
 
 def closing_line(rows: list[Row], has_gpu: bool) -> str:
-    """How many checks ended how, and what could not be checked."""
     counts = {status: sum(row.result.status == status for row in rows) for status in STATUSES}
     line = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return line if has_gpu else f"{line}; without a GPU nothing is said of fp8"
@@ -266,7 +265,6 @@ class Record:
 
     @property
     def wall_s(self) -> float:
-        """Since the start."""
         return time.perf_counter() - self._began
 
     def write(self, exit_code: int | None) -> None:

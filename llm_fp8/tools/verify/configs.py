@@ -154,7 +154,6 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
 
 
 def findings(path: Path, kind: Kind) -> list[Finding]:
-    """Those of a file of this kind."""
     return list(deepspeed_findings(path) if kind == "DeepSpeed" else accelerate_findings(path))
 
 
@@ -183,7 +182,6 @@ def judge(named: dict[Path, list[Finding]], in_folder: dict[Path, list[Finding]]
 
 
 def check_configs(setup: Setup) -> Result:
-    """--config_file and configs/."""
     named = {path: findings(path, required_kind(path)) for path in setup.config_files}
     return judge(named, findings_in(FOLDER, named))
 

@@ -155,7 +155,6 @@ def finish_run(setup: Setup, mode: str) -> ShardedRun:
 
 
 def check_engines(setup: Setup) -> Result:
-    """The modes of --engines that can be tried."""
     left_out = modes_left_out(setup)
     runs = [finish_run(setup, mode) for mode in setup.engines if mode not in left_out]
     return judge_engines(runs, left_out, setup.num_gpus)
@@ -191,7 +190,6 @@ def judge_nccl(ended: Ended, seen: dict[str, Any] | None, command: list[str]) ->
 
 
 def check_nccl(setup: Setup, num_processes: int | None = None, mebibytes: int = 256) -> Result:
-    """A process for each GPU of the machine."""
     command = torchrun(num_processes or setup.num_gpus, "-m", "llm_fp8.tools.verify.distributed")
     process = setup.processes["nccl"] = start_probe("nccl", setup.scratch, command[1:], str(mebibytes))
     ended, seen = process.findings(NCCL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The GPUs: whether torch can use them, which fp8 recipes they run, and how fast they multiply and copy."""
+"""The GPUs: whether torch can use them, which fp8 recipes they run, and the rates of their GEMMs and copies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class GpuFacts:
 
 
 def gather(setup: Setup) -> GpuFacts:
-    """Ask both."""
     import torch
 
     listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout_s=60)
@@ -119,7 +118,6 @@ def _judge_unusable(facts: GpuFacts) -> Result:
 
 
 def check_gpu(setup: Setup) -> Result:
-    """GPUs, driver, CUDA."""
     return judge_gpu(gather(setup))
 
 
@@ -173,7 +171,6 @@ def torchao_problem(device: torch.device) -> tuple[str, str] | None:
 
 
 def torchao_fix(need: str) -> str:
-    """The command for one of `torchao_needs`."""
     return {
         "torchao": reinstall("torchao"),
         "fp8 GPU": TRAIN_IN_BF16,
@@ -183,7 +180,6 @@ def torchao_fix(need: str) -> str:
 
 
 def check_recipes(setup: Setup) -> Result:
-    """Transformer Engine's recipes, and torchao's."""
     from llm_fp8.precision.plan import describe_device
 
     reason, _ = torchao_problem(setup.device) or (None, None)
@@ -195,10 +191,10 @@ def check_recipes(setup: Setup) -> Result:
 LEAST_SHARE = 0.85
 
 _LABELS = {
-    "bf16_gemm_tflops": ("bf16", "TFLOP/s"),
-    "fp8_gemm_tflops": ("fp8 fast", "TFLOP/s"),
-    "fp8_split_gemm_tflops": ("fp8 split", "TFLOP/s"),
-    "copy_tb_s": ("copy", "TB/s"),
+    "bf16_gemm_tflops": "bf16",
+    "fp8_gemm_tflops": "fp8 fast",
+    "fp8_split_gemm_tflops": "fp8 split",
+    "copy_tb_s": "copy",
 }
 
 _APPLICATION_CLOCKS = "application clocks are set below the maximum"
@@ -216,7 +212,6 @@ THROTTLE_REASONS = {
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """The reasons in NVML's bit mask."""
     return [reason for bit, reason in THROTTLE_REASONS.items() if bits & bit]
 
 
@@ -224,9 +219,10 @@ def judge_rates(
     measured: MeasuredRates, known: KnownRates | None, gpu_name: str, throttling: list[str], others: list[str]
 ) -> Result:
     """A rate below 85% of the recorded one is a warning. Without a record nothing is judged."""
-    rates = {name: value for name, value in asdict(measured).items() if value is not None}
     figures = ", ".join(
-        f"{_LABELS[name][0]} {value:,.{0 if value >= 100 else 2}f} {_LABELS[name][1]}" for name, value in rates.items()
+        f"{_LABELS[name]} {value:,.{0 if value >= 100 else 2}f} {'TB/s' if name == 'copy_tb_s' else 'TFLOP/s'}"
+        for name, value in asdict(measured).items()
+        if value is not None
     )
     found = {} if known is None else shares(measured, known.ceilings)
     facts = {"measured": asdict(measured), "shares": found, "throttling": throttling, "other_processes": others}
@@ -234,7 +230,7 @@ def judge_rates(
         summary = f"{figures}; no rates of another {gpu_name} are recorded for comparison"
         return Result("info", summary, tuple(others), facts=facts)
     facts["known"] = {**asdict(known.ceilings), "source": known.source}
-    listed = ", ".join(f"{_LABELS[name][0]} {share:.0%}" for name, share in found.items())
+    listed = ", ".join(f"{_LABELS[name]} {share:.0%}" for name, share in found.items())
     problems = Problems()
     if min(found.values(), default=1.0) >= LEAST_SHARE:
         summary = f"{figures}: {listed} of the recorded rates ({known.source})"
@@ -282,7 +278,6 @@ def described(pid: int, num_bytes: int | None) -> str:
 
 
 def check_rates(setup: Setup) -> Result:
-    """Measure; where a rate is low, look for the reason."""
     import torch
 
     name = torch.cuda.get_device_name(setup.device)

@@ -46,12 +46,10 @@ class Problems:
         self._fixes: list[str] = []
 
     def fail(self, sentence: str, *fixes: str) -> None:
-        """Add a failure."""
         self.failures.append(sentence)
         self._fixes += fixes
 
     def warn(self, sentence: str, *fixes: str) -> None:
-        """Add a warning."""
         self.warnings.append(sentence)
         self._fixes += fixes
 

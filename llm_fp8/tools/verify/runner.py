@@ -74,8 +74,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 class Row(NamedTuple):
-    """A check with its answer."""
-
     check: Check
     result: Result
     wall_s: float

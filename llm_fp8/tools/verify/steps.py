@@ -276,7 +276,6 @@ def run_all(result: Path, model_folder: Path, backend: Backend) -> None:
 
 
 def start(setup: Setup, checks: Collection[str]) -> None:
-    """Start the processes of the checks."""
     for backend, check in CHECKS.items():
         if check in checks:
             words = (str(setup.scratch / f"architecture-{check}"), backend)
@@ -284,7 +283,6 @@ def start(setup: Setup, checks: Collection[str]) -> None:
 
 
 def check_steps(setup: Setup) -> Result:
-    """bf16 and every recipe of Transformer Engine that this GPU has."""
     return judge_probe(*setup.processes["steps"].findings(TIMEOUT_S["te"]))
 
 
@@ -304,7 +302,6 @@ def check_torchao_steps(setup: Setup) -> Result:
 
 
 def check_cpu_steps(setup: Setup) -> Result:
-    """A few steps of the embedded model on the CPU."""
     from llm_fp8.data.embedded import MODEL_DIR
 
     evidence, gradient = take_steps(MODEL_DIR, precision_of(BASELINE), batch_size=1)

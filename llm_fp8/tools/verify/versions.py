@@ -18,6 +18,7 @@ from typing import NamedTuple
 from packaging.requirements import InvalidRequirement, Requirement
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, REPOSITORY
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
@@ -63,13 +64,10 @@ class Pin:
         return self.requirement.name.lower().replace("_", "-")
 
     def allows(self, version: str) -> bool:
-        """Whether the pin holds for this version."""
         return self.requirement.specifier.contains(version, prereleases=True)
 
 
 class Installed(NamedTuple):
-    """A package as it is installed."""
-
     version: str
     location: str
 
@@ -149,7 +147,6 @@ def judge_versions(
 
 
 def check_versions(setup: Setup) -> Result:
-    """Versions of everything that is pinned, and of all parts of Transformer Engine."""
     pins = read_pins()
     found = installed([*(pin.name for pin in pins), *TE_PARTS, *FLASH_ATTENTIONS])
     return judge_versions(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))
@@ -160,22 +157,17 @@ def check_versions(setup: Setup) -> Result:
 
 def try_import(name: str) -> str | None:
     """The first line of the error of importing a module, None where it loads."""
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # a broken package may raise anything
-        return f"{type(error).__name__}: {first_line(error)}"
-    return None
-
-
-def _try_transformer_engine() -> str | None:
-    """As `try_import`; loaded as a run loads it, with torch's cuDNN."""
-    from llm_fp8.utils.errors import UserError
     from llm_fp8.utils.te_import import require_te
 
     try:
-        require_te("fp8")
+        if name == _TE_MODULE:
+            require_te("fp8")  # as a run loads it, with torch's cuDNN
+        else:
+            importlib.import_module(name)
     except UserError as error:
         return str(error)
+    except Exception as error:  # a broken package may raise anything
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 
@@ -217,9 +209,8 @@ def check_imports(setup: Setup) -> Result:
     """Import what a run needs, what options need where it is installed, and Transformer Engine where there is a GPU."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        outcomes = {name: try_import(name) for name in _REQUIRED_MODULES}
-        if setup.num_gpus:
-            outcomes[_TE_MODULE] = _try_transformer_engine()
         there = installed(_OPTIONAL_MODULES.values())
-        outcomes |= {name: try_import(name) for name, package in _OPTIONAL_MODULES.items() if package in there}
+        optional = [name for name, package in _OPTIONAL_MODULES.items() if package in there]
+        te = [_TE_MODULE] if setup.num_gpus else []
+        outcomes = {name: try_import(name) for name in (*_REQUIRED_MODULES, *te, *optional)}
     return judge_imports(outcomes, printed.getvalue())
