@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Is this machine fit to train in fp8? Executes what a run would execute, and says what mends what is not right.
+"""Is this machine fit to train in fp8? Executes what a run would execute, and prints the commands that fix problems.
 
     python scripts/verify_fp8.py                      all checks
-    python scripts/verify_fp8.py --quick              without rates, exchanges, training runs and torchao's steps
+    python scripts/verify_fp8.py --quick              without rates, collectives, training runs and torchao's steps
     python scripts/verify_fp8.py --model_name Qwen/Qwen2.5-14B --max_seq_length 4096 --batch_size 4 --json verify.json
     python scripts/verify_fp8.py --only configs --config_file my_ds.json --config_file my_accelerate.yaml
 

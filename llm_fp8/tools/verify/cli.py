@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from llm_fp8.tools.verify.configs import required_kind
 from llm_fp8.tools.verify.environment_rules import is_left_over
@@ -221,11 +221,13 @@ def _provenance() -> dict[str, Any] | None:
 
 def print_rows(rows: list[Row], console: Console, *, verbose: bool) -> None:
     """The table, then the fixes. Details of checks that passed are printed with `verbose`."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
+    columns = (
+        Column(no_wrap=True),
+        Column(no_wrap=True),
+        Column(overflow="fold"),
+        Column(justify="right", no_wrap=True),
+    )
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for check, result, wall_s in rows:
         details = list(result.details) if verbose or result.status in ("failed", "warning") else []
         if not verbose and (hidden := len(details) - SHOWN_DETAILS) > 0:

@@ -221,10 +221,7 @@ def time_and_compare(result: Path, mebibytes: int) -> None:
     part = size // world_size
 
     def median_s(collective: Callable[[], object]) -> float:
-        def wait() -> None:
-            if on_gpu:
-                torch.cuda.synchronize(device)
-
+        wait: Callable[[], object] = torch.cuda.synchronize if on_gpu else lambda: None
         times = []
         for _ in range(NUM_REPEATS + 2):
             wait()

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class Started:
 
     def __init__(self, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
         self._log, self._began = log, time.monotonic()
+        self._wall_s = 0.0
         self._ended: Ended | None = None
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -107,17 +109,25 @@ class Started:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # A check may wait long after the end: only a thread that waits from the start sees how long it took.
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        self._process.wait()
+        self._wall_s = time.monotonic() - self._began
 
     def wait(self, timeout_s: float) -> Ended:
         """Wait for the end. `timeout_s` after its start the process is killed with all that it started, and each
         prints its stack. The answer is kept: several checks may ask.
         """
         if self._ended is None:
-            code = None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(max(0.0, self._began + timeout_s - time.monotonic()))
-            wall_s = time.monotonic() - self._began
-            self.kill(dump_s=DUMP_S)
+            self._watcher.join(max(0.0, self._began + timeout_s - time.monotonic()))
+            if self._watcher.is_alive():
+                code, wall_s = None, time.monotonic() - self._began
+                self.kill(dump_s=DUMP_S)
+            else:
+                code, wall_s = self._process.returncode, self._wall_s
             self._ended = Ended(code, self._log.read_text(errors="replace"), wall_s)
         return self._ended
 
