@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.observability.nvml import NoNvml, open_nvml
-from llm_fp8.observability.provenance import gpu_names
-from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates, known_rates, measure_rates, shares
 from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.tools.verify.versions import reinstall
 from llm_fp8.utils.errors import UserError
@@ -21,6 +18,8 @@ from llm_fp8.utils.subprocesses import output_of
 
 if TYPE_CHECKING:
     import torch
+
+    from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates
 
 TRAIN_IN_BF16 = "python train_fp8.py --mixed_precision bf16 ...   # where the GPU is older than Ada"
 
@@ -78,6 +77,8 @@ def judge_gpu(facts: GpuFacts) -> Result:
         return _judge_unusable(facts)
     problems, names = Problems(), facts.names
     if len(set(names)) > 1:
+        from llm_fp8.observability.provenance import gpu_names
+
         commonest = max(names, key=names.count)
         numbers = gpu_names(len(names), facts.visible_devices)
         problems.warn(
@@ -219,6 +220,8 @@ def judge_rates(
     measured: MeasuredRates, known: KnownRates | None, gpu_name: str, throttling: list[str], others: list[str]
 ) -> Result:
     """A rate below 85% of the recorded one is a warning. Without a record nothing is judged."""
+    from llm_fp8.tools.gemm_rates import shares
+
     figures = ", ".join(
         f"{_LABELS[name]} {value:,.{0 if value >= 100 else 2}f} {'TB/s' if name == 'copy_tb_s' else 'TFLOP/s'}"
         for name, value in asdict(measured).items()
@@ -248,6 +251,8 @@ def judge_rates(
 def state_under_load(device: torch.device) -> tuple[list[str], list[str]]:
     """Why the GPU runs below its clocks during GEMMs, and which other processes use it; ([], [error]) without NVML."""
     import torch
+
+    from llm_fp8.observability.nvml import NoNvml, open_nvml
 
     try:
         pynvml, handle = open_nvml(device)
@@ -279,6 +284,8 @@ def described(pid: int, num_bytes: int | None) -> str:
 
 def check_rates(setup: Setup) -> Result:
     import torch
+
+    from llm_fp8.tools.gemm_rates import known_rates, measure_rates, shares
 
     name = torch.cuda.get_device_name(setup.device)
     known = known_rates(name)
