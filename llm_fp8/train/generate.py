@@ -8,6 +8,7 @@ batch; the same prompts and batch size give the same texts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     StaticCache,
 )
-from transformers.cache_utils import StaticLayer
 
 from llm_fp8.data.prepare import pad_token_id
 from llm_fp8.distributed.fsdp_internals import materialize_
@@ -146,42 +146,71 @@ def _generate_batch(
     """New ids [n, max_new_tokens] of n prompts, the longest first; undefined behind a sequence's EOS."""
     num, width = len(prompts), len(prompts[0])
     ids = torch.full((num, width), pad)
-    mask = torch.zeros(num, width + max_new_tokens, dtype=torch.long)
+    is_padding = torch.zeros(num, width + max_new_tokens, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) : width] = 1
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    positions = (mask[:, :width].cumsum(1) - 1).clamp_min(0)
-    cache = StaticCache(model.config, max_cache_len=width + max_new_tokens)
+        is_padding[row, : width - len(prompt)] = True
+    device = model.device
+    ids, is_padding = ids.to(device), is_padding.to(device)
+    first = is_padding.sum(1, keepdim=True)
+    cache = _full_cache(model.config, width + max_new_tokens)
 
-    def next_token(ids: Tensor, positions: Tensor) -> Tensor:
+    def next_token(ids: Tensor, columns: Tensor) -> Tensor:
         output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=_attention_masks(model.config, is_padding, columns),
+            position_ids=(columns - first).clamp_min(0),
+            past_key_values=cache,
+            logits_to_keep=1,
         )
         return output.logits[:, -1].argmax(-1, keepdim=True)
 
-    token, position = next_token(ids, positions), positions[:, -1:] + 1
-    column = torch.zeros(1, dtype=torch.long, device=model.device)
-    new_ids = torch.full((num, max_new_tokens), pad, device=model.device)
+    token = next_token(ids, torch.arange(width, device=device))
+    column = torch.full((1,), width, device=device)  # of `token`
+    new_ids = torch.full((num, max_new_tokens), pad, device=device)
     new_ids[:, :1] = token
 
     def step() -> None:  # no host synchronisation, and every tensor in place: a graph can replay it
-        mask.index_fill_(1, column + width, 1)
-        token.copy_(next_token(token, position))
-        position.add_(1)
+        token.copy_(next_token(token, column))
         column.add_(1)
-        new_ids.index_copy_(1, column, token)
+        new_ids.index_copy_(1, column - width, token)
 
-    # A cache layer with a window counts on the host, which a graph would freeze.
-    capturable = model.device.type == "cuda" and all(type(layer) is StaticLayer for layer in cache.layers)
     run = step
     for done in range(1, max_new_tokens):
         if done % STEPS_BETWEEN_CHECKS == 0 and bool((new_ids == eos).any(1).all()):
             break
-        if capturable and done == STEPS_BEFORE_CAPTURE:
+        if device.type == "cuda" and done == STEPS_BEFORE_CAPTURE:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
             run = graph.replay
         run()
     return new_ids
+
+
+def _full_cache(config: PretrainedConfig, num_columns: int) -> StaticCache:
+    """A cache that keeps all columns in every layer: one with a window counts on the host, which a graph would freeze;
+    here the masks hold the window.
+    """
+    config = copy.deepcopy(config)
+    config.layer_types = config.sliding_window = None
+    return StaticCache(config, max_cache_len=num_columns)
+
+
+def _attention_masks(config: PretrainedConfig, is_padding: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
+    """What the tokens at `columns` [q] attend to: bool [n, 1, q, all columns], by type of layer where the model mixes
+    types. `is_padding`: [n, all columns].
+
+    A padding token attends to itself: attention over nothing is NaN in some kernels, and reaches the others as 0 x NaN.
+    """
+    queries, keys = columns[:, None], torch.arange(is_padding.shape[1], device=columns.device)
+
+    def mask(window: int | None) -> Tensor:
+        seen = (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
+        return (seen & ~is_padding[:, None, None]) | (keys == queries)
+
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return mask(window)
+    return {name: mask(window if name == "sliding_attention" else None) for name in set(types)}
