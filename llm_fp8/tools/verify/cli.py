@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +113,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
         output_dir=options.output_dir,
         engines=options.engines,
         environ=environ,
+        scratch=Path(tempfile.mkdtemp(prefix="verify-fp8-")),
         config_files=tuple(options.config_file),
     )
     record = Record(options.json, vars(options), checks)
@@ -140,7 +143,10 @@ def main(argv: Sequence[str], description: str = "") -> int:
     code = exit_code(record.rows, has_gpu) if stopped is None else stopped
     record.write(code)
     print_rows(record.rows, console, verbose=options.verbose)
-    console.print(f"\n{closing_line(record.rows, has_gpu)}; {record.wall_s:.0f} s")
+    counts = Counter(row.result.status for row in record.rows)
+    summary = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    without = "" if has_gpu else "; without a GPU nothing is said of fp8"
+    console.print(f"\n{summary}{without}; {record.wall_s:.0f} s")
     if stopped is not None:
         where = "" if record.under_way is None else f" in '{record.under_way.title}'"
         console.print(f"stopped{where}; the checks after it did not run")
@@ -244,12 +250,6 @@ def print_rows(rows: list[Row], console: Console, *, verbose: bool) -> None:
             console.print(f"  {row.check.title}:")
             for fix in row.result.fixes:
                 console.print(f"    {escape(fix)}", soft_wrap=True, highlight=False)
-
-
-def closing_line(rows: list[Row], has_gpu: bool) -> str:
-    counts = {status: sum(row.result.status == status for row in rows) for status in STATUSES}
-    line = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return line if has_gpu else f"{line}; without a GPU nothing is said of fp8"
 
 
 @dataclass

@@ -117,17 +117,13 @@ def modes_left_out(setup: Setup) -> dict[str, str]:
     return {mode: reason for mode in setup.engines if mode.startswith("deepspeed")}
 
 
-def _command(setup: Setup, mode: str, output_dir: str) -> list[str]:
-    words = ("train_multi_gpu.py", *OPTIONS, "--sharding_mode", mode, "--output_dir", output_dir)
-    return torchrun(setup.num_gpus, *words)
-
-
 def _start_run(setup: Setup, mode: str) -> Started:
     # One thread per process, as torchrun sets it where there are several: they share the cores with the other checks.
     environ = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    name = f"run-{mode}"
-    process = Started(_command(setup, mode, str(setup.scratch / name)), setup.scratch / f"{name}.log", environ)
-    setup.processes[name] = process
+    folder = setup.scratch / f"run-{mode}"
+    words = ("train_multi_gpu.py", *OPTIONS, "--sharding_mode", mode, "--output_dir", str(folder))
+    process = Started(torchrun(setup.num_gpus, *words), folder.with_suffix(".log"), environ)
+    setup.processes[folder.name] = process
     return process
 
 
@@ -144,14 +140,9 @@ def finish_run(setup: Setup, mode: str) -> ShardedRun:
     """Wait for the run of a mode, started now if it was not before the first check."""
     process = setup.processes.get(f"run-{mode}") or _start_run(setup, mode)
     ended, folder = process.wait(RUN_TIMEOUT_S), setup.scratch / f"run-{mode}"
-    summary = folder / "summary.json"
-    return ShardedRun(
-        mode,
-        _command(setup, mode, f"runs/verify-{mode}"),  # the folder that it used is removed with the check's
-        ended,
-        read_json(summary) if summary.exists() else None,
-        read_losses(folder / "metrics.jsonl"),
-    )
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
+    command = [*process.command[:-1], f"runs/verify-{mode}"]  # the folder that it used is removed
+    return ShardedRun(mode, command, ended, summary, read_losses(folder / "metrics.jsonl"))
 
 
 def check_engines(setup: Setup) -> Result:

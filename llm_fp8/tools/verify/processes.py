@@ -24,13 +24,13 @@ from llm_fp8.utils.packages import REPOSITORY
 
 TAIL_LINES = 12
 KILL_S = 30.0
-"""For the kernel to end a killed process; one that hangs inside the driver may never end."""
+"""For the kernel to end a killed process; one that hangs in the driver may never end."""
 OUTPUT_CHARACTERS = 20_000
 """The JSON file keeps the end of a process's output."""
 STACK_FRAMES = 6
 """Shown of each process, the innermost."""
 DUMP_S = 5.0
-"""For processes that reached their time limit to print their stacks."""
+"""For all processes that reached the time limit together to print their stacks."""
 
 _END_WITH_PARENT = (
     "import ctypes, os, resource, signal, sys; "
@@ -96,7 +96,7 @@ class Started:
     """A running process, which ends with this one. Its output, and that of processes it starts, goes to `log`."""
 
     def __init__(self, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
-        self._log, self._began = log, time.monotonic()
+        self.command, self._log, self._began = list(command), log, time.monotonic()
         self._wall_s = 0.0
         self._ended: Ended | None = None
         with log.open("wb") as file:
@@ -125,7 +125,7 @@ class Started:
             self._watcher.join(max(0.0, self._began + timeout_s - time.monotonic()))
             if self._watcher.is_alive():
                 code, wall_s = None, time.monotonic() - self._began
-                self.kill(dump_s=DUMP_S)
+                self.kill(dump=True)
             else:
                 code, wall_s = self._process.returncode, self._wall_s
             self._ended = Ended(code, self._log.read_text(errors="replace"), wall_s)
@@ -136,8 +136,8 @@ class Started:
         ended, file = self.wait(timeout_s), self._log.with_suffix(".json")
         return ended, read_json(file) if file.exists() else None
 
-    def kill(self, dump_s: float = 0.0) -> None:
-        """End it and what it started, if it still runs. With `dump_s`, its children (or it, without any) first print
+    def kill(self, dump: bool = False) -> None:
+        """End it and what it started, if it still runs. With `dump`, its children (or it, without any) first print
         their stacks.
         """
         if self._process.poll() is not None:
@@ -149,15 +149,14 @@ class Started:
             children = parent.children(recursive=True)
         except psutil.NoSuchProcess:
             return
-        if dump_s:
+        if dump:
             if children:  # torchrun would end the other workers when the first one has
                 parent.suspend()
-            until = time.monotonic() + dump_s
-            for process in reversed(children or [parent]):  # one after another, because all print to one file
+            asked = children or [parent]
+            for process in reversed(asked):  # one after another, because all print to one file
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)
-                    while time.monotonic() < until and process.status() != psutil.STATUS_ZOMBIE:
-                        time.sleep(0.02)
+                    time.sleep(min(0.3, DUMP_S / len(asked)))
         for process in (parent, *children):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,10 +76,10 @@ class Setup:
     engines: tuple[str, ...]
     environ: dict[str, str]
     """As it was before the script set or removed any variable."""
+    scratch: Path
+    """An empty folder for files of the checks."""
     config_files: tuple[Path, ...] = ()
     """Files of DeepSpeed or `accelerate launch` that the user means to train with."""
-    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="verify-fp8-")))
-    """For files of the checks; whoever made this object removes it."""
     processes: dict[str, Started] = field(default_factory=dict)
     """The processes that checks wait for; those that take longest start before the first check. All end with the
     script.
