@@ -23,7 +23,7 @@ from llm_fp8.utils.packages import FLASH_ATTENTION_4, REPOSITORY
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
-    "flash-attn": "attention of the Hugging Face path",
+    "flash-attn": "--attn_implementation flash_attention_2",
     FLASH_ATTENTION_4.name: "--attn_implementation flash_attention_4",
     "torchao": "--fp8_backend torchao",
     "peft": "--lora_rank",
@@ -34,7 +34,7 @@ OPTIONAL = {
     "nvidia-ml-py": "energy figures",
 }
 """Package that a run can do without -> what needs it."""
-FLASH_ATTENTIONS = ("flash-attn", FLASH_ATTENTION_4.name)
+UNPINNED = ("flash-attn", FLASH_ATTENTION_4.name)
 """In no requirements file."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
@@ -137,18 +137,13 @@ def judge_versions(
             f"{_PIP} uninstall -y {' '.join(te_parts)}",
             f"{_PIP} install --no-build-isolation -r requirements-gpu.txt",
         )
-    for name in FLASH_ATTENTIONS:
-        if name in found:
-            details.append(f"{name} {found[name].version} in {found[name].location}")
-        else:
-            details.append(f"{name} is not installed ({OPTIONAL[name]})")
     facts = {name: there._asdict() for name, there in found.items()}
     return problems.result("" if problems.failures or problems.warnings else "as pinned", details, facts)
 
 
 def check_versions(setup: Setup) -> Result:
-    pins = read_pins()
-    found = installed([*(pin.name for pin in pins), *TE_PARTS, *FLASH_ATTENTIONS])
+    pins = [*read_pins(), *(Pin(Requirement(name), "") for name in UNPINNED)]
+    found = installed([*(pin.name for pin in pins), *TE_PARTS])
     return judge_versions(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))
 
 
@@ -183,23 +178,17 @@ def judge_imports(outcomes: dict[str, str | None], printed: str = "") -> Result:
     `printed`: what the packages printed meanwhile.
     """
     problems = Problems()
+    fixes = {
+        _TE_MODULE: f"{_PIP} install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
+        "flash_attn": f"{_PIP} uninstall -y flash-attn   # or install it again for this torch",
+        "flash_attn.cute": f"{sys.executable} -m {FLASH_ATTENTION_4.install}",
+    }
     for name, error in outcomes.items():
-        if error is None:
-            continue
         sentence = f"{name} does not load: {error}"
-        if name in _OPTIONAL_MODULES:
-            package = _OPTIONAL_MODULES[name]
-            fix = {
-                "flash-attn": f"{_PIP} uninstall -y flash-attn   # or install it again for this torch",
-                FLASH_ATTENTION_4.name: f"{sys.executable} -m {FLASH_ATTENTION_4.install}",
-            }.get(package) or reinstall(package)
-            option = "--attn_implementation flash_attention_2" if package == "flash-attn" else OPTIONAL[package]
-            problems.warn(f"{sentence} ({option})", fix)
-        elif name == _TE_MODULE:
-            flags = "--no-build-isolation --force-reinstall --no-deps"
-            problems.fail(sentence, f"{_PIP} install {flags} -r requirements-gpu.txt")
-        else:
-            problems.fail(sentence, f"{_PIP} install --force-reinstall -r requirements.txt")
+        if error is not None and name in _OPTIONAL_MODULES:
+            problems.warn(f"{sentence} ({OPTIONAL[_OPTIONAL_MODULES[name]]})", fixes.get(name) or reinstall(name))
+        elif error is not None:
+            problems.fail(sentence, fixes.get(name, f"{_PIP} install --force-reinstall -r requirements.txt"))
     loaded = [name for name, error in outcomes.items() if error is None]
     facts = {"outcomes": outcomes, "said": printed}
     return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=facts)

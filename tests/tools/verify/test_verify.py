@@ -621,7 +621,7 @@ def test_attention():
     why = attention.judge_attention(Ended(0, DEBUG, 1.0), {"backend": "flash-attn"}, "8 rows")
     assert why.status == "passed" and "not FusedAttention: due to NVTE_FUSED_ATTN=0" in why.summary
     other = attention.judge_attention(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows")
-    assert any("cudnn" in mend for mend in other.fixes) and any("flash-attn==" in mend for mend in other.fixes)
+    assert any("cudnn" in fix for fix in other.fixes) and any("flash-attn==" in fix for fix in other.fixes)
     crashed = attention.judge_attention(
         Ended(1, "Traceback\nte_llama.UnsupportedArchitecture: no such RoPE\n", 1.0), None, "8 rows"
     )
@@ -630,8 +630,8 @@ def test_attention():
 
 
 def test_the_pinned_flash_attention_is_that_of_the_requirements():
-    mends = attention.judge_attention(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows").fixes
-    assert mends[-1].removeprefix("MAX_JOBS=4 python -m ") in (ROOT / "requirements-gpu.txt").read_text()
+    fixes = attention.judge_attention(Ended(0, "", 1.0), {"backend": "unfused"}, "8 rows").fixes
+    assert fixes[-1].removeprefix("MAX_JOBS=4 python -m ") in (ROOT / "requirements-gpu.txt").read_text()
 
 
 def test_what_the_probe_reads_and_runs():
