@@ -31,7 +31,6 @@ from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of
 from llm_fp8.distributed.fsdp_internals import (
     UnshardedGradients,
-    materialize_,
     units_of,
     use_memory_saving_reduce_scatter,
 )
@@ -43,7 +42,7 @@ from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.utils.te_internals import keep_casts_under_fsdp2
-from llm_fp8.utils.torch_internals import local_of, sharded_like
+from llm_fp8.utils.torch_internals import local_of, materialize_, sharded_like
 
 
 class FsdpStrategy(DistributedStrategy):

@@ -7,11 +7,9 @@
       entry._module_info
     entry._unsharded_param                     the gathered weight and its .grad
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
-    nn.Module._apply                           moves every parameter and buffer by a function
 
-Without the first three (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate with
-kernels of their own, slower and as exact; without the last (tests/models/test_weight_shards.py) `materialize_` raises
-AttributeError.
+Without them (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate with kernels of
+their own, slower and as exact.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from llm_fp8.distributed.wgrad_fusion import release_main_grad
 
@@ -111,15 +108,3 @@ def use_memory_saving_reduce_scatter(model: nn.Module, stream: torch.cuda.Stream
     for unit in units_of(model):
         communication: Any = MemorySavingReduceScatter(unit, stream)
         unit.set_custom_reduce_scatter(communication)
-
-
-def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
-    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`; those on the meta device
-    get memory, contents undefined.
-    """
-
-    def move(tensor: Tensor) -> Tensor:
-        device = parameter_device if isinstance(tensor, DTensor) else buffer_device
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-    model._apply(move)

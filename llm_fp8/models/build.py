@@ -3,11 +3,11 @@
 A name is 'embedded', a local folder laid out as the hub lays it out, or a hub id; with --random_init a hub id whose
 architecture is bundled (`llm_fp8/models/architectures`) needs no hub. Two decoders:
 
-- Hugging Face's own, through `from_pretrained`, whose missing and unexpected tensors are errors here;
-- the same model with TE decoder layers (te_llama.py), filled from the safetensors files tensor by tensor.
+- Hugging Face's own;
+- the same model with TE decoder layers (te_llama.py).
 
-A model to be sharded is built in two steps: `build_structure` makes either one with parameters on "meta"; once they are
-sharded and have memory, `weights.fill_sharded` reads each rank's shards.
+Both are built with parameters on "meta" (`build_structure`), sharded or not, given memory, and filled from the
+safetensors files tensor by tensor (weights.py); missing, unexpected and doubled tensors are errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -35,12 +34,13 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
 from llm_fp8.models.weight_shards import initialize_shards_, stored_names
-from llm_fp8.models.weights import corrupt_file, fill_hf_model, fill_te_model, give_remainders_, weight_files
+from llm_fp8.models.weights import fill_hf_model, fill_te_model, give_remainders_, stored_tensors, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import supports_attention
 from llm_fp8.utils.packages import package_version
 from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.torch_internals import materialize_
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
 """Hidden sizes for which TE 2.20 has tuned RMSNorm kernels."""
@@ -141,10 +141,17 @@ def build_model(
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         initialize_shards_(model, generator)  # not Hugging Face's own, which cannot be drawn in shards
         return model, False
-    model = _load_hf_model(options, source, attention, parameter_dtype, device)
-    if keep_lower_bits and (names := stored_names(model)) is not None:
+    model = build_structure(
+        options, source, hf_config, parameter_dtype=parameter_dtype, compute_dtype=compute_dtype, device=device
+    )
+    names = stored_names(model)
+    if names is None:
+        return _load_by_transformers(options, source, attention, parameter_dtype, device), True
+    materialize_(model, device, device)
+    model.tie_weights()  # undone by moving
+    if keep_lower_bits:
         give_remainders_(model)
-        fill_hf_model(model, names, weight_files(options, source))
+    fill_hf_model(model, names, weight_files(options, source))
     return model, True
 
 
@@ -177,7 +184,7 @@ def build_structure(
 
 def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_config(hf_config, **options)
+        return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
     except ValueError as error:
         raise UserError(
             f"--model_name: a model of type '{hf_config.model_type}' cannot be built as a causal language model "
@@ -194,25 +201,23 @@ def _model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
         return _model_from_config(copy.deepcopy(hf_config))  # which building would change
 
 
-def _load_hf_model(
+def _load_by_transformers(
     options: ModelConfig, source: ModelSource, attention: str, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    weight_files(options, source)  # names what is missing more clearly than transformers
+    """A model whose files hold tensors in another layout than its modules (a mixture of experts)."""
+    stored_tensors(weight_files(options, source), device)  # names what is missing or truncated
     with named_errors("weights", options.model_name):
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.location,
-                dtype=dtype,
-                attn_implementation=attention,
-                cache_dir=options.weights_cache_dir,
-                device_map={"": device},
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported in `info`, and refused below
-            )
-        except SafetensorError as error:
-            raise UserError(
-                f"{corrupt_file(weight_files(options, source))} is truncated or corrupt ({error}); fetch it again."
-            ) from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            dtype=dtype,
+            attn_implementation=attention,
+            cache_dir=options.weights_cache_dir,
+            device_map={"": device},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported in `info`, and refused below
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
     model, info = loaded
     wrong = [(kind, info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]
     if wrong:

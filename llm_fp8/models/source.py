@@ -87,7 +87,7 @@ def named_errors(what: str, name: str) -> Iterator[None]:
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
     with named_errors("config", options.model_name):
-        return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+        return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False)
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
@@ -104,7 +104,10 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
         )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
     with named_errors("tokenizer", options.model_name):
-        return AutoTokenizer.from_pretrained(source.location, cache_dir=options.weights_cache_dir), None
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
+        )
+        return tokenizer, None
 
 
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -64,11 +64,17 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
 
 
 def _shard_names(index: Path) -> list[str]:
-    """The file names in a model.safetensors.index.json."""
+    """The file names in a model.safetensors.index.json: safetensors files beside it, no paths and no pickles."""
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError) as error:
+        names = set(dict(json.loads(index.read_text())["weight_map"]).values())
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index} is not the index of a sharded model ({error}); fetch it again.") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{index}: weight_map names {name!r}, and shards are safetensors files beside it; fetch it again."
+            )
+    return sorted(names)
 
 
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
@@ -101,7 +107,10 @@ def _stored_files(files: list[Path]) -> dict[str, Path]:
     holders: dict[str, Path] = {}
     for path in files:
         with _open_weights(path, torch.device("cpu")) as tensors:
-            holders.update(dict.fromkeys(tensors.keys(), path))
+            for name in tensors.keys():
+                if name in holders:
+                    raise UserError(f"{path}: the checkpoint holds '{name}' twice, here and in {holders[name].name}.")
+                holders[name] = path
     return holders
 
 
@@ -174,14 +183,3 @@ def fill_sharded(
         )
     fill_hf_model(model, names, files)
     return True
-
-
-def corrupt_file(files: list[Path]) -> Path:
-    """The first of `files` that cannot be opened; the last one where all can."""
-    for path in files:
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError:
-            return path
-    return files[-1]

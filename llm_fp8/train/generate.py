@@ -4,6 +4,10 @@ It runs in a plain Hugging Face model, in bf16 on a GPU and in fp32 on a CPU, as
 model in training is copied into one first. The TE decoder doesn't generate: single tokens violate the shape multiples
 of fp8 kernels, and its KV cache path is slow. bf16 rounds differently in different kernels, so a text can depend on its
 batch; the same prompts and batch size give the same texts.
+
+The families of the TE decoder get a loop of their own: a static cache, and on a GPU one CUDA graph for all steps. With
+transformers' `generate`, which serves the other families, the kernels' launches and cuDNN's plan for every new length
+of the cache decide the time (benchmarks/generation.py).
 """
 
 from __future__ import annotations
@@ -16,18 +20,20 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StaticCache,
 )
 
+import te_llama
 from llm_fp8.data.prepare import pad_token_id
-from llm_fp8.distributed.fsdp_internals import materialize_
 from llm_fp8.models.export import hf_tensors
 from llm_fp8.models.weight_shards import saved_tensors
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import materialize_
 
 LARGEST_BATCH, SMALLEST_BATCH = 1024, 64
 """Prompts at a time."""
@@ -143,7 +149,7 @@ def generate_greedy(
 def _generate_batch(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, pad: int, eos: int
 ) -> Tensor:
-    """New ids [n, max_new_tokens] of n prompts, the longest first; undefined behind a sequence's EOS."""
+    """New ids [n, up to max_new_tokens] of n prompts, the longest first; undefined behind a sequence's EOS."""
     num, width = len(prompts), len(prompts[0])
     ids = torch.full((num, width), pad)
     is_padding = torch.zeros(num, width + max_new_tokens, dtype=torch.bool)
@@ -152,6 +158,12 @@ def _generate_batch(
         is_padding[row, : width - len(prompt)] = True
     device = model.device
     ids, is_padding = ids.to(device), is_padding.to(device)
+    if model.config.model_type not in te_llama.SUPPORTED_MODEL_TYPES:
+        mask = (~is_padding[:, :width]).long()
+        options = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos, pad_token_id=pad)
+        model.generation_config = options  # in place of the checkpoint's, whose entries would fill the gaps
+        generate: Callable[..., Tensor] = model.generate  # type: ignore[assignment]
+        return generate(input_ids=ids, attention_mask=mask)[:, width:]
     first = is_padding.sum(1, keepdim=True)
     cache = _full_cache(model.config, width + max_new_tokens)
 

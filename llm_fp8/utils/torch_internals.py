@@ -6,6 +6,8 @@
                                              a Parameter is a view in 2.13
     nn.Module._buffers,                      buffers that a state dict holds      tests/models/test_weight_shards.py
       ._non_persistent_buffers_set
+    nn.Module._apply                         moves every parameter and        tests/models/test_weight_shards.py
+                                             buffer by a function
     nn.Module._compiled_call_impl            layers run without compiled code     tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
     torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/test_gemm_rates.py
@@ -40,6 +42,18 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
+
+
+def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
+    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`; those on the meta device
+    get memory, contents undefined.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        device = parameter_device if isinstance(tensor, DTensor) else buffer_device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    model._apply(move)
 
 
 def compile_without_ddp_cuts() -> None:

@@ -93,6 +93,25 @@ def broken_model(folder: Path, how: str) -> str:
         weights.write_bytes(b"")
     elif how == "index of shards is not JSON":
         (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+    elif how in ("shard outside", "pickled shard", "shards in a list"):
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        first = min(index["weight_map"].values())
+        if how == "shard outside":
+            (folder / first).rename(folder.parent / first)
+        other = {"shard outside": f"../{first}", "pickled shard": "pytorch_model.bin"}.get(how)
+        names = {name: other if shard == first else shard for name, shard in index["weight_map"].items()}
+        index["weight_map"] = list(names) if how == "shards in a list" else names
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "shard twice":
+        first, *_, last = sorted(folder.glob("model-*.safetensors"))
+        extra = {"model.norm.weight": torch.zeros(32)}
+        for shard in (first, last):
+            save_file({**load_file(shard), **extra}, shard, metadata={"format": "pt"})
+    elif how == "code of its own":
+        (folder / "config.json").write_text(
+            json.dumps({**config, "auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"})
+        )
+        (folder / "own.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
     elif how in ("missing tensor", "surplus tensor", "wrong shape"):
         tensors = load_file(weights)
         norm = tensors.pop("model.norm.weight")
@@ -131,9 +150,14 @@ def broken_model(folder: Path, how: str) -> str:
         "truncated file": "model.safetensors is truncated or corrupt",
         "empty file": "model.safetensors is truncated or corrupt",
         "index of shards is not JSON": "model.safetensors.index.json",
-        "missing tensor": "missing tensors model.norm.weight",
-        "surplus tensor": "unexpected tensors model.layers.7.mlp.up_proj.weight",
-        "wrong shape": "model.norm.weight (33,) instead of (32,)",
+        "shard outside": "weight_map names '../model-00001",
+        "pickled shard": "'pytorch_model.bin'",
+        "shards in a list": "is not the index of a sharded model",
+        "shard twice": "'model.norm.weight' twice",
+        "code of its own": "contains custom code",
+        "missing tensor": "lacks model.norm.weight",
+        "surplus tensor": "holds 'model.layers.7.mlp.up_proj.weight', which",
+        "wrong shape": "'model.norm.weight' has shape [33] in the checkpoint and [32] in the config",
         "quantised": "quantization_config",
         "unknown architecture": "nonesuch",
         "no tokenizer": "tokenizer",
@@ -145,6 +169,7 @@ def test_a_broken_model_folder(tmp_path, refuse, common, how, named):
     folder = broken_model(tmp_path / "broken", how)
     message = refuse(*common, f"--model_name={folder}")
     assert named in message and folder in message
+    assert not (Path(folder) / "executed").exists()
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "nobody/no-such-model", "no-such-model"])
