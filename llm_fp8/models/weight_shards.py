@@ -145,7 +145,7 @@ class LocalShard:
         self.data[place].copy_(values)
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """The first few of the names, for an error message."""
     found = sorted(names)
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
@@ -164,9 +164,7 @@ class PartFiller:
 
     def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, LocalShard]) -> None:
         if entries.keys() != blocks.keys():
-            raise UnsupportedArchitecture(
-                f"parameter map and model differ in {_listed(entries.keys() ^ blocks.keys())}"
-            )
+            raise UnsupportedArchitecture(f"parameter map and model differ in {listed(entries.keys() ^ blocks.keys())}")
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
 
@@ -204,7 +202,7 @@ class PartFiller:
 
     def finish(self) -> None:
         if self._missing:
-            raise UnsupportedArchitecture(f"the checkpoint lacks {_listed(self._missing)}")
+            raise UnsupportedArchitecture(f"the checkpoint lacks {listed(self._missing)}")
 
 
 class WeightFiller(PartFiller):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,6 +29,7 @@ from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import build_model
 from llm_fp8.models.lora import require_peft
 from llm_fp8.models.source import is_adapter_folder, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.weight_shards import listed
 from llm_fp8.train.exact_match import ExactMatchResult, answer_problems, encode_problems
 from llm_fp8.train.generate import check_positions, generation_dtype
 from llm_fp8.utils.errors import UserError
@@ -166,8 +167,11 @@ def load_merged(
     Raises `UserError` where either cannot be read or they do not belong together.
     """
     require_peft(f"{folder}")
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
+    weights = Path(folder) / "adapter_model.safetensors"
+    if not weights.is_file():  # PEFT would take a pickle in its place
+        raise UserError(f"{folder} has no {weights.name}, so there is no adapter to add; export it again.")
     options = ModelConfig(model_name=base)
     try:
         source = resolve_source(options)
@@ -193,10 +197,20 @@ def load_merged(
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             # Its matrices become fp32, so that the sum is rounded once.
             adapted = PeftModel.from_pretrained(model, str(folder))
+        with safe_open(weights, framework="pt") as tensors:
+            stored = set(tensors.keys())
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
             f"{folder}: the adapter cannot be put on {base} ({first_line}); export it again, or name its own base "
             "model."
         ) from error
+    # PEFT leaves a missing tensor at its initial value and passes over one that no target_modules asks for.
+    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):
+        if names:
+            raise UserError(
+                f"{weights} {words} {listed(names)}: it does not fit the target_modules of adapter_config.json and "
+                f"{base}; export it again."
+            )
     return adapted.merge_and_unload()

@@ -17,7 +17,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, PhiConfig
 
@@ -437,6 +437,56 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
             [answer["generated"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]]
         )
     assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    {
+        "tensor left out": "lacks base_model.*lora_A.weight",
+        "tensor added": "holds, unlike the model, base_model.*x_proj.lora_A.weight",
+        "no targets": "holds, unlike the model, base_model|the adapter cannot be put on",
+        "fewer targets": "holds, unlike the model, base_model",
+        "more targets": "lacks base_model.model.lm_head",
+        "pickle": "has no adapter_model.safetensors",
+    }.items(),
+)
+def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter, tmp_path, change, message):
+    folder = tmp_path / "adapter"
+    shutil.copytree(trained_adapter / "final", folder)
+    weights, description = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, config = load_file(weights), json.loads(description.read_text())
+    first = next(name for name in tensors if "lora_A" in name and "q_proj" in name)
+    if change == "tensor left out":
+        del tensors[first]
+    elif change == "tensor added":
+        tensors[first.replace("q_proj", "x_proj")] = tensors[first].clone()
+    elif change != "pickle":
+        wanted = {
+            "no targets": None,
+            "fewer targets": ["q_proj"],
+            "more targets": [*config["target_modules"], "lm_head"],
+        }
+        config["target_modules"] = wanted[change]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    description.write_text(json.dumps(config))
+    if change == "pickle":
+        torch.save(tensors, folder / "adapter_model.bin")
+        weights.unlink()
+    for name, *words in (
+        ("merge_adapter", "--adapter", folder, "--output", tmp_path / "merged"),
+        (
+            "evaluate",
+            "--model_name",
+            folder,
+            "--num_problems=1",
+            "--max_new_tokens=8",
+            "--output",
+            tmp_path / "answers.json",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            script(name, *words)
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "answers.json").exists()
 
 
 def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
