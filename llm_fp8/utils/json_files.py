@@ -47,12 +47,12 @@ def json_line(record: dict[str, Any]) -> str:
 
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write `value` to `path` as indented JSON, whole or not at all; TypeError for what JSON cannot hold."""
-    _write_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
+    write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write `records` to `path`, a line each; otherwise as `write_json_atomic`."""
-    _write_atomic(path, "".join(map(json_line, records)))
+    write_text_atomic(path, "".join(map(json_line, records)))
 
 
 def _read_text(path: Path) -> str:
@@ -104,7 +104,8 @@ def require_writable(flag: str, path: Path) -> None:
         raise UserError(f"{flag} {path}: not a file that can be written; give another.")
 
 
-def _write_atomic(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:

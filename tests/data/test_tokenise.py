@@ -99,6 +99,33 @@ def test_a_second_run_reads_the_cache(
     assert len(list(tmp_path.glob("tokenised-*.arrow"))) == 2
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("damage", ["zeros in the middle", "cut", "another dataset's", "empty", "no checksum"])
+def test_a_damaged_cache_is_made_anew(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys, damage: str, num_workers: int
+) -> None:
+    sound = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path), num_workers)[:]
+    first, *_ = sorted(tmp_path.glob("tokenised-*.arrow"))
+    content = first.read_bytes()
+    half = len(content) // 2
+    if damage == "zeros in the middle":
+        first.write_bytes(content[:half] + bytes(64) + content[half + 64 :])
+    elif damage == "cut":
+        first.write_bytes(content[:half])
+    elif damage == "another dataset's":
+        tokenise(dataset.select([0]), tokenizer, OPTIONS, str(tmp_path / "other"))
+        first.write_bytes(next((tmp_path / "other").glob("*.arrow")).read_bytes())
+    elif damage == "empty":
+        first.write_bytes(b"")
+    else:
+        first.with_name(f"{first.name}.xxh3").unlink()
+    assert "damaged" not in capsys.readouterr().out
+    assert tokenise(dataset, tokenizer, OPTIONS, str(tmp_path), num_workers)[:] == sound
+    assert f"the token cache {first} is damaged or incomplete" in capsys.readouterr().out
+    assert tokenise(dataset, tokenizer, OPTIONS, str(tmp_path), num_workers)[:] == sound
+    assert "damaged" not in capsys.readouterr().out
+
+
 def test_everything_that_shapes_the_tokens_changes_the_key(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
