@@ -31,6 +31,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.limits import memory_limit, time_limit
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
 """The prompt of a problem without a chat template; the solution follows at once."""
@@ -40,6 +41,11 @@ PLAIN_TURN = "{role}:\n"
 
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
+
+TEMPLATE_TIME_S = 10.0
+"""What a chat template may take for one conversation."""
+TEMPLATE_MEMORY = 8 * 2**30
+"""Bytes that it may take for a batch of them."""
 
 FORMAT_VERSION = 2
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
@@ -245,17 +251,25 @@ def _template_arguments(conversation: Conversation, tokenizer: PreTrainedTokeniz
 def _apply_template(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
 ) -> str:
+    return cast(
+        str,
+        _run_template(tokenizer, conversation, tokenize=False, add_generation_prompt=add_generation_prompt),
+    )
+
+
+def _run_template(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any) -> Any:
+    """`apply_chat_template`; a template is a program of the model's, so whatever it raises is a `UserError`."""
+    arguments = _template_arguments(conversation, tokenizer)
     try:
-        text = tokenizer.apply_chat_template(
-            conversation.messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **_template_arguments(conversation, tokenizer),
-        )
-        return cast(str, text)
-    except TemplateError as error:
+        with time_limit(TEMPLATE_TIME_S):
+            return tokenizer.apply_chat_template(conversation.messages, **options, **arguments)
+    except Exception as error:
         roles = ", ".join(str(message["role"]) for message in conversation.messages)
-        raise UserError(f"--dataset_name: the template refuses a conversation of the roles {roles}: {error}") from error
+        reason = str(error) if isinstance(error, (TemplateError, TimeoutError)) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"--model_name: the tokenizer's chat template fails on a conversation of the roles {roles} ({reason}); "
+            "correct chat_template.jinja, or leave such conversations out."
+        ) from error
 
 
 def _template_span(
@@ -317,9 +331,12 @@ def encode_batch(
     if tokenizer.eos_token_id is None:
         raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
     if form in ("problem_solution", "messages") and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
-        encoded = [_encode_marked(row, form, tokenizer) for row in rows]
+        with memory_limit(TEMPLATE_MEMORY):
+            encoded = [_encode_marked(row, form, tokenizer) for row in rows]
     else:
-        encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
+        with memory_limit(TEMPLATE_MEMORY):
+            rendered = [render(row, form, tokenizer) for row in rows]
+        encoded = _encode_spans(rendered, tokenizer)
     documents = [_end_with_eos(each, tokenizer) for each in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
@@ -332,13 +349,7 @@ def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrain
     _check_tools(conversation, tokenizer)
     output = cast(
         "dict[str, list[int]]",
-        tokenizer.apply_chat_template(
-            conversation.messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **_template_arguments(conversation, tokenizer),
-        ),
+        _run_template(tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True),
     )
     return Encoded(list(output["input_ids"]), [bool(m) for m in output["assistant_masks"]])
 

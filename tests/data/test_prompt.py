@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
+import signal
 from typing import Any
 
 import pytest
@@ -300,8 +302,31 @@ def test_tokens_do_not_depend_on_the_day(body: str) -> None:
 def test_a_template_that_refuses_is_the_users_error() -> None:
     tokenizer = _tokenizer(MISTRAL)
     row = {"messages": [{"role": "user", "content": "a"}, *CHAT["messages"]]}
-    with pytest.raises(UserError, match="refuses a conversation of the roles user, user.*roles must alternate"):
+    with pytest.raises(UserError, match="fails on a conversation of the roles user, user.*roles must alternate"):
         _encode(row, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    {
+        "{{ 1 / 0 }}": "ZeroDivisionError",
+        "{{ messages[7].content.parts }}": "no element 7",
+        "{% for %}": "Expected an expression",
+        "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}": "RecursionError",
+        "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}": "it takes more than 0.5 s",
+        "{{ 'a' * 10**11 }}": "MemoryError",
+        "{{ ''.__class__.__mro__ }}": "unsafe",
+    }.items(),
+)
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"], ids=["spans", "marked"])
+def test_a_template_that_fails_is_the_users_error(
+    monkeypatch: pytest.MonkeyPatch, template: str, reason: str, marks: str
+) -> None:
+    monkeypatch.setattr("llm_fp8.data.prompt.TEMPLATE_TIME_S", 0.5)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(UserError, match=f"chat template fails on a conversation of .*{reason}"):
+        _encode(CHAT, _tokenizer(template + marks))
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_template_that_rewrites_the_beginning_is_refused() -> None:

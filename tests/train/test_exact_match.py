@@ -26,7 +26,6 @@ from llm_fp8.train.generate import check_positions, copy_for_generation, default
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_jsonl
 from scripts import evaluate
-from tests.support.families import FAMILIES
 from tests.support.generation import texts_of_family
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import records, steps, tiny_config, train, write_model
@@ -132,7 +131,7 @@ def test_batches_padded_on_the_left_give_what_each_prompt_gives_alone(
     assert found == alone
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama_tied", "mistral_window", "qwen2_window"])
 def test_generation_is_that_of_transformers(family):
     ours, theirs = texts_of_family(family, "cpu")
     assert len(set(theirs)) == len(theirs) and ours == theirs
