@@ -136,10 +136,8 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
         problem, solution = (message["content"] for message in conversation.messages)
         prompt, answer = PROMPT_FORM.format(problem=problem), solution
     else:
-        prompt = "" if form == "text" else row["prompt"] or ""
-        answer = row[COLUMNS[form][-1]] or ""
-        if not isinstance(prompt, str) or not isinstance(answer, str):
-            raise UserError("--dataset_name: prompt and completion must be text; conversations belong in 'messages'.")
+        prompt = "" if form == "text" else _text(row, "prompt")
+        answer = _text(row, COLUMNS[form][-1])
         if not answer.strip():
             return Rendered()
     return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
@@ -159,21 +157,45 @@ class Conversation(NamedTuple):
 def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     """The row's messages up to the last assistant turn, without Arrow's None fields; none with nothing to learn."""
     if form == "problem_solution":
-        problem, solution = ("" if row[name] is None else str(row[name]).strip() for name in COLUMNS[form])
+        problem, solution = (_text(row, name).strip() for name in COLUMNS[form])
         if not problem or not solution:
             return Conversation([])
         return Conversation([{"role": "user", "content": problem}, {"role": "assistant", "content": solution}])
     turns: list[dict[str, Any]] = []
     for message in row["messages"] or []:
         turn = _without_none(message)
-        if "role" not in turn or not isinstance(turn.setdefault("content", ""), str):
+        if not isinstance(turn, dict) or not all(isinstance(turn.setdefault(k, d), str) for k, d in _TURN.items()):
             raise UserError(
-                "--dataset_name: messages need 'role' and 'content'; the 'content' of a message must be text."
+                "--dataset_name: 'messages' must be a list of messages with 'role' and 'content', both text; a row has "
+                f"{_shown(message)}."
             )
         turns.append(turn)
     while turns and (turns[-1]["role"] != "assistant" or not (turns[-1]["content"].strip() or _calls(turns[-1]))):
         turns.pop()
     return Conversation(turns, _tools_of(row))
+
+
+_TURN = {"role": None, "content": ""}
+"""Entries of a message, and what one without them has: a tool call needs no content."""
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    """The text of a column: nothing for null, and a number (of a CSV file) as it is written."""
+    value = row[column]
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if value is not None:
+        raise UserError(
+            f"--dataset_name: the column '{column}' must hold text, and a row has {_shown(value)}; conversations "
+            "belong in 'messages'."
+        )
+    return ""
+
+
+def _shown(value: Any) -> str:
+    """For an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _calls(message: Mapping[str, Any]) -> Any:

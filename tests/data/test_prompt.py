@@ -407,11 +407,37 @@ def test_rows_with_nothing_to_learn(row: dict[str, Any], template: str | None) -
     assert documents[0] == documents[2] == Encoded([], []) and documents[1] == _encode(other, tokenizer)
 
 
-def test_messages_must_be_text() -> None:
-    with pytest.raises(UserError, match="'content' of a message must be text"):
-        _encode({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, _tokenizer())
-    with pytest.raises(UserError, match="'role' and 'content'"):
-        _encode({"messages": [{"from": "human", "value": "x"}]}, _tokenizer())
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": [{"type": "image"}]}],
+        [{"role": "assistant", "content": {"text": "x"}}],
+        [{"from": "human", "value": "x"}],
+        [{"role": 1, "content": "x"}],
+        [1, 2],
+        [["user", "x"]],
+        [None],
+        "hello",
+        {"user": "x"},
+    ],
+    ids=repr,
+)
+def test_messages_are_lists_of_texts(messages: Any) -> None:
+    with pytest.raises(UserError, match="'messages' must be a list of messages with 'role' and 'content', both text"):
+        _encode({"messages": messages}, _tokenizer())
+
+
+@pytest.mark.parametrize("value", [["x"], {"a": 1}, True], ids=repr)
+def test_text_columns_hold_text(value: Any) -> None:
+    for row in (PROBLEM, {"prompt": "a", "completion": "b"}, {"text": "a"}):
+        for column in set(row) & {"problem", "generated_solution", "prompt", "completion", "text"}:
+            with pytest.raises(UserError, match=f"the column '{column}' must hold text, and a row has"):
+                _encode({**row, column: value}, _tokenizer())
+
+
+def test_numbers_of_a_csv_file_are_text() -> None:
+    row = {"problem": "6 * 7", "generated_solution": 42}
+    assert _encode(row, _tokenizer()) == _encode({**row, "generated_solution": "42"}, _tokenizer())
 
 
 def test_no_eos_token() -> None:
