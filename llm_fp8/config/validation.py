@@ -103,7 +103,11 @@ def check_options(config: Config) -> None:
 
 def _range_checks(config: Config) -> Checks:
     options: dict[str, Any] = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    return {
+    too_large: dict[str, Any] = {
+        f"--{name} must be below 2**31.": isinstance(value, int) and value >= 2**31 and name != "seed"
+        for name, value in options.items()
+    }
+    return too_large | {
         f"--{name} must be {wanted}, not {options[name]}.": options[name] is not None and not fits(options[name])
         for wanted, fits, names in RANGES
         for name in names.split()

@@ -10,7 +10,9 @@ Only the files of the requested split are downloaded and converted, however larg
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub import snapshot_download
+from yaml import YAMLError
 
 from llm_fp8.config.options import EMBEDDED
 from llm_fp8.data.embedded import DATASET_DIR
@@ -31,8 +34,10 @@ DEFAULT_SPLITS = ("train_1M", "train")
 """`--split_name` defaults to the first of these that the dataset has."""
 VALIDATION_SPLIT = "validation"
 
-READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError)
-"""What `datasets` raises on something it cannot reach, find or parse (pyarrow's errors are ValueErrors)."""
+READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, YAMLError)
+"""What `datasets` raises on something it cannot reach, find or parse: pyarrow's errors are ValueErrors, and a dataset
+card of another form than it expects gives any of the last four.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class DatasetSource:
 def open_source(name: str) -> DatasetSource:
     """Find the dataset called `name` and list its splits; reads no row."""
     path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
+    if path.exists():
+        _check_path(name, path.resolve())
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
             known = ", ".join(FILE_BUILDERS)
@@ -96,6 +103,17 @@ def open_source(name: str) -> DatasetSource:
     if name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
         raise UserError(f"--dataset_name {name}: no such file or folder.")
     return _open_hub(name)
+
+
+def _check_path(name: str, path: Path) -> None:
+    """Refuse what `datasets` would take for other files, or search for hours."""
+    if path in (Path.home().resolve(), Path("/")):
+        raise UserError(f"--dataset_name {name} is the folder {path} itself; name the dataset's folder or file in it.")
+    if os.path.expandvars(path) != str(path) or (path.is_dir() and str(path) != glob.escape(str(path))):
+        raise UserError(
+            f"--dataset_name {name}: to datasets, $NAME in a path is a variable, and [, * and ? in a folder's are "
+            "patterns; rename it."
+        )
 
 
 def _open_hub(name: str) -> DatasetSource:
@@ -151,7 +169,8 @@ def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
 
 def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # Naming the files keeps `datasets` from downloading and converting every other split too.
-    data_files = {split: source.files[split]} if source.files[split] else None
+    # They are patterns to it, and names may hold [ and *.
+    data_files = {split: [glob.escape(file) for file in source.files[split]]} if source.files[split] else None
     try:
         return datasets.load_dataset(source.path, data_files=data_files, split=split, streaming=streaming)
     except StopIteration as error:  # an empty JSON file

@@ -47,6 +47,11 @@ TEMPLATE_TIME_S = 10.0
 TEMPLATE_MEMORY = 8 * 2**30
 """Bytes that it may take for a batch of them."""
 
+MAX_CHARACTERS = 4_000_000
+"""Of one text; the rest is cut off before tokenising, which takes hundreds of bytes per character. Such a document is
+overlong all the same: no token of a common tokenizer has more than 128 characters.
+"""
+
 FORMAT_VERSION = 2
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
@@ -169,7 +174,7 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
                 "--dataset_name: 'messages' must be a list of messages with 'role' and 'content', both text; a row has "
                 f"{_shown(message)}."
             )
-        turns.append(turn)
+        turns.append({**turn, "content": turn["content"][:MAX_CHARACTERS]})
     while turns and (turns[-1]["role"] != "assistant" or not (turns[-1]["content"].strip() or _calls(turns[-1]))):
         turns.pop()
     return Conversation(turns, _tools_of(row))
@@ -183,7 +188,7 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     """The text of a column: nothing for null, and a number (of a CSV file) as it is written."""
     value = row[column]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
+        return str(value)[:MAX_CHARACTERS]
     if value is not None:
         raise UserError(
             f"--dataset_name: the column '{column}' must hold text, and a row has {_shown(value)}; conversations "

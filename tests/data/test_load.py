@@ -55,6 +55,37 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert _read("./here") == ROWS
 
 
+def test_names_that_hold_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_jsonl(tmp_path / "a[b]*?$.jsonl", ROWS)
+    _write_jsonl(tmp_path / "ab0$.jsonl", ROWS[:2])
+    assert _read(tmp_path / "a[b]*?$.jsonl") == ROWS
+    _write_jsonl(tmp_path / "$x" / "train[1].jsonl", ROWS)
+    assert _read(tmp_path / "$x") == ROWS
+    _write_jsonl(tmp_path / "a[b]" / "train.jsonl", ROWS)
+    monkeypatch.setenv("x", "y")
+    for name in ("a[b]", "$x", "$x/train[1].jsonl"):
+        with pytest.raises(UserError, match=r"is a variable, and \[, \* and \? in a folder's are patterns; rename it"):
+            open_source(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "card", ["configs: 3", "configs: [", "configs: [{data_files: 4}]", "dataset_info: {features: 7}"]
+)
+def test_a_broken_dataset_card(tmp_path: Path, card: str) -> None:
+    _write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    with pytest.raises(UserError, match=f"--dataset_name {tmp_path}: "):
+        _read(tmp_path)
+
+
+def test_the_home_folder_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _write_jsonl(tmp_path / "train.jsonl", ROWS)
+    for name in ("~", str(tmp_path), "/"):
+        with pytest.raises(UserError, match="is the folder .* itself; name the dataset's folder or file in it"):
+            open_source(name)
+
+
 def test_a_folder_like_a_hub_repository(tmp_path: Path) -> None:
     _write_jsonl(tmp_path / "data" / "train-00000-of-00002.jsonl", ROWS[:4])
     _write_jsonl(tmp_path / "data" / "train-00001-of-00002.jsonl", ROWS[4:])

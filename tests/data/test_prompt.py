@@ -435,6 +435,20 @@ def test_text_columns_hold_text(value: Any) -> None:
                 _encode({**row, column: value}, _tokenizer())
 
 
+@pytest.mark.parametrize("template", [None, CHATML, MARKED])
+def test_what_is_far_too_long_is_cut_before_it_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    monkeypatch.setattr("llm_fp8.data.prompt.MAX_CHARACTERS", 50)
+    tokenizer, long, cut = _tokenizer(template), "1 + 2 " * 1000, ("1 + 2 " * 1000)[:50]
+    for row, shorter in (
+        ({**PROBLEM, "generated_solution": long}, {**PROBLEM, "generated_solution": cut}),
+        ({"messages": [{"role": "assistant", "content": long}]}, {"messages": [{"role": "assistant", "content": cut}]}),
+        ({"text": long}, {"text": cut}),
+    ):
+        assert _encode(row, tokenizer) == _encode(shorter, tokenizer)
+
+
 def test_numbers_of_a_csv_file_are_text() -> None:
     row = {"problem": "6 * 7", "generated_solution": 42}
     assert _encode(row, _tokenizer()) == _encode({**row, "generated_solution": "42"}, _tokenizer())
