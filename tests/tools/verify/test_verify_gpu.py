@@ -57,7 +57,7 @@ def findings(checks: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def start_s() -> float:
     """What one start of a run's Python takes on this machine, the second time: files are cached by then."""
     program = (
-        "import torch, transformers, accelerate, datasets; from llm_fp8.precision.context import require_te; "
+        "import torch, transformers, accelerate, datasets; from llm_fp8.utils.te_import import require_te; "
         "require_te('')"
     )
     for _ in range(2):
