@@ -140,12 +140,12 @@ def trained(
     console.print(f"{len(plan.runs)} runs ({', '.join(names)}) in {folder}", markup=False, highlight=False)
     if REFERENCE not in names and not (folder / "runs").exists():
         console.print(f"no variant is {REFERENCE}, so the variants get figures and no verdict", highlight=False)
-    result = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
-    failed = {(failure.arm, failure.seed) for failure in result.failures}
+    failures, overlaps = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
+    failed = {(failure.arm, failure.seed) for failure in failures}
     records = [
         read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.variant, run.seed) not in failed
     ]
-    return records, result.failures, result.overlaps
+    return records, failures, overlaps
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ FIRST_LOSS_TOLERANCE = 0.05
 """Relative difference of the first step's loss, on the same weights and sequences, that rounding does not explain."""
 
 NOT_RECORDED = "not recorded"
+
+_SECTIONS = ("effective", "data", "model", "provenance")
+"""Sections of a record that its source may lack."""
 
 _IGNORED = {
     *(f"config.run.{name}" for name in ("output_dir", "wandb_run_name", "wandb_group", "wandb_tags", "wandb_project")),
@@ -57,7 +60,7 @@ _EFFECTS: tuple[tuple[str, Effect], ...] = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which runs differ, or one thing about runs that a reader must know."""
+    """One field in which runs differ, or a note about runs."""
 
     field: str
     effect: Effect
@@ -111,12 +114,8 @@ def _facts(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _sections(run: RunRecord) -> set[str]:
-    return {name for name in ("effective", "data", "model", "provenance") if getattr(run, name)}
-
-
 def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[str, str]] = ()) -> list[Difference]:
-    """All differences among `runs`, the gravest first.
+    """All differences among `runs`, the most severe first.
 
     `known_overlaps`: labels of runs that ran at the same time on the same hardware.
     """
@@ -129,7 +128,7 @@ def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[s
     ]
     if known_overlaps:
         variants = sorted({name.split(" ")[0] for pair in known_overlaps for name in pair})
-        if REFERENCE in variants:  # it confounds what every variant is held against
+        if REFERENCE in variants:  # the baseline of every variant
             variants = sorted({run.variant for run in runs})
         together = {f"{first} with {second}": [first, second] for first, second in known_overlaps}
         found.append(Difference("hardware shared while running", "speed", together, variants))
@@ -139,53 +138,44 @@ def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[s
 
 def _field_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     facts = [(run, _facts(run)) for run in runs]
-    shared = set.intersection(*(_sections(run) for run in runs))
+    not_shared = [name for name in _SECTIONS if not all(getattr(run, name) for run in runs)]
     found = []
     for field in sorted({name for _, entries in facts for name in entries} - _IGNORED):
-        section = field.split(".")[0]
-        if section in ("effective", "data", "model", "provenance") and section not in shared:
-            continue  # told once for the whole section, by _remarks
-        values = [(run, entries.get(field)) for run, entries in facts]
-        difference = _difference(field, values)
-        if difference is not None:
-            found.append(difference)
+        if field.split(".")[0] not in not_shared:  # else _remarks says it once for the whole section
+            found += _difference(field, [(run, entries.get(field)) for run, entries in facts])
     return found
 
 
-def _difference(field: str, values: list[tuple[RunRecord, Any]], effect: Effect | None = None) -> Difference | None:
-    """The difference of one field, None where all runs agree."""
+def _difference(field: str, values: list[tuple[RunRecord, Any]], effect: Effect | None = None) -> list[Difference]:
+    """The difference of one field, none where all runs agree."""
     by_value: dict[str, list[RunRecord]] = defaultdict(list)
     for run, value in values:
         by_value[_text(value)].append(run)
     if len(by_value) < 2:
-        return None
+        return []
     of_reference = {text for text, holders in by_value.items() if any(run.variant == REFERENCE for run in holders)}
     # Where the reference does not agree with itself, the difference concerns all.
     apart = by_value if len(of_reference) > 1 else by_value.keys() - of_reference
     variants = sorted({run.variant for text in apart for run in by_value[text]})
     labels = {text: [label(run) for run in holders] for text, holders in by_value.items()}
-    return Difference(field, effect or _effect(field), labels, variants)
+    return [Difference(field, effect or _effect(field), labels, variants)]
 
 
 def _precision_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """Within a variant every run must ask for, and get, the same precision."""
-    found: list[Difference | None] = []
+    found = []
     for variant in sorted({run.variant for run in runs}):
         own = [run for run in runs if run.variant == variant]
-        for field in sorted({name for run in own for name in run.config.get("precision", {})}):
-            if field not in VARIANT_FIELDS:
-                found.append(
-                    _difference(
-                        f"config.precision.{field}", [(r, r.config.get("precision", {}).get(field)) for r in own], "all"
-                    )
-                )
-        found.append(_difference("effective precision", [(run, run.effective_name) for run in own], "all"))
-    return [difference for difference in found if difference is not None]
+        options = [(run, run.config.get("precision", {})) for run in own]
+        for field in sorted({name for _, given in options for name in given} - set(VARIANT_FIELDS)):
+            found += _difference(f"config.precision.{field}", [(run, given.get(field)) for run, given in options])
+        found += _difference("effective precision", [(run, run.effective_name) for run in own], "all")
+    return found
 
 
 def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """Same seed means same sequences, order and initial weights: compares tokens seen per step and the first loss."""
-    found: list[Difference | None] = []
+    found = []
     for seed in sorted({run.seed for run in runs}):
         own = [run for run in runs if run.seed == seed]
         reference = next((run for run in own if run.variant == REFERENCE), own[0])
@@ -195,23 +185,23 @@ def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
             number = _first_unequal(reference.token_trace, run.token_trace)
             if number is not None:
                 traces = [(other, int(other.token_trace[number - 1])) for other in (reference, run)]
-                found.append(_difference(f"tokens seen with seed {seed} after step {number}", traces, "all"))
+                found += _difference(f"tokens seen with seed {seed} after step {number}", traces, "all")
             first, own_first = reference.steps[0], run.steps[0]
             if first["step"] == own_first["step"] and not math.isclose(
                 first["loss"], own_first["loss"], rel_tol=FIRST_LOSS_TOLERANCE
             ):
                 values = {f"{first['loss']:.4f}": [label(reference)], f"{own_first['loss']:.4f}": [label(run)]}
                 found.append(Difference(f"loss of the first step with seed {seed}", "quality", values, [run.variant]))
-    return [difference for difference in found if difference is not None]
+    return found
 
 
 def _first_unequal(first: Sequence[float], second: Sequence[float]) -> int | None:
-    """Number, from 1, of the first step at which two traces part within their common length."""
+    """Number, from 1, of the first step at which two traces differ within their common length."""
     return next((number for number, (a, b) in enumerate(zip(first, second, strict=False), start=1) if a != b), None)
 
 
 def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """What a run that was resumed had otherwise than at its beginning, such as another driver."""
+    """What changed in a run when it was resumed, such as the driver."""
     found = []
     for run in runs:
         concerned = sorted({other.variant for other in runs}) if run.variant == REFERENCE else [run.variant]
@@ -227,25 +217,19 @@ def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
-    """What is not a difference between fields and still must be said."""
+    """Notes that are not differences between fields."""
     found = []
-    for section in ("effective", "data", "model", "provenance"):
-        without = [label(run) for run in runs if section not in _sections(run)]
-        if without:
-            found.append(
-                Difference(f"{section}: not kept by the source, so not compared", "note", {NOT_RECORDED: without}, [])
-            )
-    tests: list[tuple[str, Effect, Callable[[RunRecord], bool]]] = [
-        ("resumed during the run", "note", lambda run: bool(run.resumes)),
-        ("code had uncommitted changes", "note", lambda run: bool((run.provenance.get("git") or {}).get("dirty"))),
-    ]
-    for field, effect, holds in tests:
-        labels = [label(run) for run in runs if holds(run)]
-        if labels:
-            found.append(Difference(field, effect, {"yes": labels}, []))
+    for section in _SECTIONS:
+        if without := [label(run) for run in runs if not getattr(run, section)]:
+            field = f"{section}: not kept by the source, so not compared"
+            found.append(Difference(field, "note", {NOT_RECORDED: without}, []))
+    if resumed := [label(run) for run in runs if run.resumes]:
+        found.append(Difference("resumed during the run", "note", {"yes": resumed}, []))
+    if dirty := [label(run) for run in runs if (run.provenance.get("git") or {}).get("dirty")]:
+        found.append(Difference("code had uncommitted changes", "note", {"yes": dirty}, []))
     return found
 
 
 def concerning(differences: Sequence[Difference], variant: str, *effects: Effect) -> list[Difference]:
-    """Those that concern `variant` or the reference that it is held against, with one of `effects`."""
+    """Those with one of `effects` that concern `variant` or its baseline."""
     return [d for d in differences if d.effect in effects and variant in d.arms]

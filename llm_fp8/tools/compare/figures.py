@@ -9,7 +9,7 @@ import math
 import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.tools.compare.run_record import RunRecord
@@ -57,7 +57,7 @@ class EqualLossTime:
 
 @dataclass(frozen=True)
 class VariantFigures:
-    """Everything that the report says of one variant; None where there is nothing to say it from."""
+    """Everything that the report says of one variant; None where it was not measured."""
 
     arm: str
     """The variant; named as in comparison.json."""
@@ -89,16 +89,11 @@ class VariantFigures:
         return len(self.seeds)
 
 
-def by_seed(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
-    """Seed -> run."""
-    return {run.seed: run for run in runs}
-
-
 def variant_figures(
     variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
     """The figures of `runs`, all of one variant, against those of the reference; both in order of seed."""
-    own, base = by_seed(runs), by_seed(reference)
+    own, base = ({run.seed: run for run in of} for of in (runs, reference))
     common = [seed for seed in own if seed in base]
     is_reference = variant == REFERENCE
     rates, base_rates = (
@@ -108,7 +103,9 @@ def variant_figures(
     if rates and base_rates and not is_reference:
         paired = list(rates) == list(base_rates)
         speedup = ratio_interval(list(rates.values()), list(base_rates.values()), paired)
-    memory = [run.peak_memory_gib for run in runs if run.peak_memory_gib is not None]
+    unset = dataclasses.asdict(PrecisionConfig())
+    given = runs[0].config.get("precision", {}) if runs else {}
+    options = {name: value for name, value in given.items() if name not in VARIANT_FIELDS and value != unset.get(name)}
     return VariantFigures(
         arm=variant,
         name=describe_variant(variant),
@@ -116,12 +113,12 @@ def variant_figures(
         fallback_reasons=sorted(
             {run.precision["fallback_reason"] for run in runs if run.precision.get("fallback_reason")}
         ),
-        options=_fp8_options(runs),
+        options=options,
         seeds=list(own),
         num_steps_measured=sum(len(run.step_rates) for run in runs),
         tokens_per_s=t_interval(list(rates.values())) if rates else None,
         speedup=speedup,
-        peak_memory_gib=max(memory) if memory else None,
+        peak_memory_gib=max((run.peak_memory_gib for run in runs if run.peak_memory_gib is not None), default=None),
         energy_j_per_million_tokens=_energy(runs),
         eval_loss={seed: run.final_eval_loss for seed, run in own.items() if run.final_eval_loss is not None},
         loss_gap=None if is_reference else _loss_gap(own, base),
@@ -133,12 +130,6 @@ def variant_figures(
         certificate=certificate_state([run.certificate for run in runs]),
         num_failed=num_failed,
     )
-
-
-def _fp8_options(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    unset = dataclasses.asdict(PrecisionConfig())
-    given = runs[0].config.get("precision", {}) if runs else {}
-    return {name: value for name, value in given.items() if name not in VARIANT_FIELDS and value != unset.get(name)}
 
 
 def _energy(runs: Sequence[RunRecord]) -> float | None:
@@ -169,15 +160,12 @@ def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], comm
         return None
     # A single evaluation, at the end, has no curve; then the training loss, on the same sequences, takes its place.
     from_evals = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
-    times: dict[int, float | None] = {}
-    reference_times: dict[int, float | None] = {}
+    times, reference_times = {}, {}
     for seed in common:
         curve, reference_curve = (loss_by_time(run, from_evals) for run in (own[seed], base[seed]))
         target = reference_curve[0][-1]
-        times[seed], reference_times[seed] = (
-            first_at_or_below(*curve, target),
-            first_at_or_below(*reference_curve, target),
-        )
+        times[seed] = first_at_or_below(*curve, target)
+        reference_times[seed] = first_at_or_below(*reference_curve, target)
     return EqualLossTime("held-out" if from_evals else "training", times, reference_times)
 
 
@@ -195,7 +183,8 @@ def smoothing_window(num_steps: int) -> int:
     return max(1, round(num_steps * SMOOTHING_SHARE))
 
 
-State = Literal["certified", "undetermined", "failed", "missing"]
+State = Literal["certified", "missing", "undetermined", "failed"]
+_SEVERITY: tuple[State, ...] = get_args(State)
 
 
 @dataclass(frozen=True)
@@ -205,9 +194,6 @@ class CertificateState:
     state: State
     reasons: list[str]
     """Why it is not 'certified', of the runs that have this state."""
-
-
-_SEVERITY: tuple[State, ...] = ("certified", "missing", "undetermined", "failed")
 
 
 def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:

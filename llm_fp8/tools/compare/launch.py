@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare.report import Failure
 from llm_fp8.tools.compare.run_record import why_unfinished
@@ -52,6 +51,11 @@ class PlannedRun:
         """Of its folder and log."""
         return f"{self.variant}-seed{self.seed}"
 
+    @property
+    def label(self) -> str:
+        """Its name in the report (`differences.label`)."""
+        return f"{self.variant} seed {self.seed}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,23 +69,20 @@ class Plan:
     """The options that all runs share, as they were given."""
 
     def run_folder(self, run: PlannedRun) -> Path:
-        """The output folder of `run`."""
+        """Its --output_dir."""
         return self.folder / "runs" / run.name
 
     def log(self, run: PlannedRun) -> Path:
-        """Where its output goes."""
+        """Its stdout and stderr."""
         return self.folder / "logs" / f"{run.name}.log"
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What a run gets to itself, or shares: GPU numbers, empty on a machine without GPUs."""
-
-    gpus: tuple[str, ...]
+Slot = tuple[str, ...]
+"""The GPU numbers that one run gets at a time; empty on a machine without GPUs."""
 
 
 def train_words(train: str) -> list[str]:
-    """The words of the options in quotes. Raises `UserError` where a quote in them is left open."""
+    """--train as words. Raises `UserError` where a quote in it is left open."""
     try:
         return shlex.split(train)
     except ValueError as error:
@@ -95,7 +96,7 @@ def default_folder(train: str, num_gpus: int) -> Path:
 
 def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpus: int, folder: Path) -> Plan:
     """The runs, seed by seed. Raises `UserError` for options that no variant can run with or that are set here."""
-    words = train_words(train)
+    words, prog = train_words(train), "train_multi_gpu.py" if num_gpus > 1 else "train_fp8.py"
     given = {match[1] for word in words if (match := re.match(r"--(\w+)", word))}
     if taken := [name for name in _SET_HERE if name in given]:
         raise UserError(
@@ -105,7 +106,10 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
     for seed in seeds:
         for variant in variants:
             own = [*variant_words(variant, words), "--seed", str(seed)]
-            config = _checked(own, num_gpus)
+            try:
+                config = parse_config(own, prog=prog, parallel=num_gpus > 1)
+            except UserError as error:
+                raise UserError(f"--train: {error}") from error
             if config.parallel.fp8_params:
                 raise UserError(
                     "--train: --fp8_params changes what is stored and not only what is computed in, and bf16 has no "
@@ -115,15 +119,6 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
                 own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{variant}-seed{seed}"]
             runs.append(PlannedRun(variant, seed, tuple(own)))
     return Plan(tuple(runs), folder, num_gpus, train)
-
-
-def _checked(words: list[str], num_gpus: int) -> Config:
-    """The options parsed as the training script would; argparse exits with code 2 for an unknown one."""
-    script = "train_multi_gpu.py" if num_gpus > 1 else "train_fp8.py"
-    try:
-        return parse_config(words, prog=script, parallel=num_gpus > 1)
-    except UserError as error:
-        raise UserError(f"--train: {error}") from error
 
 
 def claim_folder(plan: Plan) -> None:
@@ -173,10 +168,10 @@ def make_slots(gpus: Sequence[str], num_gpus: int, parallel: int, share: bool) -
                 f"--parallel {parallel}: this machine has no GPU, so the runs would share its CPU and their speed "
                 "would mean nothing; add --share_gpus to do it and have the speed flagged."
             )
-        return [Slot(())] * parallel
+        return [()] * parallel
     if num_gpus > len(gpus):
         raise UserError(f"--num_gpus {num_gpus}: there are {len(gpus)} GPUs to use ({', '.join(gpus)}).")
-    groups = [Slot(tuple(gpus[start : start + num_gpus])) for start in range(0, len(gpus) - num_gpus + 1, num_gpus)]
+    groups = [tuple(gpus[start : start + num_gpus]) for start in range(0, len(gpus) - num_gpus + 1, num_gpus)]
     if parallel > len(groups) and not share:
         raise UserError(
             f"--parallel {parallel} runs of {num_gpus} GPUs need {parallel * num_gpus}, and there are {len(gpus)}; "
@@ -185,30 +180,21 @@ def make_slots(gpus: Sequence[str], num_gpus: int, parallel: int, share: bool) -
     return [groups[number % len(groups)] for number in range(parallel)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Active:
     run: PlannedRun
     slot: Slot
     process: subprocess.Popen[bytes]
     started: float
     log_start: int
-    """Where in its log this attempt begins: earlier ones stand before it."""
-
-
-@dataclass(frozen=True)
-class LaunchResult:
-    """What came of launching: failures, and the pairs of runs that shared hardware while both ran."""
-
-    failures: list[Failure]
-    overlaps: list[tuple[str, str]]
+    """Byte of its log at which this attempt begins, after earlier ones."""
 
 
 @contextmanager
 def only_launcher(folder: Path) -> Iterator[int]:
-    """Hold `folder` for this process; the value is to be passed on to the runs, so that one that outlives it holds the
-    folder too.
+    """Lock `folder`; the runs inherit the file descriptor, so that one that outlives this process keeps the lock.
 
-    Raises `UserError` where another comparison, or a run that one left behind, is at work in it.
+    Raises `UserError` where another comparison, or a run that it left behind, holds the lock.
     """
     with open(folder / ".lock", "w") as lock:
         try:
@@ -221,8 +207,11 @@ def only_launcher(folder: Path) -> Iterator[int]:
         yield lock.fileno()
 
 
-def launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]) -> LaunchResult:
-    """Run what has not finished yet, at most one run to a slot at a time; a run that fails does not stop the others.
+def launch(
+    plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]
+) -> tuple[list[Failure], list[tuple[str, str]]]:
+    """Run what has not finished yet, one run per slot at a time; a run that fails does not stop the others. Returns the
+    failures and the labels of each pair of runs that shared hardware.
 
     SIGINT, SIGTERM and SIGHUP are passed on: the runs save and stop, then `Interrupted` is raised. A second SIGINT
     kills them.
@@ -238,19 +227,21 @@ def launch(plan: Plan, slots: Sequence[Slot], say: Callable[[str], None]) -> Lau
 
 
 class Interrupted(Exception):
-    """The launcher was told to stop, by the signal of this name, and no run is left behind."""
+    """The signal of this name stopped the launcher; no run is left behind."""
 
 
 def _launch(
     plan: Plan, slots: Sequence[Slot], say: Callable[[str], None], stop: GracefulStop, lock: int
-) -> LaunchResult:
+) -> tuple[list[Failure], list[tuple[str, str]]]:
     waiting = []
     for run in plan.runs:
         if is_done(plan, run):
             say(f"{run.name}: finished earlier, taken as it is ({plan.run_folder(run)})")
         else:
             waiting.append(run)
-    overlaps = _read_overlaps(plan)
+    overlaps_file = plan.folder / "overlaps.json"  # of earlier calls too, whose runs are taken as they are
+    known = read_json(overlaps_file)["pairs"] if overlaps_file.is_file() else []
+    overlaps: set[tuple[str, str]] = {(first, second) for first, second in known}
     failures: list[Failure] = []
     free = list(slots)
     active: list[_Active] = []
@@ -259,18 +250,18 @@ def _launch(
             while waiting and free:
                 run = waiting.pop(0)
                 if not has_checkpoint(plan.run_folder(run)):  # it begins anew, and what it shared before is gone
-                    overlaps = {pair for pair in overlaps if _label(run) not in pair}
+                    overlaps = {pair for pair in overlaps if run.label not in pair}
                 begun = _start(plan, run, free.pop(0), say, lock)
-                overlaps |= {_pair(begun.run, other.run) for other in active if _share(begun.slot, other.slot)}
+                # Without GPUs all runs share the CPU.
+                beside = [it.run for it in active if not begun.slot or set(begun.slot) & set(it.slot)]
+                overlaps |= {(min(run.label, other.label), max(run.label, other.label)) for other in beside}
                 active.append(begun)
-                write_json_atomic(plan.folder / "overlaps.json", {"pairs": sorted(overlaps)})
+                write_json_atomic(overlaps_file, {"pairs": sorted(overlaps)})
             time.sleep(_POLL_S)
             for done in [entry for entry in active if entry.process.poll() is not None]:
                 active.remove(done)
                 free.append(done.slot)
-                failure = _outcome(plan, done, say)
-                if failure is not None:
-                    failures.append(failure)
+                failures += _outcome(plan, done, say)
         for entry in active:
             entry.process.send_signal(signal.SIGTERM)
         for entry in active:
@@ -282,16 +273,16 @@ def _launch(
                 entry.process.wait()
     if stop.requested:
         raise Interrupted(stop.requested)
-    return LaunchResult(failures, sorted(overlaps))
+    return failures, sorted(overlaps)
 
 
 def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None], lock: int) -> _Active:
     folder, log = plan.run_folder(run), plan.log(run)
     set_aside(folder)
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else dict(os.environ)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(slot)} if slot else dict(os.environ)
     command = command_line(plan, run)
-    where = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
+    where = f" on GPU {','.join(slot)}" if slot else ""
     say(f"{run.name}: started{where}, log in {log}")
     with open(log, "ab") as file:
         log_start = file.tell()
@@ -310,46 +301,26 @@ def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None], 
     return _Active(run, slot, process, time.monotonic(), log_start)
 
 
-def _outcome(plan: Plan, done: _Active, say: Callable[[str], None]) -> Failure | None:
+def _outcome(plan: Plan, done: _Active, say: Callable[[str], None]) -> list[Failure]:
     took = time.monotonic() - done.started
     if done.process.returncode == 0 and is_done(plan, done.run):
         say(f"{done.run.name}: done in {took:.0f} s")
-        return None
+        return []
     log = plan.log(done.run)
     reason = failure_reason(log.read_bytes()[done.log_start :].decode(errors="replace"), done.process.returncode)
     say(f"{done.run.name}: FAILED after {took:.0f} s: {reason} ({log})")
-    return Failure(done.run.variant, done.run.seed, reason, str(log))
+    return [Failure(done.run.variant, done.run.seed, reason, str(log))]
 
 
 _TELLS_WHY = re.compile(r"\berror\b|\b\w+(Error|Exception|Interrupt)\b", re.IGNORECASE)
-_LAUNCHERS_WORDS = re.compile(r"ChildFailedError|elastic/errors|error_file|Root Cause|^[=-]+$|^traceback +:")
-"""Of torchrun's last lines, which say that a worker failed and not why."""
+_TORCHRUN_FOOTER = re.compile(r"ChildFailedError|elastic/errors|error_file|Root Cause|^[=-]+$|^traceback +:")
+"""torchrun's last lines, which say that a worker failed and not why."""
 
 
 def failure_reason(log: str, exit_code: int) -> str:
     """Why a run failed: exit code or signal, and the last line of its log that tells of an error, else the last."""
     lines = [line.strip() for line in log.splitlines()]
-    said = [line for line in lines if line and not line.startswith("$ ") and not _LAUNCHERS_WORDS.search(line)]
+    said = [line for line in lines if line and not line.startswith("$ ") and not _TORCHRUN_FOOTER.search(line)]
     last = ([line for line in said if _TELLS_WHY.search(line)] or said or ["it printed nothing"])[-1]
     ended = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal.Signals(-exit_code).name}"
     return f"{ended}: {last[:300]}"
-
-
-def _share(first: Slot, second: Slot) -> bool:
-    """Whether two slots have hardware in common; without GPUs all have the CPU."""
-    return not first.gpus or not second.gpus or bool(set(first.gpus) & set(second.gpus))
-
-
-def _label(run: PlannedRun) -> str:
-    return f"{run.variant} seed {run.seed}"
-
-
-def _pair(first: PlannedRun, second: PlannedRun) -> tuple[str, str]:
-    names = sorted(map(_label, (first, second)))
-    return names[0], names[1]
-
-
-def _read_overlaps(plan: Plan) -> set[tuple[str, str]]:
-    """Overlaps of earlier calls, whose runs are taken as they are."""
-    path = plan.folder / "overlaps.json"
-    return {(pair[0], pair[1]) for pair in read_json(path)["pairs"]} if path.is_file() else set()

@@ -50,7 +50,7 @@ class Comparison:
     quality_margin: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """As comparison.json holds it."""
         return dataclasses.asdict(self)
 
 
@@ -84,11 +84,11 @@ def compare(
         variant_figures(variant, own, reference, num_failed=sum(failure.arm == variant for failure in failures))
         for variant, own in by_variant.items()
     ]
-    held_against = next((variant for variant in figures if variant.arm == REFERENCE), None)
+    baseline = next((variant for variant in figures if variant.arm == REFERENCE), None)
     return Comparison(
         arms=figures,
         verdicts={
-            variant.arm: judge(variant, held_against, differences, quality_margin)
+            variant.arm: judge(variant, baseline, differences, quality_margin)
             for variant in sorted(figures, key=lambda variant: variant.arm == REFERENCE)
         },
         differences=differences,
@@ -164,39 +164,17 @@ def _effective(own: VariantFigures) -> str:
     return f"{ran} (fell back)" if own.fallback_reasons else ran
 
 
-def _runs(own: VariantFigures) -> str:
-    return f"{own.num_seeds}" + (f", {own.num_failed} failed" if own.num_failed else "")
+def _interval(found: Interval | None, shape: str) -> str:
+    return found.describe(shape) if found else NOT_MEASURED
 
 
-def _rate(own: VariantFigures) -> str:
-    rate = own.tokens_per_s
-    return rate.describe("{:,.0f}") if rate else NOT_MEASURED
-
-
-def _speedup(own: VariantFigures) -> str:
-    if own.arm == REFERENCE:
-        return "1"
-    return own.speedup.describe("{:.3f}") if own.speedup else NOT_MEASURED
-
-
-def _memory(own: VariantFigures) -> str:
-    return NOT_MEASURED if own.peak_memory_gib is None else f"{own.peak_memory_gib:.1f}"
-
-
-def _energy(own: VariantFigures) -> str:
-    energy = own.energy_j_per_million_tokens
-    return NOT_MEASURED if energy is None else f"{energy:,.0f}"
-
-
-def _eval_loss(own: VariantFigures) -> str:
-    return f"{statistics.mean(own.eval_loss.values()):.4f}" if own.eval_loss else NOT_MEASURED
+def _number(value: float | None, shape: str) -> str:
+    return NOT_MEASURED if value is None else shape.format(value)
 
 
 def _gap(own: VariantFigures) -> str:
-    if own.arm == REFERENCE:
-        return "0"
     gap = own.loss_gap
-    return NOT_MEASURED if gap is None else Interval(gap.mean, gap.low, gap.high).describe("{:+.4f}")
+    return _interval(gap and Interval(gap.mean, gap.low, gap.high), "{:+.4f}")
 
 
 def _equal_loss(own: VariantFigures) -> str:
@@ -205,9 +183,9 @@ def _equal_loss(own: VariantFigures) -> str:
         return NOT_MEASURED
     reached = [value for value in equal.by_seed_s.values() if value is not None]
     words = f"{statistics.mean(reached):,.1f}" if reached else "never"
-    missed = len(equal.by_seed_s) - len(reached)
-    not_all = f" in {len(reached)} of {len(equal.by_seed_s)} seeds" if reached and missed else ""
-    return f"{words}{not_all} ({'eval' if equal.loss == 'held-out' else equal.loss} loss)"
+    if 0 < len(reached) < len(equal.by_seed_s):
+        words += f" in {len(reached)} of {len(equal.by_seed_s)} seeds"
+    return f"{words} ({'eval' if equal.loss == 'held-out' else equal.loss} loss)"
 
 
 def _exact_match(own: VariantFigures) -> str:
@@ -216,10 +194,8 @@ def _exact_match(own: VariantFigures) -> str:
     share = f"{100 * statistics.mean(own.exact_match.values()):.1f}"
     if own.answers is None:
         return share
-    return (
-        f"{share} ({100 * own.answers.difference:+.1f}, p = {own.answers.p_value:.2g}, {own.answers.num_problems} "
-        "answers)"
-    )
+    answers = own.answers
+    return f"{share} ({100 * answers.difference:+.1f}, p = {answers.p_value:.2g}, {answers.num_problems} answers)"
 
 
 def _certificate(own: VariantFigures) -> str:
@@ -230,40 +206,46 @@ def _certificate(own: VariantFigures) -> str:
 COLUMNS = (
     Column("variant", "What was asked for; fp8 options that are not at their default stand beside it.", _variant),
     Column("ran", "The precision that was in effect, from run.json.", _effective),
-    Column("runs", "Finished runs, one per seed.", _runs),
+    Column(
+        "runs",
+        "Finished runs, one per seed.",
+        lambda own: f"{own.num_seeds}" + (f", {own.num_failed} failed" if own.num_failed else ""),
+    ),
     Column(
         "tokens/s (95% interval)",
         "Median over the steps of a run, its first ten left out (half of a run of fewer than twenty) and the one "
         "whose kernels were recorded; mean over runs. All positions, padding included, on all GPUs. In "
         "brackets Student's t interval over runs; one run has none.",
-        _rate,
+        lambda own: _interval(own.tokens_per_s, "{:,.0f}"),
     ),
     Column(
         "speed-up over bf16 (95% interval)",
         "Quotient of the two variants' tokens/s, with Student's t interval over the quotients by seed (Welch's where "
         "the seeds differ). One seed has none.",
-        _speedup,
+        lambda own: "1" if own.arm == REFERENCE else _interval(own.speedup, "{:.3f}"),
     ),
     Column(
         "peak memory, GiB",
         "Most memory that tensors held on any GPU in any run of the variant; with exact match up to the first "
         "evaluation, whose copy of the model would count.",
-        _memory,
+        lambda own: _number(own.peak_memory_gib, "{:.1f}"),
     ),
     Column(
         "energy, J per million tokens",
         "From the GPUs' own counters, training steps alone: median over steps, mean over runs. The host's consumption "
         "is not in it.",
-        _energy,
+        lambda own: _number(own.energy_j_per_million_tokens, "{:,.0f}"),
     ),
     Column(
-        "eval loss, nats/token", "Mean over seeds of the loss on the eval sequences after the last step.", _eval_loss
+        "eval loss, nats/token",
+        "Mean over seeds of the loss on the eval sequences after the last step.",
+        lambda own: _number(statistics.mean(own.eval_loss.values()) if own.eval_loss else None, "{:.4f}"),
     ),
     Column(
         "gap to bf16, nats/token (95% interval)",
         "Mean over seeds of the difference to the bf16 run of the same seed, with Student's t interval. A variant "
         "passes for as good where the interval lies below the margin (--quality_margin).",
-        _gap,
+        lambda own: "0" if own.arm == REFERENCE else _gap(own),
     ),
     Column(
         "time to bf16's final loss, s",

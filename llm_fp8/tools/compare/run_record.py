@@ -18,8 +18,6 @@ from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
-CERTIFICATE_FILE = "certificate.json"
-
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -116,26 +114,17 @@ class RunRecord:
         An evaluation of exact match holds a copy of the model, which stays in the peak: only the steps up to the first
         one count.
         """
-        copies = bool(self.config.get("run", {}).get("eval_exact_match")) or any(
-            "eval_exact_match" in e for e in self.evaluations
-        )
-        last = min((evaluation["step"] for evaluation in self.evaluations), default=math.inf) if copies else math.inf
-        counted = [step for step in self.steps if step["step"] <= last]
-        values = [
-            step[key] for step in counted for key in ("peak_memory_gib", "peak_memory_gib_max_rank") if key in step
-        ]
-        return max(values) if values else None
+        asked = self.config.get("run", {}).get("eval_exact_match")
+        copies = asked or any("eval_exact_match" in evaluation for evaluation in self.evaluations)
+        last = min((evaluation["step"] for evaluation in self.evaluations if copies), default=math.inf)
+        keys = ("peak_memory_gib", "peak_memory_gib_max_rank")
+        values = [step[key] for step in self.steps if step["step"] <= last for key in keys if key in step]
+        return max(values, default=None)
 
     @property
     def token_trace(self) -> list[float]:
         """Tokens seen after each step: runs that read the same sequences in the same order have the same trace."""
         return [step["tokens_seen"] for step in self.steps if "tokens_seen" in step]
-
-
-def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numeric entries of a metrics record; "NaN" and "Infinity" become floats again."""
-    entries = with_floats(record).items()
-    return {key: value for key, value in entries if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -145,7 +134,8 @@ def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]]
     """
     steps, evaluations = [], []
     for record in records:
-        plain = numbers(record)
+        entries = with_floats(record).items()  # "NaN" and "Infinity" become floats again
+        plain = {k: v for k, v in entries if isinstance(v, (int, float)) and not isinstance(v, bool)}
         if "step" not in plain:
             continue
         evaluation = {key: value for key, value in plain.items() if key.startswith("eval_")}
@@ -171,18 +161,16 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 
 def require_sections(where: str, config: Any, precision: Any) -> None:
     """Raise `UserError`, beginning with `where`, unless these sections are of a run of this project."""
-    needed = {
-        "config.optim.seed": lambda: config["optim"]["seed"],
-        "precision.requested": lambda: precision["requested"],
-        "precision.effective": lambda: precision["effective"],
-    }
-    for name, look_up in needed.items():
-        try:
-            look_up()
-        except (KeyError, TypeError):
-            raise UserError(
-                f"{where} lacks {name}, which this project's training scripts store; give a run of theirs."
-            ) from None
+    try:
+        name = "config.optim.seed"
+        config["optim"]["seed"]
+        for key in ("requested", "effective"):
+            name = f"precision.{key}"
+            precision[key]
+    except (KeyError, TypeError):
+        raise UserError(
+            f"{where} lacks {name}, which this project's training scripts store; give a run of theirs."
+        ) from None
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
@@ -205,7 +193,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
             f"{flag} {folder}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step "
             f"{summary.get('steps')}, so they are not of one finished run; train it anew."
         )
-    certificate = folder / CERTIFICATE_FILE
+    certificate = folder / "certificate.json"
     return RunRecord(
         source=str(folder),
         config=run["config"],
@@ -225,16 +213,10 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 def _last_answers(folder: Path) -> dict[str, bool]:
     """Problem -> right or wrong, of the last evaluation in `folder`; empty without one."""
-    files = {
-        int(match[1]): path
-        for path in folder.glob("step-*.jsonl")
-        if (match := re.fullmatch(r"step-(\d+)\.jsonl", path.name))
-    }
-    if not files:
-        return {}
-    return {
-        f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in read_jsonl(files[max(files)])
-    }
+    files = [path for path in folder.glob("step-*.jsonl") if re.fullmatch(r"step-\d+\.jsonl", path.name)]
+    last = max(files, key=lambda path: int(path.stem.removeprefix("step-")), default=None)
+    answers = read_jsonl(last) if last else []
+    return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in answers}
 
 
 _FLAG = "--wandb"

@@ -11,7 +11,7 @@ from llm_fp8.config.recipes import DEFAULTS, RECIPES
 from llm_fp8.utils.errors import UserError
 
 REFERENCE = "bf16"
-"""The variant that the others are held against."""
+"""The baseline that the others are compared with."""
 
 _CANONICAL = {"fp8": DEFAULTS["te"]}
 VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")

@@ -65,16 +65,14 @@ def judge(
     """The verdict on a variant against the reference variant (None where it has no finished run); `margin`: nats of
     eval loss by which it may be worse.
     """
-    failed = (
-        f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
-        if own.num_failed and own.num_seeds
-        else ""
-    )
-    name = f"{own.name}{failed}"
     if own.num_seeds == 0:
         return Verdict("failed", f"{own.name}: no run finished, so there is nothing to compare.")
+    name, state, reasons = own.name, own.certificate.state, "; ".join(own.certificate.reasons)
+    if own.num_failed:
+        name += f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
     if reference is not None and own.arm == reference.arm:
-        return Verdict("reference", f"{name} is what the others are held against{_certified_reference(own)}.")
+        failed = f", and its certificate failed ({reasons})" if state == "failed" else ""
+        return Verdict("reference", f"{name} is what the others are held against{failed}.")
     if reference is None or reference.num_seeds == 0:
         return Verdict("no reference", f"{name} has no finished bf16 run to be held against.")
     if own.fallback_reasons:
@@ -84,11 +82,8 @@ def judge(
             "and its figures are of that.",
         )
     if reference.certificate.state == "failed":
-        reasons = "; ".join(reference.certificate.reasons)
-        return Verdict(
-            "not comparable",
-            f"{name} is not comparable: the {reference.name} runs failed their certificate ({reasons}).",
-        )
+        why = f"the {reference.name} runs failed their certificate ({'; '.join(reference.certificate.reasons)})"
+        return Verdict("not comparable", f"{name} is not comparable: {why}.")
     if confounded := concerning(differences, own.arm, "all"):
         return Verdict(
             "not comparable",
@@ -100,14 +95,17 @@ def judge(
         _speed_words(own, speed_confounded),
         _loss_words(own, reference, quality_confounded, margin),
         _answer_words(own, quality_confounded),
-        _certificate_words(own),
     ]
+    if state in ("failed", "undetermined") and (state == "failed" or _is_fp8(own)):
+        clauses.append(f"and its certificate {'failed' if state == 'failed' else 'is undetermined'} ({reasons})")
+    if state == "missing" and _is_fp8(own):
+        clauses.append("and no certificate shows that it computed in fp8")
     conclusion = _conclude(own, bool(speed_confounded), bool(quality_confounded), margin)
     return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
 
 
 def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: bool, margin: float) -> Conclusion:
-    """The gravest thing that holds."""
+    """The most severe conclusion that applies."""
     if own.certificate.state == "failed":
         return "not certified"
     gap, speedup = own.loss_gap, own.speedup
@@ -170,12 +168,9 @@ def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequ
         return f"its quality cannot be compared (the runs differ in {_fields(confounded)})"
     gap = own.loss_gap
     if gap is None:
-        unpaired = own.eval_loss and reference.eval_loss
-        return (
-            f"its eval loss has no {reference.name} run of the same seed beside it"
-            if unpaired
-            else "its eval loss was not measured"
-        )
+        if own.eval_loss and reference.eval_loss:
+            return f"its eval loss has no {reference.name} run of the same seed beside it"
+        return "its eval loss was not measured"
     if not math.isfinite(gap.mean):
         return "its eval loss is not finite in every seed"
     signed = f"its eval loss differs by {gap.mean:+.4f} nats/token"
@@ -194,25 +189,6 @@ def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequ
 def _answer_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
     if confounded or own.answers is None:
         return ""
-    answers = own.answers
-    return f"exact match differs by {100 * answers.difference:+.1f} points ({_p(answers.p_value)})"
-
-
-def _p(value: float) -> str:
-    return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
-
-
-def _certificate_words(own: VariantFigures) -> str:
-    if own.certificate.state == "failed":
-        return f"and its certificate failed ({'; '.join(own.certificate.reasons)})"
-    if own.certificate.state == "undetermined" and _is_fp8(own):
-        return f"and its certificate is undetermined ({'; '.join(own.certificate.reasons)})"
-    if own.certificate.state == "missing" and _is_fp8(own):
-        return "and no certificate shows that it computed in fp8"
-    return ""
-
-
-def _certified_reference(own: VariantFigures) -> str:
-    if own.certificate.state == "failed":
-        return f", and its certificate failed ({'; '.join(own.certificate.reasons)})"
-    return ""
+    p_value = own.answers.p_value
+    p = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
+    return f"exact match differs by {100 * own.answers.difference:+.1f} points ({p})"

@@ -21,7 +21,6 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare.differences import Difference, find_differences
 from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
 from llm_fp8.tools.compare.launch import (
-    Slot,
     claim_folder,
     command_line,
     default_folder,
@@ -589,10 +588,10 @@ def test_a_folder_belongs_to_one_comparison(tmp_path):
 
 def test_runs_get_gpus_of_their_own_unless_told():
     four = ["0", "1", "2", "3"]
-    assert make_slots(four, 2, 2, share=False) == [Slot(("0", "1")), Slot(("2", "3"))]
-    assert make_slots(four, 1, 1, share=False) == [Slot(("0",))]
-    assert make_slots(["0"], 1, 2, share=True) == [Slot(("0",)), Slot(("0",))]
-    assert make_slots([], 2, 1, share=False) == [Slot(())]
+    assert make_slots(four, 2, 2, share=False) == [("0", "1"), ("2", "3")]
+    assert make_slots(four, 1, 1, share=False) == [("0",)]
+    assert make_slots(["0"], 1, 2, share=True) == [("0",), ("0",)]
+    assert make_slots([], 2, 1, share=False) == [()]
     for arguments, words in (
         ((["0"], 1, 2, False), "--share_gpus"),
         (([], 1, 2, False), "no GPU"),
@@ -617,17 +616,17 @@ def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(t
     )
     said: list[str] = []
     plan = plan_runs("--max_steps 3", ["bf16", "no", "delayed"], [1], 1, tmp_path)
-    result = launch(plan, [Slot(("4",)), Slot(("7",))], said.append)
-    (failure,) = result.failures
+    failures, overlaps = launch(plan, [("4",), ("7",)], said.append)
+    (failure,) = failures
     assert (failure.arm, failure.seed, failure.reason) == ("no", 1, "exit code 1: error: it broke")
-    assert result.overlaps == []
+    assert overlaps == []
     gpus = {run.variant: plan.run_folder(run) / "gpu" for run in plan.runs}
     assert gpus["bf16"].read_text() == "4" and gpus["delayed"].read_text() in ("4", "7")
-    again = launch(plan, [Slot(("4",)), Slot(("4",))], said.append)
-    assert len(again.failures) == 1 and sum("finished earlier" in line for line in said) == 2
+    failures_again, _ = launch(plan, [("4",), ("4",)], said.append)
+    assert len(failures_again) == 1 and sum("finished earlier" in line for line in said) == 2
     shared = plan_runs("--max_steps 3", ["bf16", "delayed"], [8], 1, tmp_path)
-    assert launch(shared, [Slot(("4",)), Slot(("4",))], said.append).overlaps == [("bf16 seed 8", "delayed seed 8")]
-    assert launch(shared, [Slot(("4",))], said.append).overlaps == [("bf16 seed 8", "delayed seed 8")], "remembered"
+    assert launch(shared, [("4",), ("4",)], said.append)[1] == [("bf16 seed 8", "delayed seed 8")]
+    assert launch(shared, [("4",)], said.append)[1] == [("bf16 seed 8", "delayed seed 8")], "remembered"
 
 
 def load_script() -> Any:
