@@ -174,7 +174,7 @@ def _number(value: float | None, shape: str) -> str:
 
 def _gap(own: VariantFigures) -> str:
     gap = own.loss_gap
-    return _interval(gap and Interval(gap.mean, gap.low, gap.high), "{:+.4f}")
+    return _interval(Interval(gap.mean, gap.low, gap.high) if gap else None, "{:+.4f}")
 
 
 def _equal_loss(own: VariantFigures) -> str:

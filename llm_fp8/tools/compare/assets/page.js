@@ -6,7 +6,7 @@
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid"];
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
   const PRINT_SIZE = {autosize: false, width: 660, height: 272};  // page.css has the same height
-  const arms = data.arms.map((entry) => entry.arm);
+  const arms = data.arms;
   const style = (arm) => Math.max(0, arms.indexOf(arm)) % COLOURS.length;
   const isDark = matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set();
