@@ -4,7 +4,7 @@ Three sources that do not know of each other are compared:
 
 - the expected kernels: what must run by options and fp8 coverage (`ExpectedKernels`);
 - the kernels that ran: names, counts and times (`llm_fp8.observability.kernel_trace`);
-- the modules' state: recipe and quantizers of the step in Transformer Engine (`llm_fp8.precision.module_state`), or
+- the modules' state: recipe and quantizers of the step in Transformer Engine (`llm_fp8.precision.modules`), or
   torchao's configuration (`llm_fp8.precision.torchao`).
 
 The kernels decide. A GEMM whose name does not tell its types counts for neither side; a kernel that no rule knows may
@@ -35,8 +35,7 @@ from llm_fp8.observability.kernel_trace import (
 )
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage
-from llm_fp8.precision.module_state import ModuleState
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, ModuleState, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 _SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
@@ -310,9 +309,8 @@ def _nothing_recorded(evidence: _Evidence) -> str:
 
 
 def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
-    failures: list[str] = []
-    doubts: list[str] = []
-    remarks: list[str] = []
+    findings: _Findings = ([], [], [])
+    failures, doubts, remarks = findings
     state, num_expected = evidence.state, expected.num_fp8_gemms(evidence.num_micro_batches)
     row = RECIPES[expected.scenario or ""]
     recipe, quantizer = row.recipe_class, row.quantizer
@@ -355,13 +353,12 @@ def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
         )
     if unknown := {name: count for name, count in state.quantizers.items() if name not in quantizers}:
         remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
-    return failures, doubts, remarks
+    return findings
 
 
 def _judge_without_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
-    failures: list[str] = []
-    doubts: list[str] = []
-    remarks: list[str] = []
+    findings: _Findings = ([], [], [])
+    failures, doubts, remarks = findings
     if evidence.num_low:
         failures.append(
             f"expected no fp8 GEMM kernel, and {evidence.num_low} ran (all GEMM kernels: {evidence.describe_gemms()})"
@@ -385,7 +382,7 @@ def _judge_without_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findi
         doubts.append(f"{evidence.describe_unrecognised()}, which may be in fp8")
     elif evidence.unknown.count:
         remarks.append(f"{evidence.unknown.count} GEMM kernels of unknown type")
-    return failures, doubts, remarks
+    return findings
 
 
 def _how_many(expected: ExpectedKernels, evidence: _Evidence) -> str:

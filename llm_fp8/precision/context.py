@@ -14,6 +14,7 @@ can run. torchao's modules (`llm_fp8.precision.torchao`) compute in fp8 by thems
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,8 +29,14 @@ from llm_fp8.config.recipes import RECIPES
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision import torchao as torchao_fp8
-from llm_fp8.precision.module_state import ModuleState, read_te_state
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, note_recipe_inside, te_linears
+from llm_fp8.precision.modules import (
+    GEMMS_PER_WEIGHT,
+    ModuleState,
+    linear_weights,
+    note_recipe_inside,
+    read_te_state,
+    te_linears,
+)
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 
@@ -152,9 +159,6 @@ class Precision:
             modules &= {module for part in within for module in part.modules()}
         return sum(len(linear_weights(module)) for module in modules)
 
-    def _note_recipe(self, name: str) -> None:
-        self.recipe_inside_modules = name
-
     def module_state(self) -> ModuleState:
         """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
         if self._torchao_linears:
@@ -190,7 +194,7 @@ class Precision:
             first_microbatch = self._num_casts_to_come > 0
             self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
         if self._unseen is not None and "transformer_engine" in sys.modules:
-            note_recipe_inside(self._unseen, self._note_recipe)
+            note_recipe_inside(self._unseen, functools.partial(setattr, self, "recipe_inside_modules"))
             self._unseen = None
         for module in self._caching_modules:
             module.is_first_microbatch = first_microbatch  # type: ignore[assignment]

@@ -19,10 +19,10 @@ from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.te_import import require_te
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
-"""Last name components of modules that produce logits, beside what `output_head` finds."""
+"""Last name components of modules that produce logits, beside what `lm_head_of` finds."""
 
 
-def output_head(model: nn.Module) -> nn.Module | None:
+def lm_head_of(model: nn.Module) -> nn.Module | None:
     """lm_head: what transformers calls the model's output embeddings; None where `model` has none."""
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
@@ -41,7 +41,7 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
             return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
     left: dict[str, str] = {}
-    head = output_head(model)
+    head = lm_head_of(model)
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
         reason = reason_to_leave(name, linear, head)
@@ -68,7 +68,7 @@ def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[n
     reason for each one left alone. `config`: a `Float8LinearConfig`.
     """
     kept = {inner for module in bf16_modules for inner in module.modules()}
-    head = output_head(model)
+    head = lm_head_of(model)
 
     def reason(name: str, linear: nn.Linear) -> str | None:
         return reason_to_leave(name, linear, head) or ("kept in bf16" if linear in kept else None)
@@ -77,7 +77,7 @@ def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[n
 
 
 def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str | None:
-    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head`: of `output_head`."""
+    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head`: of `lm_head_of`."""
     if is_adapter(name):
         return "adapter"
     if linear is head or name.rpartition(".")[2] in HEAD_NAMES:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from llm_fp8.models.lora_names import is_adapter
-from llm_fp8.precision.convert import HEAD_NAMES, output_head
+from llm_fp8.precision.convert import HEAD_NAMES, lm_head_of
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 
@@ -87,7 +87,7 @@ def measure_coverage(
         most_in_fp8: GEMMs of a trained weight that the recipe computes in fp8.
         lm_head_gemms: `llm_fp8.precision.context.Precision.lm_head_gemms`.
     """
-    in_fp8, head = set(fp8_modules), output_head(model)
+    in_fp8, head = set(fp8_modules), lm_head_of(model)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
     num_fp8 = num_all = num_head = fp8_gemm_elements = all_gemm_elements = 0

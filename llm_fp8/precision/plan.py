@@ -60,7 +60,7 @@ class PrecisionPlan:
 
     @property
     def has_fp8_peak(self) -> bool:
-        """Whether GEMMs are held against the GPU's fp8 peak rate: in fp8, not in fp4."""
+        """Whether GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
         return self.recipe is not None and RECIPES[self.effective_scenario or ""].has_fp8_peak
 
     @property

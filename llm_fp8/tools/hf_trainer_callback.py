@@ -30,10 +30,9 @@ from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
-from llm_fp8.precision.convert import output_head, reason_to_leave
+from llm_fp8.precision.convert import lm_head_of, reason_to_leave
 from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.module_state import read_te_state
-from llm_fp8.precision.modules import linear_weights, note_recipe_inside, te_linears
+from llm_fp8.precision.modules import linear_weights, note_recipe_inside, read_te_state, te_linears
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK
 from llm_fp8.utils.json_files import write_json_atomic
 
@@ -176,7 +175,7 @@ def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], arg
 
 def _convertible(model: nn.Module) -> list[str]:
     """Names of the linear layers of torch that fp8 could compute, without lm_head."""
-    head = output_head(model)
+    head = lm_head_of(model)
     return [
         name
         for name, module in model.named_modules()

@@ -12,7 +12,7 @@ from llm_fp8.config.parser import build_parser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
 from llm_fp8.precision import recipes as te_recipes
 from llm_fp8.precision.certificate import ExpectedKernels, certify
-from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.precision.modules import ModuleState
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words

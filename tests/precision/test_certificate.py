@@ -21,7 +21,7 @@ from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.observability.step_stats import own_steps, throughput_summary
 from llm_fp8.precision.certificate import ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.modules import ModuleState, read_te_state
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import NonFiniteLoss
