@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llm_fp8.utils.ranks import LaunchRanks, launcher_store
+from llm_fp8.utils.subprocesses import end_with_parent
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
@@ -26,6 +27,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
     """Join the other processes of the launch, if there is a launcher and it is not done already."""
     if not ranks.launched or dist.is_initialized():
         return
+    end_with_parent()
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

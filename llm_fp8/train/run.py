@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
-from llm_fp8.train.run_dir import check_free_space, is_finished, with_output_dir
+from llm_fp8.train.run_dir import check_free_space, is_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
     Predict,
     RunResults,
@@ -89,7 +90,7 @@ def run_training(
     start_process_group(ranks)
     plan = plan_run(config, ranks)
     phase_ends("devices")
-    with explained_failures(plan.folder, functools.partial(memory_advice, plan, results)):
+    with explained_failures(plan.folder, functools.partial(memory_advice, plan, results)), ExitStack() as held:
         set_seed(config.optim.seed)
         announce(plan)
         tokenizer = _checked_tokenizer(plan)
@@ -108,6 +109,7 @@ def run_training(
         phase_ends("parity")
         context.connected(plan.device.type).attach(decoder_layers(setup.model))
         _check_export(setup)
+        held.enter_context(run_lock(config, ranks))  # nothing is written before
         loop, state = build_loop(setup, data, checkpoints, fingerprint, resume_path)
         exact_match = _exact_match(setup, tokenizer, data, loop.reporter)
         phase_ends("optimizer")

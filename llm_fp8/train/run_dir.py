@@ -1,13 +1,17 @@
-"""The folder of a run: its default name, the checks before a run, and whether it holds a finished run."""
+"""The folder of a run: its default name, the checks before a run, its lock, and whether it holds a finished run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from llm_fp8.config.options import Config
@@ -15,6 +19,11 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
+
+LOCK = ".lock"
+"""Held by the main process for as long as it trains; the file stays."""
+WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
+"""What a run writes, or clears away, and so may not find of somebody else's."""
 
 
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
@@ -33,20 +42,59 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
         raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
     if ranks.restart_count > 0:
         return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
-    resume_from = config.run.resume_from
-    continues_it = resume_from == LATEST or (
-        resume_from is not None and folder.resolve() in Path(resume_from).resolve().parents
-    )
-    if (folder / "run.json").exists() and not continues_it:
-        raise UserError(
-            f"--output_dir {folder} holds another run; choose another folder, remove this one, or continue it with "
-            "--resume_from latest."
-        )
+    _refuse_other_run(config)
     return config
 
 
 def _with_run(config: Config, **changes: str | None) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))  # type: ignore[arg-type]
+
+
+def _refuse_other_run(config: Config) -> None:
+    """Raise `UserError` where the output folder holds a run that this one does not continue, or parts of anything."""
+    folder, resume_from = Path(str(config.run.output_dir)), config.run.resume_from
+    if resume_from == LATEST or (resume_from and folder.resolve() in Path(resume_from).resolve().parents):
+        return
+    found = next((name for name in WRITTEN if (folder / name).exists()), None)
+    if found is not None:
+        held = "another run" if found == "run.json" else f"files of another run or program ({found})"
+        raise UserError(
+            f"--output_dir {folder} holds {held}; choose another folder, remove this one, or continue its run with "
+            "--resume_from latest."
+        )
+
+
+@contextlib.contextmanager
+def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
+    """Hold the output folder on the main rank; `UserError` where another process does or has begun a run in it since.
+
+    By `flock`, which ends with the process however it ends, and works over NFS; a disk without it is warned of.
+    """
+    if ranks.rank:
+        yield
+        return
+    folder = Path(str(config.run.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as lock:
+        lock.seek(0)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read().strip() or "another process"
+            raise UserError(
+                f"--output_dir {folder} is in use by {holder}; wait for its end or stop it, or choose another folder."
+            ) from None
+        except OSError as error:
+            print(
+                f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}): nothing keeps other runs out.",
+                flush=True,
+            )
+        if ranks.restart_count == 0:
+            _refuse_other_run(config)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        lock.flush()
+        yield
 
 
 def existing_part(folder: Path) -> Path:

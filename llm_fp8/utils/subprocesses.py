@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
 import sys
 
@@ -21,3 +23,10 @@ def torchrun(num_processes: int, *words: str) -> list[str]:
     """The command that starts `num_processes` on this host."""
     # --standalone binds a free port, so that launches side by side do not collide.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
+
+
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when the one that started it is gone, however that ended: the ranks
+    of a killed launcher must not train on.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -4,6 +4,7 @@ metrics.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,8 +19,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from llm_fp8.train import run
 from llm_fp8.train import train_state as run_state
 from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.run_dir import LOCK, WRITTEN
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_training, wait_until
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
@@ -331,13 +334,17 @@ def edit_fingerprint(checkpoint: Path, **changes: object) -> None:
 
 def assert_refused(folder: Path, options: list[str], *named: str) -> None:
     """Resuming with `options` is one sentence that names what differs, and touches nothing."""
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+
+    before = contents()
     with pytest.raises(UserError) as error:
         train(*options, f"--output_dir={folder}", "--resume_from=latest")
     for name in named:
         assert name in str(error.value)
     assert len(str(error.value).splitlines()) == 1
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents() == before
 
 
 @pytest.mark.parametrize(
@@ -380,6 +387,46 @@ def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options)
 def test_a_folder_without_a_checkpoint(tmp_path, options):
     train(*options, "--save_every=0", f"--output_dir={tmp_path}")
     assert_refused(tmp_path, options, "--resume_from latest", "no complete checkpoint")
+
+
+@pytest.mark.parametrize("found", [name for name in WRITTEN if name != "run.json"])
+def test_a_folder_with_files_of_somebody_else_is_refused_and_kept(tmp_path, options, found):
+    path = tmp_path / "run" / found
+    path.mkdir(parents=True) if "." not in found else _write(path)
+    (tmp_path / "run" / "slurm-1.out").touch()
+    with pytest.raises(UserError, match=rf"holds files of another run or program \({found}\)"):
+        train(*options, f"--output_dir={tmp_path / 'run'}")
+    assert path.exists() and sorted(each.name for each in path.parent.iterdir()) == sorted([found, "slurm-1.out"])
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert train(*options, "--max_steps=1", f"--output_dir={tmp_path / 'run'}") == 0
+
+
+def _write(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("mine")
+
+
+def test_two_runs_never_share_a_folder(tmp_path, stopped, options):
+    """The same command twice, and two that resume the same run."""
+    for folder, more in ((tmp_path / "new", []), (stopped, ["--resume_from=latest"])):
+        folder.mkdir(exist_ok=True)
+        with open(folder / LOCK, "a") as held:
+            held.truncate(0)
+            held.write("process 7 on a-host")
+            held.flush()
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(UserError, match=f"--output_dir {folder} is in use by process 7 on a-host; wait"):
+                train(*options, f"--output_dir={folder}", *more)
+        assert train(*options, f"--output_dir={folder}", *more) == 0
+
+
+def test_a_run_that_began_while_another_was_being_set_up_is_kept(tmp_path, options, monkeypatch):
+    folder = tmp_path / "run"
+    build = run.build_setup
+    monkeypatch.setattr(run, "build_setup", lambda plan: (_write(folder / "run.json"), build(plan))[1])
+    with pytest.raises(UserError, match="holds another run"):
+        train(*options, f"--output_dir={folder}")
+    assert (folder / "run.json").read_text() == "mine"
 
 
 def test_the_checkpoint_of_one_run_does_not_overwrite_another(tmp_path, stopped, options):

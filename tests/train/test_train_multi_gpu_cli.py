@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.support.documented_commands import COMMANDS, words_for_a_cpu, write_dataset
 from tests.support.faults import kill_one_rank_and_restart
 from tests.support.launches import ROOT, SCRIPT, environment, torchrun
-from tests.support.processes import free_port
+from tests.support.processes import free_port, wait_for_the_end_of_processes_with
 from tests.support.small import run_json, steps
 
 
@@ -128,3 +129,23 @@ def test_two_hosts_train_one_model(tmp_path, warm_python, tiny_model, rows):
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path, warm_python, tiny_model, rows):
     options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
     kill_one_rank_and_restart(tmp_path, *options, PYTHON_EXEC=warm_python)
+
+
+def test_ranks_of_a_killed_launcher_save_and_end(tmp_path, tiny_model, rows):
+    folder = tmp_path / "run"
+    options = ["--model_name", tiny_model, "--dataset_name", rows, "--max_seq_length=256", "--max_steps=100000"]
+    mark = {"LLM_FP8_TEST_LAUNCH": str(tmp_path)}
+    with subprocess.Popen(
+        [*torchrun(), SCRIPT, *options, "--log_every=1", "--output_dir", str(folder)],
+        cwd=tmp_path,
+        env=environment(**mark),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        deadline = time.monotonic() + 120
+        while not ((folder / "metrics.jsonl").is_file() and steps(folder)):
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        launcher.kill()
+    wait_for_the_end_of_processes_with(*next(iter(mark.items())))
+    assert (folder / "checkpoints" / "latest").exists(), "stopped as by SIGTERM"
