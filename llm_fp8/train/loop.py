@@ -129,6 +129,8 @@ class TrainingLoop:
     step: int = 0
     tokens_seen: int = 0
     last_checkpoint: Path | None = None
+    evaluation_due: bool = False
+    """A signal came in a step behind which an evaluation was due; the resumed run begins with it."""
     first_step_s: float | None = None
     """Seconds of this process's first step; None until it is reported."""
 
@@ -148,6 +150,9 @@ class TrainingLoop:
         end = options.total_steps if until is None else until
         if self.step >= end:
             return  # resumed after the last step, for evaluation and export
+        if self.evaluation_due:
+            callbacks.evaluate(self.step)
+            self.evaluation_due = False
         self.model.train()
         first = self.step + 1
         stamp = self._restart_clocks()
@@ -170,6 +175,7 @@ class TrainingLoop:
                 callbacks.after_report(self.step)
             if evaluate:
                 callbacks.evaluate(self.step)
+            self.evaluation_due = self._due(options.eval_every) and stopping and self.step < options.total_steps
             if save:
                 self.require_finite_weights()
                 self.last_checkpoint = callbacks.save(self.step)

@@ -176,9 +176,9 @@ def build_loop(
         background=config.parallel.async_save,
     )
     total_steps = _total_steps(config, data)
-    step = tokens_seen = 0
+    done = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
+    step = done["step"]
     if resume_path is not None:
-        step, tokens_seen = state.restore(resume_path, optimizer)
         plan.say(f"resumed from {resume_path} after step {step}")
         if step > total_steps or (step == total_steps and is_finished(plan.folder, step)):
             raise UserError(
@@ -207,9 +207,8 @@ def build_loop(
         size=decoder_size(plan.hf_config, num_adapter_parameters(setup.model)),
         peak=device_peak_tflops(plan.device),
         fp8_linear_flop_share=setup.coverage.fp8_linear_flop_share,
-        step=step,
-        tokens_seen=tokens_seen,
         last_checkpoint=resume_path,
+        **done,
     )
     return loop, state
 

@@ -111,6 +111,9 @@ def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]
     )
 
 
+_LOOP_STATE = ("step", "tokens_seen", "evaluation_due")
+
+
 @dataclass(frozen=True)
 class RunState:
     """Saves and restores a run."""
@@ -144,6 +147,7 @@ class RunState:
         meta = {
             "step": loop.step,
             "tokens_seen": loop.tokens_seen,
+            "evaluation_due": loop.evaluation_due,
             "fingerprint": self.fingerprint,
             "loader": self.data.train.state_dict(),
             "optimizer": None if self.strategy.saves_itself else optimizer_scalars(loop.optimizer),
@@ -158,8 +162,8 @@ class RunState:
         """Wait for a checkpoint that is being written in the background; collective."""
         self.checkpoints.finish()
 
-    def restore(self, path: Path, optimizer: Any) -> tuple[int, int]:
-        """Restore everything in place; returns the step and the tokens seen."""
+    def restore(self, path: Path, optimizer: Any) -> dict[str, Any]:
+        """Restore everything in place; returns the checkpoint's `step`, `tokens_seen` and `evaluation_due`."""
         if self.strategy.saves_itself:
             self.strategy.load_state(path / STRATEGY_STATE)
         else:
@@ -179,4 +183,4 @@ class RunState:
             self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
         if rng:
             restore_rng_state(rng, rank)
-        return meta["step"], meta["tokens_seen"]
+        return {"evaluation_due": False} | {name: meta[name] for name in meta if name in _LOOP_STATE}

@@ -137,6 +137,19 @@ def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, stop_afte
     assert_same_run(whole, resumed)
 
 
+@pytest.mark.parametrize("stop", [4, 8])
+def test_an_evaluation_that_fell_due_in_the_step_of_a_signal_is_made_up(tmp_path, options, stop_after, stop):
+    options = [*options, "--eval_every=4", "--save_every=4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(*options, f"--output_dir={whole}")
+    stop_after(stop)
+    assert train(*options, f"--output_dir={resumed}") == 143
+    assert [record["step"] for record in records(resumed) if "eval_loss" in record] == list(range(4, stop, 4))
+    assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
+    assert_same_run(whole, resumed)
+    assert [record["step"] for record in records(resumed) if "eval_loss" in record] == [4, 8, 10]
+
+
 def test_what_draws_random_numbers_draws_the_same_ones(tmp_path, options, stop_after):
     """Attention dropout takes from torch's generator in every step."""
     model = write_model(tmp_path / "model", attention_dropout=0.2)
