@@ -124,7 +124,8 @@ def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: b
         return "quality unknown"
     if gap.high is None or len(gap.by_seed) < MIN_SEEDS:
         return "too few seeds"
-    if gap.high > margin or (own.answers is not None and own.answers.may_be_worse):
+    # Those that finished are no fair sample: a failed run may have failed because it learnt nothing.
+    if own.num_failed or gap.high > margin or (own.answers is not None and own.answers.may_be_worse):
         return "not shown"
     if _is_fp8(own) and own.certificate.state != "certified":
         return "not certified"

@@ -253,7 +253,7 @@ def test_the_margin_is_the_callers():
         ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "eval loss was not measured"),
         ({"loss_gap": None}, "quality unknown", "no bf16 run of the same seed"),
         ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "eval loss is not finite"),
-        ({"num_failed": 1}, "use it", "(1 of 4 runs failed)"),
+        ({"num_failed": 1}, "not shown", "(1 of 4 runs failed)"),
     ],
 )
 def test_verdict_of_other_figures(changes, conclusion, words):
