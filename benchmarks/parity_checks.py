@@ -8,8 +8,8 @@ and small random models of every family, each on a batch of its own. Wrong model
 the feature in question, with one planted fault. A variant keeps the pretrained weights; what it adds (biases, q and k
 norms) is random.
 
-The result holds the figures that the check judges, for every check, so that its limits can be set against them. Needs
-one GPU.
+The result holds the figures that the check judges, for every check, so that its limits can be set against them. The
+same command goes on from what --output holds. Needs one GPU.
 """
 
 from __future__ import annotations
@@ -474,13 +474,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     settings = parser.parse_args()
     require_writable("--output", settings.output)
-    timed = alone(settings.alone, settings.model, settings.data) if settings.alone else None
-    print(json.dumps(timed), flush=True)
-    torch.cuda.empty_cache()
-    results: list[dict[str, Any]] = []
+    record = read_json(settings.output) if settings.output.exists() else {"checks": [], "faults": [], "alone": None}
+    results: list[dict[str, Any]] = [*record["checks"], *record["faults"]]
+    done = {(result["seed"], result.get("fault")) for result in results}
+    timed = record["alone"]
+    if settings.alone and timed is None:
+        timed = alone(settings.alone, settings.model, settings.data)
+        torch.cuda.empty_cache()
     provenance = collect_provenance(sys.argv)
     with ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn")) as pool:
-        for result in pool.map(_run, tasks(settings)):
+        for result in pool.map(_run, [t for t in tasks(settings) if (t["seed"], t.get("fault")) not in done]):
             results.append({name: value for name, value in result.items() if name not in ("base", "data")})
             if len(results) % 20 == 0:  # what is there survives a kill
                 write_json_atomic(settings.output, {"provenance": provenance, **record_of(results), "alone": timed})
