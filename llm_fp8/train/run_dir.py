@@ -25,6 +25,9 @@ LOCK = ".lock"
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
 
+_UNFINISHED = ".*.[0-9]*.tmp"
+"""What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
+
 
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
     """`config` with an output folder, the same on every rank; `UserError` where it cannot be written or holds another
@@ -91,6 +94,8 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
             )
         if ranks.restart_count == 0:
             _refuse_other_run(config)
+        for path in folder.glob(_UNFINISHED):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         lock.flush()

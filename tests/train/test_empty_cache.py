@@ -28,6 +28,7 @@ def test_the_cache_is_emptied_every_so_many_steps(
         options=options,
         step=0,
         model=SimpleNamespace(train=nothing),
+        evaluation_due=False,
         loader=[[]] * 10,
         accelerator=SimpleNamespace(device=torch.device(device)),
         _restart_clocks=nothing,

@@ -415,7 +415,7 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_kept(tmp_path, opti
 
 
 def _write(path: Path) -> None:
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
 
 
@@ -431,6 +431,14 @@ def test_two_runs_never_share_a_folder(tmp_path, stopped, options):
             with pytest.raises(UserError, match=f"--output_dir {folder} is in use by process 7 on a-host; wait"):
                 train(*options, f"--output_dir={folder}", *more)
         assert train(*options, f"--output_dir={folder}", *more) == 0
+
+
+def test_what_a_killed_run_left_half_written_is_removed(stopped, options):
+    for name in (".final.123.tmp", ".run.json.123.tmp", ".mine.tmp", "a.7.tmp"):
+        _write(stopped / name) if name != ".final.123.tmp" else (stopped / name).mkdir()
+    (stopped / ".final.123.tmp" / "model.safetensors").touch()
+    assert train(*options, f"--output_dir={stopped}", "--resume_from=latest") == 0
+    assert sorted(path.name for path in stopped.glob("*.tmp")) == [".mine.tmp", "a.7.tmp"]
 
 
 def test_a_run_that_began_while_another_was_being_set_up_is_kept(tmp_path, options, monkeypatch):
