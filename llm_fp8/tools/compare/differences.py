@@ -154,7 +154,7 @@ def _difference(field: str, values: list[tuple[RunRecord, Any]], effect: Effect 
     if len(by_value) < 2:
         return []
     of_reference = {text for text, holders in by_value.items() if any(run.variant == REFERENCE for run in holders)}
-    # Where the reference does not agree with itself, the difference concerns all.
+    # Where the baseline's own runs differ, the difference concerns all variants.
     apart = by_value if len(of_reference) > 1 else by_value.keys() - of_reference
     variants = sorted({run.variant for text in apart for run in by_value[text]})
     labels = {text: [label(run) for run in holders] for text, holders in by_value.items()}

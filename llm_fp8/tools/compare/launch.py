@@ -155,7 +155,7 @@ def command_line(plan: Plan, run: PlannedRun) -> list[str]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename what an interrupted run left without a checkpoint: the run begins anew, and nothing is deleted."""
+    """Rename the folder of a run that was interrupted before its first checkpoint; the run starts again."""
     if folder.exists() and not has_checkpoint(folder):
         folder.rename(folder.with_name(f"{folder.name}.unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
 
@@ -218,7 +218,7 @@ def launch(
     """
     with only_launcher(plan.folder) as lock, GracefulStop() as stop:
         hangup = signal.getsignal(signal.SIGHUP)
-        if hangup == signal.SIG_DFL:  # not under nohup
+        if hangup == signal.SIG_DFL:  # nohup ignores it
             signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
         try:
             return _launch(plan, slots, say, stop, lock)
@@ -249,7 +249,7 @@ def _launch(
         while (waiting or active) and not stop.requested:
             while waiting and free:
                 run = waiting.pop(0)
-                if not has_checkpoint(plan.run_folder(run)):  # it begins anew, and what it shared before is gone
+                if not has_checkpoint(plan.run_folder(run)):  # it starts again, so earlier overlaps don't count
                     overlaps = {pair for pair in overlaps if run.label not in pair}
                 begun = _start(plan, run, free.pop(0), say, lock)
                 # Without GPUs all runs share the CPU.
@@ -288,7 +288,7 @@ def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None], 
         log_start = file.tell()
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        # In a session of its own it gets signals from here alone, and each only once.
+        # In a session of its own the run gets each signal once, from `_launch`.
         process = subprocess.Popen(
             command,
             stdout=file,

@@ -21,7 +21,7 @@ from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run left behind. Sections that its source does not keep are empty."""
+    """One finished run. Sections that its source does not keep are empty."""
 
     source: str
     """Folder or W&B path, for messages and provenance."""
@@ -59,7 +59,7 @@ class RunRecord:
 
     @cached_property
     def _processes(self) -> list[list[dict[str, float]]]:
-        """The steps, process by process: a run that was resumed compiles and warms up anew."""
+        """The steps of each process: a resumed run compiles and warms up again."""
         starts = sorted({-1, *(resume["resumed_after_step"] for resume in self.resumes)})
         parts = [
             [step for step in self.steps if after < step["step"] <= end]
@@ -130,7 +130,7 @@ class RunRecord:
 def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Records of metrics.jsonl or of a W&B history -> those of optimizer steps, those of evaluations; each in order.
 
-    W&B merges an evaluation into the row of its step; it is taken apart again.
+    W&B merges an evaluation into the record of its step; the keys separate them.
     """
     steps, evaluations = [], []
     for record in records:
@@ -175,22 +175,23 @@ def require_sections(where: str, config: Any, precision: Any) -> None:
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     """A finished run's record. Raises `UserError` where `folder` holds none, or one that did not finish."""
+    where = f"{flag} {folder}"
     if not folder.is_dir():
-        raise UserError(f"{flag} {folder}: no such folder; give the --output_dir of a finished run.")
+        raise UserError(f"{where}: no such folder; give the --output_dir of a finished run.")
     for name in ("run.json", "metrics.jsonl", "summary.json"):
         if not (folder / name).is_file():
             hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
-            raise UserError(f"{flag} {folder}: there is no {name} in it, so {hint}; give the folder of a finished run.")
+            raise UserError(f"{where}: there is no {name} in it, so {hint}; give the folder of a finished run.")
     run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
     if reason := why_unfinished(summary):
-        raise UserError(f"{flag} {folder}: {reason}")
-    require_sections(f"{flag} {folder}: run.json", run.get("config"), run.get("precision"))
+        raise UserError(f"{where}: {reason}")
+    require_sections(f"{where}: run.json", run.get("config"), run.get("precision"))
     steps, evaluations = split_records(read_jsonl(folder / "metrics.jsonl"))
     if not steps:
-        raise UserError(f"{flag} {folder}: metrics.jsonl holds no optimizer step.")
+        raise UserError(f"{where}: metrics.jsonl holds no optimizer step.")
     if steps[-1]["step"] != summary.get("steps"):
         raise UserError(
-            f"{flag} {folder}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step "
+            f"{where}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step "
             f"{summary.get('steps')}, so they are not of one finished run; train it anew."
         )
     certificate = folder / "certificate.json"
@@ -219,8 +220,6 @@ def _last_answers(folder: Path) -> dict[str, bool]:
     return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in answers}
 
 
-_FLAG = "--wandb"
-_SERVER_PATH = re.compile(r"[^/\s]+/[^/\s]+/[^/\s]+")
 _OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
 
 
@@ -230,9 +229,10 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
     W&B has the configuration, the provenance and the history; the answers stay in the run's folder. `api` is a
     `wandb.Api`, by default a new one with this machine's login. Raises `UserError` where there is no such run.
     """
-    if not _SERVER_PATH.fullmatch(path) or Path(path).exists():
+    where = f"--wandb {path}"
+    if not re.fullmatch(r"[^/\s]+/[^/\s]+/[^/\s]+", path) or Path(path).exists():
         raise UserError(
-            f"{_FLAG} {path} is not ENTITY/PROJECT/RUNID; a run on this machine, an offline one too, is read from its "
+            f"{where} is not ENTITY/PROJECT/RUNID; a run on this machine, an offline one too, is read from its "
             "--output_dir with --runs."
         )
     import wandb
@@ -241,19 +241,17 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         run = (api or wandb.Api()).run(path)
         state, config, summary, history = run.state, dict(run.config), dict(run.summary), list(run.scan_history())
     except (wandb.errors.Error, ValueError, OSError) as error:
-        raise UserError(
-            f"{_FLAG} {path}: W&B did not give the run ({error}); check the path and 'wandb login'."
-        ) from error
+        raise UserError(f"{where}: W&B did not give the run ({error}); check the path and 'wandb login'.") from error
     if state != "finished":
-        raise UserError(f"{_FLAG} {path}: the W&B run is {state}; give a run that finished.")
+        raise UserError(f"{where}: the W&B run is {state}; give a run that finished.")
     if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
-        raise UserError(f"{_FLAG} {path}: {reason}")
+        raise UserError(f"{where}: {reason}")
     effective = dict(config.get("effective") or {})
     precision = effective.pop("precision", None)
-    require_sections(f"{_FLAG} {path}: its configuration", config, precision)
+    require_sections(f"{where}: its configuration", config, precision)
     steps, evaluations = split_records(_merged_by_step(history))
     if not steps:
-        raise UserError(f"{_FLAG} {path}: its history holds no optimizer step.")
+        raise UserError(f"{where}: its history holds no optimizer step.")
     model, data = effective.pop("model", {}), effective.pop("data", {})
     return RunRecord(
         source=path,
@@ -281,7 +279,7 @@ def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _merged_by_step(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """History rows joined by step: an evaluation may have a row of its own."""
+    """History records joined by step: an evaluation may have one of its own."""
     by_step: dict[Any, dict[str, Any]] = {}
     for row in history:
         if row.get("step") is not None:

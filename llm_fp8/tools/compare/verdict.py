@@ -62,9 +62,7 @@ def judge(
     differences: Sequence[Difference],
     margin: float = QUALITY_MARGIN,
 ) -> Verdict:
-    """The verdict on a variant against the reference variant (None where it has no finished run); `margin`: nats of
-    eval loss by which it may be worse.
-    """
+    """The verdict on a variant against its baseline `reference` (None where that has no finished run)."""
     if own.num_seeds == 0:
         return Verdict("failed", f"{own.name}: no run finished, so there is nothing to compare.")
     name, state, reasons = own.name, own.certificate.state, "; ".join(own.certificate.reasons)
@@ -72,9 +70,9 @@ def judge(
         name += f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
     if reference is not None and own.arm == reference.arm:
         failed = f", and its certificate failed ({reasons})" if state == "failed" else ""
-        return Verdict("reference", f"{name} is what the others are held against{failed}.")
+        return Verdict("reference", f"{name} is the baseline of the others{failed}.")
     if reference is None or reference.num_seeds == 0:
-        return Verdict("no reference", f"{name} has no finished bf16 run to be held against.")
+        return Verdict("no reference", f"{name} has no finished bf16 run to be compared with.")
     if own.fallback_reasons:
         return Verdict(
             "fell back",
@@ -96,9 +94,9 @@ def judge(
         _loss_words(own, reference, quality_confounded, margin),
         _answer_words(own, quality_confounded),
     ]
-    if state in ("failed", "undetermined") and (state == "failed" or _is_fp8(own)):
+    if state == "failed" or (state == "undetermined" and _is_fp8(own)):
         clauses.append(f"and its certificate {'failed' if state == 'failed' else 'is undetermined'} ({reasons})")
-    if state == "missing" and _is_fp8(own):
+    elif state == "missing" and _is_fp8(own):
         clauses.append("and no certificate shows that it computed in fp8")
     conclusion = _conclude(own, bool(speed_confounded), bool(quality_confounded), margin)
     return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
