@@ -6,11 +6,13 @@ import base64
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 from numpy.typing import NDArray
+from selenium.webdriver.support.wait import WebDriverWait
 
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Comparison, Failure, compare
@@ -89,6 +91,16 @@ return [document.documentElement.scrollWidth, innerWidth, wide.map(e => e.tagNam
 
 
 @pytest.mark.slow
+def sizes_on_screen(browser: Any) -> list[list[float]]:
+    """`CHART_SIZES` once every chart fills its place: plotly draws some time behind a change of size."""
+
+    def settled(browser: Any) -> list[list[float]] | None:
+        sizes = browser.execute_script(CHART_SIZES)
+        return sizes if all(abs(drawn - room) < 1 for drawn, _, room, _ in sizes) else None
+
+    return WebDriverWait(browser, 20, poll_frequency=0.1).until(settled)
+
+
 def test_the_page_in_a_browser(page, tmp_path):
     with open_browser(tmp_path / "profile") as browser:
         browser.get("about:blank")
@@ -153,7 +165,7 @@ def test_the_page_in_a_browser(page, tmp_path):
         set_width(browser, 1280)
 
         # On paper every chart has the room that it was drawn for, and on screen again afterwards.
-        screen = browser.execute_script(CHART_SIZES)
+        screen = sizes_on_screen(browser)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
         browser.execute_script("dispatchEvent(new Event('beforeprint'))")
         assert (
@@ -163,7 +175,7 @@ def test_the_page_in_a_browser(page, tmp_path):
         assert all(drawn_in[1] <= drawn_in[3] and drawn_in[0] < 700 for drawn_in in browser.execute_script(CHART_SIZES))
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
         browser.execute_script("dispatchEvent(new Event('afterprint'))")
-        assert browser.execute_script(CHART_SIZES) == screen
+        assert sizes_on_screen(browser) == screen
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {})["data"])
         (tmp_path / "page.pdf").write_bytes(pdf)
