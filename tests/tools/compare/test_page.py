@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from numpy.typing import NDArray
-from selenium.webdriver.support.wait import WebDriverWait
 
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Comparison, Failure, compare
@@ -93,6 +92,8 @@ return [document.documentElement.scrollWidth, innerWidth, wide.map(e => e.tagNam
 @pytest.mark.slow
 def sizes_on_screen(browser: Any) -> list[list[float]]:
     """`CHART_SIZES` once every chart fills its place: plotly draws some time behind a change of size."""
+
+    from selenium.webdriver.support.wait import WebDriverWait  # where there is none, the test is skipped
 
     def settled(browser: Any) -> list[list[float]] | None:
         sizes = browser.execute_script(CHART_SIZES)
