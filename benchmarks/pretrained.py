@@ -8,9 +8,12 @@ one seed and learning rate are paired. Each model is evaluated on the held-out r
 trained in, by the run itself, and after its export in bf16 by plain transformers. The difference of the two is what the
 evaluation's own fp8 costs, the rest is in the weights. `untrained` holds the same before any training.
 
+`equal_loss_steps` is the share of its steps after which the reference had the loss of the variant's export, between its
+evaluations by interpolation. Its learning rate had not decayed by then, so a reference with fewer steps in its schedule
+gets there sooner still.
+
 `--exact_match N` lets every export answer N held-out problems. `--deadline_s` starts no run after so many seconds; the
-same command goes on from what --output holds. `step_time_s` is the median of a run; it means something with
-`--parallel 1` alone.
+same command goes on from what --output holds. The median step time is kept with `--parallel 1` only.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -163,9 +167,10 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
         "eval_loss": summary["last_evaluation"]["eval_loss"],
         "bf16_eval_loss": plain_loss(exported, batches, device),
         "tokens_seen": summary["tokens_seen"],
-        "step_time_s": statistics.median(record["step_time_s"] for record in metrics if "step_time_s" in record),
         "parity": next((line for line in done.stdout.splitlines() if line.startswith("parity")), None),
     }
+    if settings.parallel == 1:
+        result["step_time_s"] = statistics.median(line["step_time_s"] for line in metrics if "step_time_s" in line)
     if settings.exact_match:
         output = folder / "exact_match.json"
         command = [
@@ -184,6 +189,13 @@ def interval(differences: list[float]) -> dict[str, Any]:
     found = t_interval(differences)
     half = None if found.low is None else found.value - found.low
     return {"num_pairs": len(differences), "mean": found.value, "half_width": half, "differences": differences}
+
+
+def equal_loss_steps(run: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Share of its steps after which `reference` had the loss of the exported `run`; 1 where it never had."""
+    steps, losses = zip(*reference["evaluations"], strict=True)
+    best = np.minimum.accumulate(losses)
+    return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -205,6 +217,8 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if all(name in run for pair in pairs for run in pair):
                     entry[name] = interval([run[name] - other[name] for run, other in pairs])
                     entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
+            if rate:
+                entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in pairs)
             comparisons.append(entry)
     return comparisons
 
@@ -238,13 +252,14 @@ def main() -> int:
     left = [job for job in plan(settings) if (job.variant, job.learning_rate, job.seed) not in done]
     batches = held_out_batches(settings)
     provenance, lock = collect_provenance(sys.argv), threading.Lock()
+    origin = {"commit": provenance["git"]["commit"], "gpu": next((gpu["name"] for gpu in provenance["gpus"]), None)}
 
     def keep(future: Future[dict[str, Any] | None]) -> None:
         result = future.result()
         if result is None:
             return
         with lock:
-            runs.append(result)
+            runs.append(result | origin)
             runs.sort(key=lambda run: (list(VARIANTS).index(run["variant"]), run["learning_rate"], run["seed"]))
             write_json_atomic(settings.output, {"provenance": provenance, "comparisons": compare(runs), "runs": runs})
             names = ("variant", "learning_rate", "seed", "eval_loss", "bf16_eval_loss", "exact_match", "failed")

@@ -28,7 +28,8 @@ def test_an_unknown_variant_is_named():
 
 def test_differences_are_paired_by_seed_and_learning_rate():
     def run(variant, rate, seed, loss):
-        return dict(variant=variant, learning_rate=rate, seed=seed, eval_loss=loss, bf16_eval_loss=loss - 0.5)
+        losses = dict(eval_loss=loss, bf16_eval_loss=loss - 0.5, evaluations=[[40, loss + 1], [80, loss]])
+        return dict(variant=variant, learning_rate=rate, seed=seed, **losses)
 
     runs = [run("bf16", 3e-5, seed, float(seed)) for seed in (1, 2, 3)]
     runs += [run("delayed", 3e-5, seed, seed + gap) for seed, gap in ((1, 0.1), (2, 0.2), (3, 0.3))]
@@ -43,3 +44,10 @@ def test_differences_are_paired_by_seed_and_learning_rate():
 
 def test_one_pair_has_no_interval():
     assert pretrained.interval([0.3]) == {"num_pairs": 1, "mean": 0.3, "half_width": None, "differences": [0.3]}
+
+
+def test_equal_loss_lies_between_evaluations():
+    reference = {"evaluations": [[40, 1.0], [80, 0.9], [120, 0.95], [160, 0.7]]}
+    for loss, share in ((0.95, 60 / 160), (0.8, 140 / 160), (0.6, 1.0)):
+        found = pretrained.equal_loss_steps({"bf16_eval_loss": loss}, reference)
+        assert found == pytest.approx(share), loss
