@@ -5,9 +5,9 @@
     time_by_class(recorded)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(recorded)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on an H200; others are recognised
-by their libraries' naming. A GEMM whose name does not tell its operand types is "unknown"; a kernel that no rule
-matches is "other", possibly a GEMM. TE's norm or activation that writes fp8 is norm or activation, not cast.
+The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on an H200. A GEMM whose name
+does not tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. A norm or
+activation of TE that writes fp8 is no cast.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ KernelClass = Literal[
     "elementwise",
     "other",
 ]
-"""What a kernel is for.
-
-gemm: GEMMs and the reductions of split-K ones. cast: quantisation, its transposes, amax and
-scales. optimizer: also gradient norm and clipping. copy: also fills, concatenation and casts between floating-point
-types. elementwise: all other pointwise, reducing and indexing kernels of PyTorch.
+"""gemm: also the reductions of split-K GEMMs. cast: quantisation, its transposes, amax and scales. optimizer: also
+gradient norm and clipping. copy: also fills, concatenation and casts between floating-point types. elementwise: all
+other pointwise, reducing and indexing kernels of PyTorch.
 """
 KERNEL_CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 
@@ -59,8 +57,6 @@ KernelTimes: TypeAlias = Mapping[str, tuple[int, float]]
 
 @dataclass
 class KernelTime:
-    """Kernels taken together."""
-
     count: int = 0
     time_s: float = 0.0
     names: dict[str, float] = field(default_factory=dict)
@@ -68,7 +64,6 @@ class KernelTime:
 
 
 def _names(pattern: str) -> re.Pattern[str]:
-    """Matches kernel names that contain `pattern`, whatever the case."""
     return re.compile(pattern, re.IGNORECASE)
 
 
@@ -77,7 +72,6 @@ _COMPILED = re.compile(r"^triton_(?:poi|red|per|for|mix|unk)_fused_(?P<operation
 _COMPILED_TEMPLATE = re.compile(r"^triton_(?:tem_|mm|bmm|addmm)")
 """A GEMM or attention of torch.compile."""
 
-_GEMM = _names(r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm")
 _PARTIAL_SUM = _names(r"splitk\w*reduce|reduce_1block_kernel|splitk_?reduction")
 """Reduces the parts of a split-K GEMM: its time belongs to the GEMM, but it is none itself."""
 
@@ -92,7 +86,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
             r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue"
         ),
     ),
-    ("gemm", _GEMM),
+    ("gemm", _names(r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm")),
     ("optimizer", _names(r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_")),
     ("loss", _names(r"cross_entropy|nll_loss|log_?softmax|softmax|element_mul_kernel")),
     ("rope", _names(r"rope|rotary")),
@@ -121,7 +115,7 @@ _OPERAND = re.compile(
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""The types in a GEMM's name; the first is an operand's."""
+"""The types in a GEMM's name; the first is that of an operand."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
 """cuBLAS 12 and 13: nvjet_[sm<capability>_]<types>_..., operands first: q e4m3, r e5m2, t bf16, h fp16, s fp32."""
@@ -129,7 +123,6 @@ _NVJET_KINDS: dict[str, GemmKind] = {"q": "fp8", "r": "fp8", "t": "bf16", "h": "
 
 @functools.cache
 def kernel_class(name: str) -> KernelClass:
-    """The class of the kernel of this name."""
     if compiled := _COMPILED.match(name):
         return _class_of_compiled(compiled["operations"])
     if _COMPILED_TEMPLATE.match(name):
@@ -138,7 +131,7 @@ def kernel_class(name: str) -> KernelClass:
 
 
 def _class_of_compiled(operations: str) -> KernelClass:
-    """The class of a fused kernel of torch.compile by the operations in its name ('_to_copy_abs_max_mul_silu')."""
+    """The class of a fused kernel by the operations in its name, as '_to_copy_abs_max_mul_silu'."""
 
     def has(*wanted: str) -> bool:
         return all(re.search(rf"(?:^|_){operation}(?:_|$)", operations) for operation in wanted)
@@ -177,7 +170,7 @@ def gemm_kind(name: str) -> GemmKind | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels of the enclosed code; readable after the block, which ends with a synchronisation."""
+    """Record the CUDA kernels of the enclosed code, which ends with a synchronisation; readable afterwards."""
     with contextlib.ExitStack() as recording:
         with warnings.catch_warnings():
             # About recordings of several cycles; its advice, acc_events=True, makes a Python object of every event.
@@ -188,10 +181,8 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Name, start and end (seconds from the start) of all that the GPU ran in a finished `torch.profiler.profile`.
-
-    Reads the profiler's own events: building `recorded.events()` takes longer than the recorded step.
-    """
+    """Name, start and end (seconds from the start) of all that the GPU ran in a finished `torch.profiler.profile`."""
+    # The profiler's own events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
     return [
@@ -230,5 +221,5 @@ def _grouped(kernels: Iterable[tuple[Any, str, int, float]]) -> dict[Any, Kernel
         taken = groups.setdefault(group, KernelTime())
         taken.count += count
         taken.time_s += time_s
-        taken.names[name] = taken.names.get(name, 0.0) + time_s
+        taken.names[name] = time_s
     return dict(sorted(groups.items(), key=lambda group: -group[1].time_s))

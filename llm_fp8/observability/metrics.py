@@ -10,14 +10,12 @@ for the values, forward once and backward twice: `6 h l**2` per layer. One step 
 with `P` the linear weights including lm_head (embedding look-up, norms, softmax and RoPE are left out, as usual), `L`
 layers and `h = num_attention_heads * head_dim`. For unpacked sequences of `S` positions every sequence is one document:
 the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
-arXiv:2204.02311, appendix B; only the causal half of attention). Recomputation is not counted; padding is
-(`packing_efficiency` says how much there is). A sliding window shorter than the document changes nothing.
+arXiv:2204.02311, appendix B; only the causal half of attention). Recomputation is not counted; padding is. A sliding
+window shorter than the document changes nothing. With LoRA the linear weights are frozen and need no wgrad: `4 n`, and
+`6 n` for the adapters' entries.
 
-With LoRA the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the adapters' entries.
-
-**Utilisation** (MFU) is model FLOP/s over the GPU's peak: the vendor's dense figure (2:4 sparsity doubles it in most
-data sheets). An fp8 step mixes fp8 and bf16 GEMMs, so it is given against both peaks; neither alone is the truth. A GPU
-that is not in the table has no utilisation.
+**Utilisation** (MFU) is model FLOP/s over the GPU's dense peak. An fp8 step mixes fp8 and bf16 GEMMs, so it is given
+against both peaks. A GPU that is not in the table has no utilisation.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Metric:
-    """Unit and meaning of one reported figure."""
-
     unit: str
     description: str
 
@@ -110,8 +106,6 @@ RECORDED_STEP = "num_gemm_kernels"
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """The dimensions of a decoder that its FLOPs depend on."""
-
     num_linear_parameters: int
     """Entries of all weight matrices that multiply activations: lm_head included, embedding look-up not."""
     num_layers: int
@@ -143,9 +137,7 @@ class StepTokens:
     num_tokens: int
     """All positions, padding included."""
     num_real_tokens: int
-    """Positions that are not padding."""
     num_supervised_tokens: int
-    """Positions with a label."""
     sum_squared_lengths: int
     """Sum of l**2 over documents; for unpacked sequences of S positions `num_tokens * S`."""
 
@@ -167,47 +159,35 @@ def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
 
 @dataclass(frozen=True)
 class PeakTflops:
-    """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second), and their source."""
+    """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second)."""
 
     bf16: float
     fp8: float | None
     """None where the GPU has no fp8 tensor cores."""
-    source: str
 
 
-_H100_DATASHEET = "NVIDIA H100 Tensor Core GPU data sheet (with-sparsity figure halved)"
-_H200_DATASHEET = "NVIDIA H200 Tensor Core GPU data sheet (with-sparsity figure halved)"
-_HOPPER_WHITEPAPER = "NVIDIA H100 Tensor Core GPU Architecture white paper, table of peak rates, dense"
-_ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture white paper, appendix A, dense, FP32 accumulation"
-
-# By `torch.cuda.get_device_name`, matched in full: a laptop, MIG or cut-down part has another name and peak.
+# By `torch.cuda.get_device_name`, matched in full: a laptop, MIG or cut-down part has another name and peak. From
+# NVIDIA's data sheets of these GPUs, whose figures with sparsity are halved, unless a comment names another source.
 _PEAKS: dict[str, PeakTflops] = {
-    r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9, f"{_HOPPER_WHITEPAPER}; SXM5"),
-    r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0, f"{_H100_DATASHEET}; PCIe"),
-    r"NVIDIA H100 NVL": PeakTflops(835.5, 1670.5, f"{_H100_DATASHEET}; NVL"),
-    r"NVIDIA H200": PeakTflops(989.4, 1978.9, f"{_H200_DATASHEET}; SXM; same GH100 rates as H100 SXM5"),
-    r"NVIDIA H200 NVL": PeakTflops(835.5, 1670.5, f"{_H200_DATASHEET}; NVL"),
-    r"NVIDIA H20": PeakTflops(148.0, 296.0, "NVIDIA H20 specification as published by system vendors, dense"),
-    r"NVIDIA GH200 (480GB|144G HBM3e)": PeakTflops(
-        989.4, 1978.9, "NVIDIA GH200 Grace Hopper Superchip data sheet (with-sparsity figure halved)"
-    ),
-    r"NVIDIA B200": PeakTflops(2250.0, 4500.0, "NVIDIA HGX B200 data sheet, one GPU (with-sparsity figure halved)"),
-    r"NVIDIA GB200": PeakTflops(2500.0, 5000.0, "NVIDIA GB200 NVL72 data sheet, one GPU (with-sparsity figure halved)"),
-    r"NVIDIA B300 SXM6 AC": PeakTflops(
-        2250.0, 4500.0, "NVIDIA HGX B300 data sheet, one GPU (with-sparsity figure halved)"
-    ),
-    r"NVIDIA GB300": PeakTflops(2500.0, 5000.0, "NVIDIA GB300 NVL72 data sheet, one GPU (with-sparsity figure halved)"),
-    r"NVIDIA A100-SXM4-(40|80)GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": PeakTflops(
-        312.0, None, "NVIDIA A100 Tensor Core GPU data sheet, dense"
-    ),
-    r"NVIDIA L40S": PeakTflops(362.05, 733.0, "NVIDIA L40S data sheet, dense"),
-    r"NVIDIA L40": PeakTflops(181.05, 362.0, "NVIDIA L40 data sheet, dense"),
-    r"NVIDIA L4": PeakTflops(121.0, 242.5, "NVIDIA L4 data sheet (with-sparsity figure halved)"),
-    r"NVIDIA RTX 6000 Ada Generation": PeakTflops(364.25, 728.5, "NVIDIA RTX 6000 Ada Generation data sheet (halved)"),
-    r"NVIDIA GeForce RTX 4090": PeakTflops(165.2, 330.3, _ADA_WHITEPAPER),
-    r"NVIDIA GeForce RTX 5090": PeakTflops(
-        209.5, 419.0, "NVIDIA RTX Blackwell GPU Architecture white paper, appendix, dense, FP32 accumulation"
-    ),
+    r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9),  # SXM5; H100 Architecture white paper, dense
+    r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0),
+    r"NVIDIA H100 NVL": PeakTflops(835.5, 1670.5),
+    r"NVIDIA H200": PeakTflops(989.4, 1978.9),  # SXM
+    r"NVIDIA H200 NVL": PeakTflops(835.5, 1670.5),
+    r"NVIDIA H20": PeakTflops(148.0, 296.0),  # published by system vendors, dense
+    r"NVIDIA GH200 (480GB|144G HBM3e)": PeakTflops(989.4, 1978.9),
+    r"NVIDIA B200": PeakTflops(2250.0, 4500.0),  # HGX B200, one GPU
+    r"NVIDIA GB200": PeakTflops(2500.0, 5000.0),  # GB200 NVL72, one GPU
+    r"NVIDIA B300 SXM6 AC": PeakTflops(2250.0, 4500.0),  # HGX B300, one GPU
+    r"NVIDIA GB300": PeakTflops(2500.0, 5000.0),  # GB300 NVL72, one GPU
+    r"NVIDIA A100-SXM4-(40|80)GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": PeakTflops(312.0, None),  # dense
+    r"NVIDIA L40S": PeakTflops(362.05, 733.0),  # dense
+    r"NVIDIA L40": PeakTflops(181.05, 362.0),  # dense
+    r"NVIDIA L4": PeakTflops(121.0, 242.5),
+    r"NVIDIA RTX 6000 Ada Generation": PeakTflops(364.25, 728.5),
+    # Ada and RTX Blackwell Architecture white papers, dense with fp32 accumulation.
+    r"NVIDIA GeForce RTX 4090": PeakTflops(165.2, 330.3),
+    r"NVIDIA GeForce RTX 5090": PeakTflops(209.5, 419.0),
 }
 
 
@@ -224,10 +204,9 @@ def device_peak_tflops(device: torch.device) -> PeakTflops | None:
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """The throughput figures of one step under the keys of `METRICS`.
+    """The throughput figures of one step under the keys of `METRICS`, without those that this hardware does not have.
 
-    `num_gpus` is the number of training processes (1 on a CPU); only with `fp8` is there a `mfu_fp8_peak`. Figures that
-    do not exist on this hardware are left out.
+    `num_gpus` is the number of training processes (1 on a CPU); only with `fp8` is there a `mfu_fp8_peak`.
     """
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {

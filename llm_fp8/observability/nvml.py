@@ -1,8 +1,7 @@
 """What NVML knows of a GPU: clocks and power while it works, and its energy counter.
 
-Data-centre GPUs since Volta count the energy of the board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`, NVML
-API reference, device queries): one board and all processes on it, not the host or the network. A MIG slice has no
-counter.
+Data-centre GPUs since Volta count the energy of the board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`): of
+all processes on it, without the host or the network. A MIG slice has no counter.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def open_nvml(device: torch.device) -> tuple[Any, Any]:
 
 
 class GpuStateSampler:
-    """Samples a GPU every `INTERVAL_S` in a thread from entry to exit; without NVML it does nothing."""
+    """Samples a GPU in a thread from entry to exit; without NVML it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._samples: list[tuple[float, float, float, bool]] = []
@@ -102,7 +101,7 @@ class GpuStateSampler:
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float]:
-    """Reads the energy counter of `device` in joules, from an arbitrary start; raises `NoNvml` where it has none."""
+    """A function that reads the energy counter of `device` in J. Raises `NoNvml` where it has none."""
     pynvml, handle = open_nvml(device)
     try:
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
@@ -121,8 +120,8 @@ def open_energy_counter(device: torch.device) -> Callable[[], float]:
 class EnergyMeter:
     """Energy of all GPUs of a run over intervals of optimizer steps; collective.
 
-    An interval begins at `restart` with an idle GPU and ends at the first `read` at least `MIN_INTERVAL_S` later; the
-    next begins there. `no_counter` says why this rank has no counter; the figures are sums, so none has figures then.
+    An interval begins at `restart`, with an idle GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later; the
+    next begins there. `no_counter` says why this rank has no counter; then no rank has figures.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`; what was counted since the last figures belongs to the total alone."""
+        """Begin an interval after `step`; the energy since the last figures counts in the total alone."""
         self._last_step = step
         self._num_tokens = 0
         self._start_s, self._start_j = self._clock(), self._counter_j()
@@ -154,8 +153,8 @@ class EnergyMeter:
     def read(self, num_tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
         """Per step of this call, figures of the interval that ends here, under the keys of `metrics.METRICS`.
 
-        `num_tokens` gives the positions of each step since the last call, on all GPUs, which must be done with them.
-        Empty without a counter, or while the interval is too short: the tokens then count for the call that ends it.
+        `num_tokens`: positions of each step since the last call, on all GPUs, which must be done with them. Empty
+        without a counter, or while the interval is too short: the tokens then count for the call that ends it.
         """
         # All ranks have the same type of device, so they agree on whether to reduce.
         if self._accelerator.device.type != "cuda" and self._read_j is None:

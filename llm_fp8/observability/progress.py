@@ -1,7 +1,7 @@
 """What a person sees of a running job.
 
 On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
-plain line every `log_every` steps and nothing is redrawn. Both say the same.
+plain line every `log_every` steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 _RECENT_STEPS = 50
-"""The time left extrapolates the median of so many steps, so that an evaluation or a save does not count."""
+"""Steps whose median gives the time left: a single slow one does not count."""
 
 
 def format_step(record: Mapping[str, float], total_steps: int, time_left_s: float | None) -> str:
@@ -61,23 +61,22 @@ class ProgressDisplay:
             self._bar.start()
 
     def step(self, record: Mapping[str, float]) -> None:
-        """Show one optimizer step; `record` has the keys of `observability.metrics.METRICS`, `step` among them."""
+        """Show one optimizer step; `record` has the keys of `metrics.METRICS`, `step` among them."""
         step = int(record["step"])
         if "step_time_s" in record:
             self._recent_s.append(record["step_time_s"])
         time_left_s = statistics.median(self._recent_s) * (self._total_steps - step) if self._recent_s else None
+        text = format_step(record, self._total_steps, time_left_s)
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=step, description=format_step(record, self._total_steps, time_left_s)
-            )
+            self._bar.update(self._task, completed=step, description=text)
         elif step % self._log_every == 0 or step in (self._first_step + 1, self._total_steps):
-            self.print(format_step(record, self._total_steps, time_left_s))
+            self.print(text)
 
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands. May be called twice."""
+        """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.stop()

@@ -1,7 +1,7 @@
 """Provenance of a run for its run.json: versions, hardware, code and command.
 
-Versions come from the installed packages' metadata; nothing heavy is imported. Of the environment only variables that
-steer the GPU libraries or the launcher are kept, by prefix, and none whose name suggests a secret.
+Of the environment only variables that steer the GPU libraries or the launcher are kept, by prefix, and none whose name
+suggests a secret.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.nvml import gpu_uuid
 from llm_fp8.utils.packages import REPOSITORY, package_version
@@ -44,9 +43,8 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the git repository whose root is `folder`, and whether files differ from it.
 
-    A copy without git's files (a container) can be told its commit in LLM_FP8_COMMIT; `dirty` is None then. None where
-    git is missing, nothing was committed yet, or `folder` is not itself the root (a copy inside another repository
-    would take that one's commit).
+    LLM_FP8_COMMIT gives the commit of a copy without git's files (a container); `dirty` is None then. None where git is
+    missing, nothing was committed yet, or `folder` is not the root (it would take another repository's commit).
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}
@@ -61,17 +59,14 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_gib": round(properties.total_memory / GIB, 1),
-                "compute_capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return gpus
+    return [
+        {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / GIB, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        }
+        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 def _driver_version() -> str | None:
@@ -89,7 +84,6 @@ def _cpu_model() -> str | None:
 
 
 def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that steer the GPU libraries or the launcher, without secrets."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -125,20 +119,11 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def run_record(
-    config: Config, provenance: dict[str, Any], precision: dict[str, Any], **sections: Any
-) -> dict[str, Any]:
-    """What run.json holds of a start of a run; keyword arguments become sections."""
-    return {"config": config.to_dict(), "precision": precision, **sections, "provenance": provenance}
-
-
 def gpu_names(num_gpus: int, visible_devices: str | None) -> list[str]:
-    """Names (numbers or UUIDs) of the `num_gpus` GPUs that CUDA counts under CUDA_VISIBLE_DEVICES = `visible_devices`.
-
-    CUDA ignores what follows a name that it does not know.
-    """
+    """Numbers or UUIDs of the `num_gpus` GPUs that CUDA counts under CUDA_VISIBLE_DEVICES = `visible_devices`."""
     if not visible_devices:
         return [str(number) for number in range(num_gpus)]
+    # CUDA ignores what follows a name that it does not know.
     return [name.strip() for name in visible_devices.split(",")][:num_gpus]
 
 

@@ -1,15 +1,15 @@
 """Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json.
 
-The training loop passes plain floats, several steps at a time; everything here runs on the main process.
+Only the main process writes.
 
     output_dir/
-      metrics.jsonl      one line per optimizer step and per evaluation, keys of `llm_fp8.observability.metrics.METRICS`
+      metrics.jsonl      one line per optimizer step and per evaluation, keys of `metrics.METRICS`
       summary.json       written at the end: last values, medians, whatever the loop adds
       wandb/             the W&B run's files (with --use_wandb)
       tensorboard/       TensorBoard's event files (with --report_to tensorboard)
 
-A resumed run continues metrics.jsonl; lines beyond the last checkpoint are cut first, because those steps are taken
-again. On W&B, which cannot take back steps, each start is a run in the group --wandb_group.
+A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
+On W&B, which cannot take back steps, each start is a run in the group --wandb_group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llm_fp8.utils.json_files import json_line, write_json_atomic
 
 
 def require_wandb_login(flag: str) -> None:
-    """Raise `UserError` that starts with `flag` where W&B is missing or has no login."""
+    """Raise `UserError`, beginning with `flag`, where W&B is missing or has no login."""
     if wandb_login_state(flag) == "logged_out":
         raise UserError(
             f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "
@@ -43,7 +43,7 @@ def require_wandb_login(flag: str) -> None:
 
 def _output_dir(config: Config) -> Path:
     if config.run.output_dir is None:
-        raise ValueError("config.run.output_dir must be set before the run is reported.")
+        raise ValueError("the run is reported, but config.run.output_dir is not set.")
     return Path(config.run.output_dir)
 
 
@@ -83,7 +83,7 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 def _check_record(record: dict[str, float]) -> dict[str, float]:
-    """`record`; an error for unknown keys and values that are not numbers."""
+    """`record`; an error for an unknown key and for a value that is no number."""
     for key, value in record.items():
         if key not in METRICS:
             raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
@@ -103,29 +103,17 @@ def _flat(tree: dict[str, Any], separator: str, prefix: str = "") -> dict[str, A
     return flat
 
 
-def _define_axes(run: Any) -> None:
-    """Let W&B draw every figure by `step`, or by `tokens_seen`."""
-    for axis in ("step", "tokens_seen"):
-        run.define_metric(axis)
-    run.define_metric("*", step_metric="step")
-
-
-_TRACKED_ELSEWHERE = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
-
-
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
-    parts = {key: value for key, value in summary.items() if key not in _TRACKED_ELSEWHERE}
-    return {
-        key: value for key, value in _flat({**parts, **summary.get("throughput", {})}, "/").items() if value is not None
-    }
+    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+    parts = {key: value for key, value in summary.items() if key not in known}
+    flat = _flat({**parts, **summary.get("throughput", {})}, "/")
+    return {key: value for key, value in flat.items() if value is not None}
 
 
 class RunReporter:
-    """Reports the numbers of one run; every rank makes one, only the main process writes.
-
-    As a context manager it closes everything on a normal end. After an error only the files are closed: the trackers'
-    exit hooks then show the run as crashed and not as finished.
+    """Reports the numbers of one run; every rank makes one. A context manager that closes the files and, after a normal
+    end, the trackers: after an error their exit hooks show the run as crashed.
     """
 
     def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
@@ -142,7 +130,6 @@ class RunReporter:
         self._last_step = resume_step
         self._last_record: dict[str, float] | None = None
         self._last_evaluation: dict[str, float] | None = None
-        self._closed = False
         if not accelerator.is_main_process:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +143,7 @@ class RunReporter:
     def start_trackers(self, record: dict[str, Any]) -> None:
         """Start the requested trackers before the first step; `record` is what run.json holds of this start.
 
-        W&B's configuration is the options by section, the `tracker_labels.LABELS`, `effective` (precision with its fp8
-        coverage, optimizer, sharding, model, data) and `provenance`. TensorBoard gets the same as flat hparams.
+        W&B's configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`.
         """
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
@@ -182,13 +168,15 @@ class RunReporter:
             # W&B folds and searches nested values; TensorBoard's hparams are a flat table, and take no None.
             if tracker.name == "wandb":
                 tracker.store_init_configuration(stored)
-                _define_axes(tracker.tracker)
+                for axis in ("step", "tokens_seen"):
+                    tracker.tracker.define_metric(axis)
+                tracker.tracker.define_metric("*", step_metric="step")
             else:
                 flat = _flat(stored, ".").items()
                 tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
 
     def steps(self, records: list[dict[str, float]]) -> None:
-        """Report optimizer steps in order; each record has `step` and other keys of `METRICS`, as plain numbers."""
+        """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""
         if not self._accelerator.is_main_process:
             return
         for record in records:
@@ -200,7 +188,7 @@ class RunReporter:
             self._display.step(record)
 
     def evaluation(self, record: dict[str, float]) -> None:
-        """Report an evaluation after the last reported step; `record` has that `step` and the `eval_` keys."""
+        """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
         if not self._accelerator.is_main_process:
             return
         if record["step"] != self._last_step:
@@ -220,7 +208,6 @@ class RunReporter:
             self._accelerator.log(record, step=int(record["step"]))
 
     def print(self, text: str) -> None:
-        """Print a line on the main process, above the progress bar."""
         if self._accelerator.is_main_process:
             self._display.print(text)
 
@@ -231,7 +218,7 @@ class RunReporter:
                 tracker.tracker.summary.update(tracked_summary(summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write and return summary.json: last values, median speeds, and the entries of `summary`."""
+        """Write and return summary.json: last values, median speeds, and `summary`."""
         steps = self.own_steps()
         full = {
             "steps": self._last_step,
@@ -252,9 +239,8 @@ class RunReporter:
         return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process with the figures of the summary; empty on other processes than the main one.
-
-        Read back from metrics.jsonl: kept in memory they would grow with the run.
+        """The steps of this process with the figures of the summary; empty on other processes than the main one. Read
+        back from metrics.jsonl: kept in memory they would grow with the run.
         """
         if not self._accelerator.is_main_process:
             return []
@@ -269,27 +255,15 @@ class RunReporter:
         self._file.seek(0, os.SEEK_END)
         return steps
 
-    def close(self) -> None:
-        """Close the files and end the trackers. May be called twice."""
-        if self._closed:
-            return
-        self._close_files()
-        for tracker in self._accelerator.trackers:
-            tracker.finish()
-
-    def _close_files(self) -> None:
-        self._closed = True
-        if self._accelerator.is_main_process:
-            self._display.close()
-            self._file.close()
-
     def __enter__(self) -> RunReporter:
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._accelerator.is_main_process:
+            self._display.close()
+            self._file.close()
         if error_type is None:
-            self.close()
-        elif not self._closed:
-            self._close_files()
+            for tracker in self._accelerator.trackers:
+                tracker.finish()

@@ -1,4 +1,4 @@
-"""One recorded step: its kernels; on several GPUs, the share of communication and the slowest rank.
+"""One recorded step: its kernels, how long the GPU is idle, and on several GPUs communication and the slowest rank.
 
 NCCL's kernels are communication, all others work. A rank that waits for another waits inside a communication kernel, so
 the slowest rank is the one whose work takes longest.
@@ -30,8 +30,7 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.observability.metrics import GIB
-
-_OF_SEVERAL_RANKS = ("communication_s", "exposed_communication_s", "work_s_by_rank")
+from llm_fp8.observability.step_stats import throughput_summary
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
@@ -56,18 +55,17 @@ class StepProfile:
     span_s: float = 0.0
     """From the first kernel's start to the last one's end, on this rank."""
     recording_time_s: float = 0.0
-    """What recording cost this rank's host beside the step."""
+    """Time beside the step that recording cost this rank's host."""
     communication_s: float = 0.0
-    """In which communication kernels ran, on this rank."""
+    """Time in which communication kernels ran, on this rank."""
     exposed_communication_s: float = 0.0
-    """In which only communication kernels ran, on this rank."""
+    """The part of it in which no other kernel ran."""
     work_s_by_rank: list[float] = field(default_factory=list)
-    """In which other kernels ran."""
+    """Time in which other kernels ran."""
     peak_memory_gib_by_rank: list[float] = field(default_factory=list)
     gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)
     """GEMM kernels of this rank by operand type."""
     gemm_time_s: dict[GemmKind, float] = field(default_factory=dict)
-    """Their time."""
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
     """Time of this rank's kernels by class; kernels that run at the same time count each."""
 
@@ -81,7 +79,7 @@ class StepProfile:
 
     @property
     def fp8_gemm_time_share(self) -> float | None:
-        """Share of the GEMMs' time in fp8 (or fp4) ones; None where no GEMM was recorded."""
+        """Share of the GEMMs' time in fp8 and fp4 ones; None where no GEMM was recorded."""
         total_s = sum(self.gemm_time_s.values())
         return sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / total_s if total_s else None
 
@@ -95,7 +93,7 @@ class StepProfile:
         return self.work_s_by_rank[self.slowest_rank] * len(self.work_s_by_rank) / sum(self.work_s_by_rank) - 1
 
     def figures(self) -> dict[str, float]:
-        """Under the keys of `llm_fp8.observability.metrics.METRICS`; what the step did not show is left out."""
+        """Under the keys of `metrics.METRICS`; what the step did not show is left out."""
         figures: dict[str, float] = {
             "num_gemm_kernels": sum(self.gemm_kernels.values()),
             "num_fp8_gemm_kernels": sum(self.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION),
@@ -112,7 +110,8 @@ class StepProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for summary.json; of one GPU without what only several have."""
-        left_out = _OF_SEVERAL_RANKS if self.num_ranks == 1 else ()
+        of_several = ("communication_s", "exposed_communication_s", "work_s_by_rank")
+        left_out = of_several if self.num_ranks == 1 else ()
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
     def describe(self) -> str:
@@ -169,3 +168,37 @@ def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     by_rank = accelerator.gather(own).view(-1, 2)
     result.work_s_by_rank = by_rank[:, 0].tolist()
     result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()
+
+
+WORTH_A_WORD = 0.2
+"""Idle share of a step from which on a run reports it."""
+
+
+def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
+    """The entry `gpu_waiting` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
+
+    A layer launches dozens of kernels, in fp8 more than in bf16. With small micro-batches the GPU finishes them before
+    the host has launched the next; the step then takes the host's time and fp8 gains nothing.
+
+    work_s: kernels of the recorded step other than communication, on the GPU with most of them. step_time_s: median of
+    the measured steps, since recording slows the host. share: of the step in which no such kernel runs.
+    """
+    step_time_s = throughput_summary(steps).get("median_step_time_s")
+    work_s = max(profile.work_s_by_rank, default=0.0)
+    if not work_s or not step_time_s:
+        return None
+    return {"work_s": work_s, "step_time_s": step_time_s, "share": max(0.0, 1 - work_s / step_time_s)}
+
+
+def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None:
+    """A sentence on it, with what helps; None where it is small or unknown."""
+    if idle is None or idle["share"] < WORTH_A_WORD:
+        return None
+    why, less = "launch-bound", ""
+    if num_ranks > 1:
+        why = "launch-bound, or waiting for other GPUs"
+        less = "; or a --sharding_mode that communicates less: fsdp_grad, or ddp where it fits"
+    return (
+        f"the GPU is idle during {idle['share']:.0%} of a step ({why}), which fp8 cannot shorten: give each "
+        f"micro-batch more tokens (--batch_size, --max_seq_length), recompute less (--gradient_checkpointing){less}"
+    )

@@ -1,4 +1,4 @@
-"""The speed of a run: which of its steps are measured, and their medians. Imports nothing heavy."""
+"""The speed of a run: which of its steps are measured, and their medians."""
 
 from __future__ import annotations
 
@@ -37,21 +37,16 @@ def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(metrics_path) if "step_time_s" in record and record["step"] > begun]
 
 
-def measured_steps(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> list[dict[str, float]]:
-    """The `steps` (of one process, in order) that speed is measured on.
+def measured_steps(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The `steps` (of one process, in order) that speed is measured on: not the first and not the recorded one."""
+    return [record for record in steps[min(WARMUP_STEPS, len(steps) // 2) :] if RECORDED_STEP not in record]
 
-    Without the first `warmup_steps`, at most half of all, and the step whose kernels were recorded.
+
+def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
+    """`num_steps_measured`, `num_steps_left_out`, and `median_<key>` over the `measured_steps` for each of `MEDIANS`
+    that all of them have and each of `INTERVAL_MEDIANS` that any has.
     """
-    return [record for record in steps[min(warmup_steps, len(steps) // 2) :] if RECORDED_STEP not in record]
-
-
-def throughput_summary(steps: list[dict[str, float]], warmup_steps: int = WARMUP_STEPS) -> dict[str, float]:
-    """Medians over the `measured_steps`.
-
-    Keys: `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` that every measured step
-    has and each of `INTERVAL_MEDIANS` that any has.
-    """
-    measured = measured_steps(steps, warmup_steps)
+    measured = measured_steps(steps)
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
     for key in (*MEDIANS, *INTERVAL_MEDIANS):
         values = [record[key] for record in measured if key in record]

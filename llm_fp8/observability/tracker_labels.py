@@ -25,12 +25,9 @@ LABELS: dict[str, str] = {
 }
 """Every label and its meaning. A key keeps its meaning for good."""
 
-TAG_LABELS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
-"""The labels that are tags too."""
-
 
 def run_labels(record: dict[str, Any]) -> dict[str, Any]:
-    """The `LABELS` of a run, from the record of its run.json."""
+    """The `LABELS` of a run, from its run.json."""
     precision, effective, provenance = record["precision"], record["effective"], record["provenance"]
     gpus, git = provenance["gpus"], provenance["git"]
     return {
@@ -54,16 +51,17 @@ def _in_words(precision: str, scenario: str | None) -> str:
 
 
 def run_tags(labels: dict[str, Any], further: list[str]) -> list[str]:
-    """The tags of a run, each once and within W&B's length: the labels that are tags, then `further`."""
-    own = [str(labels[name])[:WANDB_TAG_LENGTH] for name in TAG_LABELS]
+    """The tags of a run, each once and within W&B's length: some labels, then `further`."""
+    names = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
+    own = [str(labels[name])[:WANDB_TAG_LENGTH] for name in names]
     return list(dict.fromkeys([*own, *further]))
 
 
 def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:
-    """How a W&B run of this process would go, found out without the network; offline (or disabled) by WANDB_MODE.
+    """How a W&B run of this process would go, without the network; offline (or disabled) by WANDB_MODE.
 
-    Raises `UserError` where W&B is not installed or its stored login is malformed; `asker` is the flag or script that
-    needs W&B. W&B itself tries the key when it is used.
+    Raises `UserError`, which names the flag or script `asker`, where W&B is not installed or its stored login is
+    malformed. W&B itself tries the key when it is used.
     """
     # By metadata: a folder wandb in the working directory would import as an empty package.
     if package_version("wandb") is None:

@@ -9,8 +9,7 @@ from accelerate.utils import gather_object
 
 import te_llama
 from llm_fp8.data import PreparedData
-from llm_fp8.observability.gpu_idle import describe_gpu_idle, gpu_idle
-from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_stats import WARMUP_STEPS
 from llm_fp8.precision.certificate import attention_library, certify, worst
 from llm_fp8.train.evaluate import evaluate_loss

@@ -18,10 +18,9 @@ from llm_fp8.data import PreparedData
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.models.lora import scaling_of
-from llm_fp8.observability.gpu_idle import describe_gpu_idle, gpu_idle
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.provenance import collect_provenance, run_record
-from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.optim.schedule import effective_warmup_steps
@@ -98,12 +97,11 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
     config, total_steps = plan.config, loop.options.total_steps
     if not plan.accelerator.is_main_process:
         return
-    record = run_record(
-        config,
-        collect_provenance(sys.argv),
-        _precision_record(setup, results),
+    record = {
+        "config": config.to_dict(),
+        "precision": _precision_record(setup, results),
         # Effective values of options with defaults; precision and optimizer have a section of their own.
-        effective={
+        "effective": {
             "packing": config.packing,
             "attn_implementation": setup.attention,
             **parallel_record(plan),
@@ -112,15 +110,16 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
             "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, total_steps),
             "total_steps": total_steps,
         },
-        resumed_after_step=loop.step,
-        model={
+        "resumed_after_step": loop.step,
+        "model": {
             "location": plan.source.location,
             "num_parameters": setup.num_parameters,
             "num_trainable_parameters": setup.num_trainable_parameters,
             "config": setup.model.config.to_dict(),
         },
-        data=data.report.to_dict(),
-    )
+        "data": data.report.to_dict(),
+        "provenance": collect_provenance(sys.argv),
+    }
     path = plan.folder / "run.json"
     if loop.step > 0 and path.exists():
         first = json.loads(path.read_text())

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.config.options import Config
-from llm_fp8.observability.provenance import collect_provenance, git_state, relevant_environment, run_record
+from llm_fp8.observability.provenance import collect_provenance, git_state, relevant_environment
 from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, read_metrics, with_floats, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY, package_version
 
@@ -116,18 +115,6 @@ def test_of_the_environment_only_what_steers_the_gpu_is_kept_and_no_secret() -> 
         "NVTE_DEBUG": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
-
-
-def test_run_json_holds_configuration_precision_and_provenance(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "run.json"
-    provenance = collect_provenance(["train_fp8.py"])
-    precision = {"requested": "fp8", "effective": "bf16", "reason": "no GPU"}
-    write_json_atomic(path, run_record(Config(), provenance, precision, model={"num_parameters": 12}))
-    stored = json.loads(path.read_text())
-    assert stored["config"] == Config().to_dict()
-    assert stored["precision"] == precision
-    assert stored["provenance"] == provenance
-    assert stored["model"] == {"num_parameters": 12}
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import llm_fp8.train.loop as loop
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.observability.gpu_idle import WORTH_A_WORD, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
-from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.step_profile import WORTH_A_WORD, StepProfile, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_stats import own_steps, throughput_summary
 from llm_fp8.precision.certificate import ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.context import Precision

@@ -42,7 +42,7 @@ def facts(**changes) -> StepMeasurements:
     values = dict(
         time=step,
         rates=MeasuredRates(1000.0, 2000.0, 2000.0, 4.0),
-        peak=PeakTflops(2000.0, 4000.0, "none"),
+        peak=PeakTflops(2000.0, 4000.0),
         num_fp8_weights=900_000_000,
         num_bf16_weights=0,
         num_head_weights=100_000_000,

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability.provenance import run_record
 from llm_fp8.observability.reporter import RunReporter, accelerator_tracking
 
 RUN_SECTIONS = {
@@ -54,5 +53,5 @@ def a_config(folder: Path, *arguments: str) -> Config:
 def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     accelerator = Accelerator(cpu=True, **accelerator_tracking(config))
     reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step)
-    reporter.start_trackers(run_record(config, PROVENANCE, **RUN_SECTIONS))
+    reporter.start_trackers({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     return reporter

@@ -82,7 +82,7 @@ def test_floors():
     assert split.fp8_gemm_s(6e15) == pytest.approx(2e15 / 2e15 + 4e15 / 1e15)
     assert facts(rates=MeasuredRates(1000.0, None, None, 4.0)).fp8_gemm_s(1.0) is None
     # No floor without the vendor's peak, nor from the fp8 one for fp4, which is twice as fast.
-    for unknown in (facts(peak=None), facts(peak=PeakTflops(2000.0, None, "none")), facts(scenario="nvfp4")):
+    for unknown in (facts(peak=None), facts(peak=PeakTflops(2000.0, None)), facts(scenario="nvfp4")):
         assert unknown.gemm_bounds_s == {} and "gemm" not in unknown.bounds_s and "optimizer" in unknown.bounds_s
     assert found(facts(scenario="nvfp4"), GEMMS) is None
     # A head in fp8: two thirds of its 6 ms at twice the rate, or all; fast accumulation is for the logits.
@@ -97,7 +97,7 @@ def test_floors():
         num_fp8_lm_head_gemms=3, rates=MeasuredRates(1000.0, 2000.0, 1000.0, 4.0)
     ).head_gemm_s == pytest.approx(5e-3)
     # A card that multiplies faster than its data sheet says.
-    low = facts(peak=PeakTflops(900.0, 1800.0, "none"))
+    low = facts(peak=PeakTflops(900.0, 1800.0))
     assert low.bounds_s["gemm"] == pytest.approx(33e-3) and low.bounds_s["attention"] == pytest.approx(2e-3)
 
 

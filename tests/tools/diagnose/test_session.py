@@ -46,7 +46,7 @@ def diagnosed(tiny_model, monkeypatch):
             return lambda: (next(counts), next(counts))
 
         monkeypatch.setattr(session, "cuda_meter", meter)
-        monkeypatch.setattr(session, "device_peak_tflops", lambda device: PeakTflops(1000.0, 2000.0, "none"))
+        monkeypatch.setattr(session, "device_peak_tflops", lambda device: PeakTflops(1000.0, 2000.0))
         monkeypatch.setattr(session, "record_kernels", lambda: contextlib.nullcontext(step))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * GIB)
