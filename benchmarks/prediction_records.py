@@ -100,7 +100,7 @@ class Recorded:
         `calibration.FULL_SHARE`.
         """
         memory, reserved = self.prediction.gpu.memory_gib, self.reserved_gib
-        if not self.prediction.scenario.sharded or memory is None or reserved is None:
+        if not self.prediction.scenario.sharded or reserved is None:
             return False
         return reserved >= FULL_SHARE * memory
 

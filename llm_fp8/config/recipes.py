@@ -18,6 +18,9 @@ DEFAULT = "default"
 """Value of --fp8_scenario for `DEFAULTS` of the backend."""
 DEFAULTS: Mapping[Backend, str] = MappingProxyType({"te": "delayed", "torchao": "tensorwise"})
 
+FP8_SIZE_MULTIPLE = 16
+"""What the sizes of an fp8 GEMM must be multiples of."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -32,7 +35,7 @@ class Recipe:
     recipe_class: str
     """Transformer Engine's class in `transformer_engine.common.recipe`; torchao's name of the recipe. What modules say
     they computed by, which the certificate compares."""
-    token_multiple: int = 16
+    token_multiple: int = FP8_SIZE_MULTIPLE
     """The tokens of a micro-batch must be a multiple of this: the wgrad GEMM runs along the tokens."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options that it takes -> keyword of its class."""

@@ -21,7 +21,7 @@ from llm_fp8.config.options import (
     PrecisionConfig,
     RunConfig,
 )
-from llm_fp8.config.recipes import DEFAULT, RECIPES, chosen, recipe_names, taking
+from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -54,8 +54,6 @@ FLASH_ATTENTION_HEAD_DIMS = (64, 128)
 """Those for which flash-attn 4's gradients were compared with an fp32 reference."""
 FLASH_ATTENTION_CAPABILITY = (9, 0)
 """Compute capability on which they were compared: Hopper's."""
-FP8_SIZE_MULTIPLE = 16
-"""What the sizes of an fp8 GEMM must be multiples of."""
 
 
 Checks = Mapping[str, Any]

@@ -32,10 +32,8 @@ import torch
 from torch import Tensor
 
 from llm_fp8.data.tokenise import Document
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
-
-IGNORED = -100
-"""Label of a position that predicts nothing."""
 
 PADDED_MULTIPLE = 128
 """Padded lengths are multiples of this: few different shapes, and what fp8 kernels need."""
@@ -91,8 +89,8 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
     """For each position the next token if that is supervised, else -100; int64 [n]."""
-    labels = np.full(len(document.input_ids), IGNORED, dtype=np.int64)
-    labels[:-1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORED)
+    labels = np.full(len(document.input_ids), IGNORE_INDEX, dtype=np.int64)
+    labels[:-1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
     return labels
 
 
@@ -114,7 +112,7 @@ class PackedCollate:
         if self.max_seq_length % multiple:
             raise ValueError(f"max_seq_length {self.max_seq_length} is not a multiple of {multiple}")
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
-        labels = np.full(total, IGNORED, dtype=np.int64)
+        labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
         real = np.zeros(total, dtype=bool)
         bounds = [0]
         for index in range(self.batch_size):
@@ -142,7 +140,7 @@ class PackedCollate:
             max_seqlen=self.max_seq_length,
             num_tokens=total,
             num_real_tokens=int(real.sum()),
-            num_supervised_tokens=int((labels != IGNORED).sum()),
+            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
             sum_squared_lengths=int((lengths**2).sum()),
             row_ids=tuple(document.row_id for sequence in sequences for document in sequence),
         )
@@ -171,7 +169,7 @@ class PaddedCollate:
         width = self.max_seq_length if self.pad_to_full else min(rounded, self.max_seq_length)
 
         input_ids = np.full((self.batch_size, width), self.pad_token_id, dtype=np.int64)
-        labels = np.full((self.batch_size, width), IGNORED, dtype=np.int64)
+        labels = np.full((self.batch_size, width), IGNORE_INDEX, dtype=np.int64)
         attention_mask = np.zeros((self.batch_size, width), dtype=bool)
         if self.context_size == 1:  # else attention ignores the mask, which tells real tokens
             attention_mask[len(documents) :, 0] = True
@@ -189,7 +187,7 @@ class PaddedCollate:
             max_seqlen=width,
             num_tokens=self.batch_size * width,
             num_real_tokens=sum(len(document.input_ids) for document in documents),
-            num_supervised_tokens=int((labels != IGNORED).sum()),
+            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
             sum_squared_lengths=self.batch_size * width**2,
             row_ids=tuple(document.row_id for document in documents),
         )

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from llm_fp8.data.collate import IGNORED, Batch
+from llm_fp8.data.collate import Batch
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class ContextGroup:
             cu_seqlens=cu_seqlens,
             num_tokens=num_tokens,
             num_real_tokens=num_tokens if batch.attention_mask is None else int(take(batch.attention_mask).sum()),
-            num_supervised_tokens=int((labels != IGNORED).sum()),
+            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
             # Exact: every length is a multiple of 2 * size.
             sum_squared_lengths=batch.sum_squared_lengths // self.size,
         )

@@ -30,10 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.kernels import softmax
-
-SIZE_MULTIPLE = 16
-"""Of every size of an fp8 GEMM."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPERAND_FORMAT, GRADIENT_FORMAT = E4M3, E5M2
@@ -117,8 +115,8 @@ class Fp8Gemms:
 
 
 def _padded_length(num_tokens: int) -> int:
-    """The next multiple of `SIZE_MULTIPLE` that is not zero."""
-    return max(1, -(-num_tokens // SIZE_MULTIPLE)) * SIZE_MULTIPLE
+    """The next multiple of `FP8_SIZE_MULTIPLE` that is not zero."""
+    return max(1, -(-num_tokens // FP8_SIZE_MULTIPLE)) * FP8_SIZE_MULTIPLE
 
 
 def _padded(rows: Tensor) -> Tensor:

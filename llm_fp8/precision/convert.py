@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from llm_fp8.kernels.fp8_lm_head import SIZE_MULTIPLE
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.lora_names import is_adapter
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.te_import import require_te
@@ -81,7 +81,7 @@ def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str
     if is_adapter(name):
         return "adapter"
     if linear is head or name.rpartition(".")[2] in HEAD_NAMES:
-        return "output head"
-    if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
-        return f"size {linear.in_features} x {linear.out_features} is not a multiple of {SIZE_MULTIPLE}"
+        return "lm_head"
+    if linear.in_features % FP8_SIZE_MULTIPLE or linear.out_features % FP8_SIZE_MULTIPLE:
+        return f"size {linear.in_features} x {linear.out_features} is not a multiple of {FP8_SIZE_MULTIPLE}"
     return None

@@ -107,12 +107,12 @@ def measure_coverage(
             fp8_gemm_elements += size * min(num_gemms, most_in_fp8)
             converted[pattern] += 1
         else:
-            known = "adapter" if is_adapter(name) else "output head" if is_head else ""
+            known = "adapter" if is_adapter(name) else "lm_head" if is_head else ""
             why = reasons.get(name) or known
             if module in lm_head_gemms:
                 in_part = lm_head_gemms[module]
                 fp8_gemm_elements += size * in_part
-                why = f"output head, {in_part} of {num_gemms} products in fp8"
+                why = f"lm_head, {in_part} of {num_gemms} GEMMs in fp8"
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,

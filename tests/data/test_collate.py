@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, shifted_labels
+from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, shifted_labels
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 PAD = 3
 
@@ -32,8 +33,8 @@ def _packed_sequences(documents: list[Document], capacity: int) -> list[list[Doc
 
 def test_labels_are_the_next_token_of_the_same_document() -> None:
     document = Document(np.array([10, 11, 12, 13]), np.array([False, False, True, True]), 0)
-    assert shifted_labels(document).tolist() == [IGNORED, 12, 13, IGNORED]
-    assert shifted_labels(Document(np.array([10]), np.array([True]), 0)).tolist() == [IGNORED]
+    assert shifted_labels(document).tolist() == [IGNORE_INDEX, 12, 13, IGNORE_INDEX]
+    assert shifted_labels(Document(np.array([10]), np.array([True]), 0)).tolist() == [IGNORE_INDEX]
 
 
 def test_packed_layout() -> None:
@@ -47,11 +48,11 @@ def test_packed_layout() -> None:
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 12, 16, 24]
     assert batch.position_ids[0].tolist() == [*range(5), *range(3), *range(4), *range(4), *range(8)]
     assert batch.input_ids[0, :5].tolist() == rows[0][0].input_ids.tolist()
-    assert batch.labels[0, :5].tolist() == [*rows[0][0].input_ids[1:], IGNORED]
-    assert batch.labels[0, 8:12].tolist() == [IGNORED, *rows[1][0].input_ids[2:], IGNORED]
-    assert (batch.input_ids[0, 12:] == PAD).all() and (batch.labels[0, 12:] == IGNORED).all()
+    assert batch.labels[0, :5].tolist() == [*rows[0][0].input_ids[1:], IGNORE_INDEX]
+    assert batch.labels[0, 8:12].tolist() == [IGNORE_INDEX, *rows[1][0].input_ids[2:], IGNORE_INDEX]
+    assert (batch.input_ids[0, 12:] == PAD).all() and (batch.labels[0, 12:] == IGNORE_INDEX).all()
     assert (batch.max_seqlen, batch.num_tokens, batch.num_real_tokens) == (8, 24, 12)
-    assert batch.num_supervised_tokens == 4 + 2 + 2 == int((batch.labels != IGNORED).sum())
+    assert batch.num_supervised_tokens == 4 + 2 + 2 == int((batch.labels != IGNORE_INDEX).sum())
     assert batch.row_ids == (7, 8, 9)
 
 
@@ -64,8 +65,8 @@ def test_padded_layout() -> None:
     assert batch.attention_mask.sum(dim=1).tolist() == [130, 4, 1]
     assert batch.attention_mask[0, :130].all() and batch.attention_mask[1, :4].all() and batch.attention_mask[2, 0]
     assert batch.position_ids.tolist() == [list(range(256))] * 3
-    assert batch.labels[1, :5].tolist() == [IGNORED, *rows[1][0].input_ids[2:], IGNORED, IGNORED]
-    assert (batch.labels[2] == IGNORED).all()
+    assert batch.labels[1, :5].tolist() == [IGNORE_INDEX, *rows[1][0].input_ids[2:], IGNORE_INDEX, IGNORE_INDEX]
+    assert (batch.labels[2] == IGNORE_INDEX).all()
     assert (batch.max_seqlen, batch.num_tokens, batch.num_real_tokens) == (256, 768, 134)
     assert batch.num_supervised_tokens == 129 + 2
     assert batch.row_ids == (1, 2)
@@ -84,7 +85,7 @@ def test_padded_width(longest: int, limit: int, width: int) -> None:
 def test_a_batch_without_sequences_teaches_nothing(collate: PackedCollate | PaddedCollate) -> None:
     batch = collate([])
     assert batch.num_tokens == 256 and batch.num_real_tokens == 0 and batch.num_supervised_tokens == 0
-    assert (batch.labels == IGNORED).all() and batch.row_ids == ()
+    assert (batch.labels == IGNORE_INDEX).all() and batch.row_ids == ()
     if batch.attention_mask is not None:
         assert batch.attention_mask.any(dim=1).all()
 
@@ -117,7 +118,7 @@ def _predictions(batch: Batch) -> list[tuple[list[int], int]]:
     lines = batch.input_ids.tolist(), batch.labels.tolist(), batch.position_ids.tolist()
     for ids, labels, positions in zip(*lines, strict=True):
         for t, label in enumerate(labels):
-            if label != IGNORED:
+            if label != IGNORE_INDEX:
                 found.append((ids[t - positions[t] : t + 1], label))
     return sorted(found)
 
@@ -153,7 +154,7 @@ def _loss_and_gradients(batch: Batch, attention: str, view: tuple[int, int]) -> 
         use_cache=False,
     ).logits
     loss = torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -20,12 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.data.collate import IGNORED, Batch, PackedCollate, PaddedCollate, document_multiple
+from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.loader import EvalLoader, Share
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 PAD = 3
 VOCABULARY = 64
@@ -119,7 +120,7 @@ def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
     assert batch.num_real_tokens == sum(LENGTHS)
     assert batch.num_supervised_tokens == sum(int(document.supervised[1:].sum()) for document in DOCUMENTS)
     assert {part.num_tokens for part in parts} == {batch.num_tokens // size}
-    assert all(part.num_supervised_tokens == int((part.labels != IGNORED).sum()) for part in parts)
+    assert all(part.num_supervised_tokens == int((part.labels != IGNORE_INDEX).sum()) for part in parts)
     assert len({part.num_real_tokens for part in parts}) > 1  # a share of its own, not an equal one
 
 
@@ -127,7 +128,7 @@ def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
 def test_a_batch_without_rows_can_be_split(collate: PackedCollate | PaddedCollate) -> None:
     parts = _slices(collate([]), 4)
     assert [part.num_tokens for part in parts] == [48] * 4
-    assert all((part.labels == IGNORED).all() and part.num_supervised_tokens == 0 for part in parts)
+    assert all((part.labels == IGNORE_INDEX).all() and part.num_supervised_tokens == 0 for part in parts)
 
 
 def test_a_group_of_one_changes_nothing() -> None:
@@ -175,7 +176,7 @@ def test_packed_documents_are_padded_to_a_multiple(size: int) -> None:
         assert real[:length].all()  # padding lies at the end
         assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
         assert (batch.input_ids[0, start + length : end] == PAD).all()
-        assert (batch.labels[0, start + max(length - 1, 0) : end] == IGNORED).all()
+        assert (batch.labels[0, start + max(length - 1, 0) : end] == IGNORE_INDEX).all()
         if length:
             assert end - start == -(-length // multiple) * multiple
             found.append(batch.input_ids[0, start : start + length].tolist())

@@ -24,11 +24,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.data.collate import IGNORED, Batch
+from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
 from llm_fp8.distributed.deepspeed_config import deepspeed_settings, file_of
 from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.optim.optimizers import parameter_groups
 from llm_fp8.optim.schedule import build_scheduler, learning_rate_factor
@@ -153,7 +154,9 @@ def make_batch(step: int, micro_batch: int, rank: int) -> Batch:
     input_ids = torch.randint(3, 1024, (2, width), generator=generator)
     positions = torch.arange(width).expand(2, width)
     real = positions < lengths[:, None]
-    labels = torch.randint(3, 1024, (2, width), generator=generator).masked_fill(~real | (positions < rank), IGNORED)
+    labels = torch.randint(3, 1024, (2, width), generator=generator).masked_fill(
+        ~real | (positions < rank), IGNORE_INDEX
+    )
     return Batch(
         input_ids=input_ids,
         labels=labels,
@@ -163,7 +166,7 @@ def make_batch(step: int, micro_batch: int, rank: int) -> Batch:
         max_seqlen=width,
         num_tokens=2 * width,
         num_real_tokens=int(real.sum()),
-        num_supervised_tokens=int((labels != IGNORED).sum()),
+        num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
         sum_squared_lengths=int((lengths**2).sum()),
         row_ids=(0, 1),
     )
@@ -358,7 +361,7 @@ def reference(case: Case) -> dict[str, Any]:
                 input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False
             ).logits
             loss = F.cross_entropy(
-                logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+                logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
             )
             (loss / num_supervised(step)).backward()
             total += loss.detach() / num_supervised(step)
@@ -446,7 +449,7 @@ def test_evaluation_sees_the_trained_weights(outcomes, case):
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
         expected = F.cross_entropy(
-            logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+            logits.view(-1, 1024), batch.labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
         )
         assert result["evaluation"] == pytest.approx(expected.item(), rel=1e-5)
 

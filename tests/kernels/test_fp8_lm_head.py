@@ -401,7 +401,7 @@ def test_coverage_and_expected_kernels_count_its_gemms(mode, lora, num_gemms):
     coverage = measure_coverage(model, (), "bf16", {}, gemms, lm_head_gemms=in_head)
     assert coverage.fp8_flops_per_token - without.fp8_flops_per_token == 2 * num_gemms * 1024 * 32
     assert coverage.linear_flops_per_token == without.linear_flops_per_token
-    assert coverage.skipped["lm_head"] == f"1 bf16 (output head, {num_gemms} of {2 if lora else 3} products in fp8)"
+    assert coverage.skipped["lm_head"] == f"1 bf16 (lm_head, {num_gemms} of {2 if lora else 3} GEMMs in fp8)"
     expected = ExpectedKernels.of_model(precision, coverage, gemms=gemms)
     assert expected.num_fp8_lm_head_gemms == num_gemms and expected.num_fp8_gemms(4) == 4 * num_gemms
 

@@ -105,7 +105,7 @@ def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_pa
     )
     coverage = said["census"]
     assert len(coverage["converted"]) == 7 and set(coverage["converted"].values()) == {2}
-    assert coverage["skipped"] == {"lm_head": "1 bf16 (output head)"}
+    assert coverage["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
     assert all(step["fp8_linear_flop_share"] == coverage["fp8_linear_flop_share"] > 0 for step in steps(tmp_path))
     assert "EMULATED on the CPU" in capfd.readouterr().out
 
@@ -248,7 +248,7 @@ def test_the_filter_and_the_coverage():
     assert left == {
         "odd_in": "size 24 x 32 is not a multiple of 16",
         "odd_out": "size 32 x 8 is not a multiple of 16",
-        **dict.fromkeys(("lm_head", "embed_out", "output_layer", "score", "classifier"), "output head"),
+        **dict.fromkeys(("lm_head", "embed_out", "output_layer", "score", "classifier"), "lm_head"),
     }
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
     coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
@@ -266,9 +266,9 @@ def test_lm_head_stays_out_under_any_name():
     }
     model = BioGptForCausalLM(BioGptConfig(**shape))
     left = convert_with_torchao(model, torchao_fp8.build_config("tensorwise", emulate=True))
-    assert left == {"output_projection": "output head"} and type(model.get_output_embeddings()) is nn.Linear
+    assert left == {"output_projection": "lm_head"} and type(model.get_output_embeddings()) is nn.Linear
     coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
-    assert coverage.num_head_weights == 32 * 96 and coverage.skipped == {"output_projection": "1 bf16 (output head)"}
+    assert coverage.num_head_weights == 32 * 96 and coverage.skipped == {"output_projection": "1 bf16 (lm_head)"}
 
 
 def test_a_model_without_a_layer_for_fp8_is_an_error(rows, tmp_path):

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.data.collate import IGNORED
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.distributed.deepspeed_config import read_file, zero_stage
 from llm_fp8.distributed.process_group import own_device
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.optim.optimizers import not_optimised
-from llm_fp8.precision.convert import SIZE_MULTIPLE, convert_with_torchao
+from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.precision.torchao import build_config, compile_layers, is_converted
@@ -92,7 +93,7 @@ class HfTraining:
             compile_layers(layers)
         self._model.train()
         self._inputs = [{name: tensor.to(accelerator.device) for name, tensor in of_one.items()} for of_one in inputs]
-        num_labels = torch.stack([(of_one["labels"][:, 1:] != IGNORED).sum() for of_one in inputs]).float()
+        num_labels = torch.stack([(of_one["labels"][:, 1:] != IGNORE_INDEX).sum() for of_one in inputs]).float()
         self._shares = (num_labels / num_labels.sum()).to(accelerator.device)
         self._clock = StepClock(accelerator.device)
         self.recorder = Recorder()
@@ -179,7 +180,7 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
     plan = resolve_precision(options, own_device())
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
-        if linear.in_features % SIZE_MULTIPLE or linear.out_features % SIZE_MULTIPLE:
+        if linear.in_features % FP8_SIZE_MULTIPLE or linear.out_features % FP8_SIZE_MULTIPLE:
             continue
         weight, bias = linear.weight, linear.bias
         of = {"params_dtype": weight.dtype, "device": weight.device}

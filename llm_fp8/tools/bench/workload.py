@@ -160,7 +160,7 @@ class Workload:
         found = []
         for batch in self.padded_documents():
             assert batch.attention_mask is not None
-            labels = batch.labels.roll(1, dims=1)  # a row's last label is IGNORED: nothing is lost
+            labels = batch.labels.roll(1, dims=1)  # a row's last label is IGNORE_INDEX: nothing is lost
             found.append({"input_ids": batch.input_ids, "labels": labels, "attention_mask": batch.attention_mask})
         return found
 

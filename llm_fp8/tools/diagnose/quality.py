@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.data import Batch, prepare_data
 from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.models.source import load_tokenizer
@@ -189,7 +190,7 @@ class _Comparison:
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         weight = self.setup.model.get_output_embeddings().weight
         for batch, reference in zip(self.batches, self.reference, strict=True):
-            labels = batch.labels[batch.labels != -100]
+            labels = batch.labels[batch.labels != IGNORE_INDEX]
             parts = [tensor.split(_CHUNK) for tensor in (reference, self._hidden(batch), labels)]
             for right, found, label in zip(*parts, strict=True):
                 log_p, log_q = (F.log_softmax((h @ weight.to(h.dtype).t()).float(), -1) for h in (right, found))
@@ -207,7 +208,7 @@ class _Comparison:
     def _hidden(self, batch: Batch) -> Tensor:
         """Last hidden states of the supervised tokens [tokens, h]."""
         with self.setup.precision.context(first_microbatch=None):
-            return self.setup.training_model.hidden(batch)[batch.labels != -100]
+            return self.setup.training_model.hidden(batch)[batch.labels != IGNORE_INDEX]
 
     def _forward(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if module not in self._in_bf16:

@@ -129,7 +129,7 @@ def test_rivals_train_what_we_train(workload, swap_losses, name, monkeypatch):
     assert found["parameters_not_in_the_optimizer"] == []
     assert compiled == (["LlamaDecoderLayer"] if BASELINES[name].compiled else [])
     census = found["census"]
-    assert census["skipped"]["lm_head"] == "1 bf16 (output head)"
+    assert census["skipped"]["lm_head"] == "1 bf16 (lm_head)"
     assert sum(census["converted"].values()) == (7 if BASELINES[name].computes_in_fp8 else 0)
     assert "peak_memory_gib" not in found and "gemm_kernels" not in found, "the CPU has neither"
 

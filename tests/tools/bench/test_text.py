@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import hf_trainer
-from llm_fp8.data.collate import IGNORED
 from llm_fp8.data.pack import pack
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.tools.bench.measure import measure, speed
 from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
@@ -35,7 +35,7 @@ def documents_of(batch):
     return [
         s.tolist()
         for s, start in zip(segments, bounds, strict=False)
-        if bool((batch.labels[0, start : start + len(s)] != IGNORED).any())
+        if bool((batch.labels[0, start : start + len(s)] != IGNORE_INDEX).any())
     ]
 
 
@@ -69,7 +69,7 @@ def test_a_rivals_labels_are_the_tokens_and_none_where_it_pads(step):
         learnt = mask.clone()
         learnt[:, 0] = False  # which the model never looks at
         assert torch.equal(inputs["labels"][learnt], inputs["input_ids"][learnt])
-        assert (inputs["labels"][~learnt] == IGNORED).all() and torch.equal(inputs["input_ids"], batch.input_ids)
+        assert (inputs["labels"][~learnt] == IGNORE_INDEX).all() and torch.equal(inputs["input_ids"], batch.input_ids)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     assert "without a GPU no step is recorded" in done.stdout and not path.with_name("trace.json").exists()
     assert (
         "none is found" in done.stdout
-        and "output head" in done.stdout
+        and "(lm_head)" in done.stdout
         and "kept by --fp8_last_bf16_layers 1" in done.stdout
     )
     found = json.loads(path.read_text())
@@ -108,9 +108,7 @@ def test_an_output_head_in_fp8_is_planned(tmp_path):
     for value, in_fp8 in (("none", 0), ("gradients", 2), ("all", 3)):
         census = diagnose_without_gpu(parse_config([*words, f"--fp8_lm_head={value}"]))["census"]
         shares[value] = census["fp8_linear_flop_share"]
-        assert census["skipped"]["lm_head"] == (
-            f"1 bf16 (output head{f', {in_fp8} of 3 products in fp8' if in_fp8 else ''})"
-        )
+        assert census["skipped"]["lm_head"] == (f"1 bf16 (lm_head{f', {in_fp8} of 3 GEMMs in fp8' if in_fp8 else ''})")
     assert shares["none"] < shares["gradients"] < shares["all"] == 1
     odd = [*words, "--fp8_lm_head=all"]
     odd[1] = write_model(tmp_path / "odd", vocab_size=1030)
@@ -136,7 +134,7 @@ def made_up(**changes) -> dict:
         config=Config(),
         device="NVIDIA H200 (compute capability 9.0)",
         plan=FP8,
-        coverage=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (output head)"}),
+        coverage=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (lm_head)"}),
         notes=[],
         modules=[module(f"model.layers.{n}.qkv", kind="LayerNormLinear") for n in range(32)],
         attention="fused (cuDNN)",

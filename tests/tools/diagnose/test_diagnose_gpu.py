@@ -122,7 +122,7 @@ def test_swapped_layers(model, tmp_path):
     for module in HF_MODULES:
         assert operands(found, module) == {HYBRID}, module
     assert found["attention"] in ("sdpa", "flash_attention_2")
-    assert found["census"]["outside_fp8"] == {"lm_head": "1 bf16 (output head)"}
+    assert found["census"]["outside_fp8"] == {"lm_head": "1 bf16 (lm_head)"}
     assert found["time"]["gemms"]["fp8"]["count"] >= 2 * 3 * 7 * NUM_LAYERS
 
 

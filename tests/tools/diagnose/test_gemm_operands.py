@@ -240,13 +240,13 @@ def test_reasons_outside_fp8():
         {},
         {
             "model.layers.*.qkv": "2 bf16",
-            "lm_head": "1 bf16 (output head)",
+            "lm_head": "1 bf16 (lm_head)",
             "odd": "1 bf16 (size 20 x 24 is not a multiple of 16)",
         },
     )
     why = reasons_outside_fp8(census, PrecisionConfig(mixed_precision="fp8", fp8_last_bf16_layers=2), FP8)
     assert why["model.layers.*.qkv"] == "2 bf16 (kept by --fp8_last_bf16_layers 2)"
-    assert why["lm_head"] == "1 bf16 (output head)"
+    assert why["lm_head"] == "1 bf16 (lm_head)"
     assert (
         reasons_outside_fp8(census, PrecisionConfig(), BF16)["model.layers.*.qkv"]
         == "2 bf16 (--mixed_precision bf16 runs)"

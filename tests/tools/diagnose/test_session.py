@@ -69,7 +69,7 @@ def test_a_bf16_run(diagnosed, tmp_path):
         ("self_attn.q_proj", "0-1"),
         ("lm_head", ""),
     ]
-    assert found["attention"] == "sdpa" and found["census"]["outside_fp8"]["lm_head"] == "1 bf16 (output head)"
+    assert found["attention"] == "sdpa" and found["census"]["outside_fp8"]["lm_head"] == "1 bf16 (lm_head)"
     assert found["time"]["step_time_s"] > 0
     layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
     num_weights, num_tokens = 2 * layer + 1024 * 32, 2 * 2 * 64
