@@ -1,13 +1,8 @@
 """Build a model on the device: choose the attention, allocate, initialise or load.
 
-A name is 'embedded', a local folder laid out as the hub lays it out, or a hub id; with --random_init a hub id whose
-architecture is bundled (`llm_fp8/models/architectures`) needs no hub. Two decoders:
-
-- Hugging Face's own;
-- the same model with TE decoder layers (te_llama.py).
-
-Both are built with parameters on "meta" (`build_structure`), sharded or not, given memory, and filled from the
-safetensors files tensor by tensor (weights.py); missing, unexpected and doubled tensors are errors.
+There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both can be built
+with parameters on "meta" (`build_structure`), sharded or not, given memory, and filled from the safetensors files
+tensor by tensor (weights.py).
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
-from llm_fp8.models.weight_shards import initialize_shards_, stored_names
+from llm_fp8.models.weight_shards import initialize_shards_, listed, stored_names
 from llm_fp8.models.weights import fill_hf_model, fill_te_model, give_remainders_, stored_tensors, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError
@@ -44,15 +39,13 @@ from llm_fp8.utils.torch_internals import materialize_
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
 """Hidden sizes for which TE 2.20 has tuned RMSNorm kernels."""
-MIN_WIDTH = 1024
 HOPPER = 9
-"""Major compute capability on which the two were compared."""
+"""Major compute capability on which they were compared with cuDNN's."""
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation of the Hugging Face decoder; `auto` takes the fastest that the architecture has.
-
     Raises `UserError` where the requested one is not installed, or the architecture lacks it.
     """
     installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
@@ -89,7 +82,6 @@ def _build_te_decoder(
     with_memory: bool,
     unfused_mlp: bool,
 ) -> PreTrainedModel:
-    """`te_llama.build_te_model` with verified attention and the faster norms."""
     require_te("--use_te")
     keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
     if device.type == "cuda":
@@ -119,8 +111,7 @@ def build_model(
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
 
     For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`. `keep_lower_bits`: bf16 parameters keep what stored fp32
-    or fp16 weights have beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a Hugging Face model whose
-    files hold tensors in another layout.
+    or fp16 weights have beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a mixture of experts.
     """
     random_weights = has_random_weights(options, source)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -219,15 +210,14 @@ def _load_by_transformers(
             use_safetensors=True,
         )
     model, info = loaded
-    wrong = [(kind, info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]
-    if wrong:
-        kind, found = wrong[0]
+    for kind in ("missing", "unexpected", "mismatched"):
+        found = info.get(f"{kind}_keys") or []
         names = [f"{n[0]} {tuple(n[1])} instead of {tuple(n[2])}" if isinstance(n, tuple) else str(n) for n in found]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise UserError(
-            f"--model_name {options.model_name}: its safetensors do not fit its config.json: "
-            f"{kind.replace('_keys', '')} tensors {', '.join(sorted(names)[:4])}{more}; fetch the model again."
-        )
+        if names:
+            raise UserError(
+                f"--model_name {options.model_name}: its safetensors do not fit its config.json: {kind} tensors "
+                f"{listed(names)}; fetch the model again."
+            )
     return model
 
 
@@ -240,10 +230,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """The dimensions of a decoder of any architecture, from the config or, without a TE decoder, counted on "meta".
-
-    Experts of which a router chooses some are not counted.
-    """
+    """The dimensions of a decoder of any architecture, without experts of which a router chooses some."""
     if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
         return DecoderSize.from_config(hf_config, num_adapter_parameters)
     model = _model_on_meta(hf_config)
@@ -266,17 +253,17 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 def cudnn_is_faster(width: int) -> bool:
     """Whether cuDNN's RMSNorm of this hidden size is faster on Hopper."""
-    return width > MIN_WIDTH and width not in TUNED_WIDTHS
+    return width > 1024 and width not in TUNED_WIDTHS
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
     """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
 
     TE's own RMSNorm is tuned for `TUNED_WIDTHS`; other hidden sizes take a general kernel: on an H200, 16,384 tokens of
-    width 3,072, forward and backward with quantisation, 316 us against cuDNN's 117 (docs/performance_log.md). TE reads
-    both variables once per process, at its first norm. cuDNN plans each number of tokens anew, up to a second each:
-    packed micro-batches have one number, padded ones few (multiples of 128 tokens); small models would not earn it
-    back. The forward pass under current scaling stays TE's, whose kernel computes the amax on the way.
+    width 3,072, forward and backward with quantisation, 316 us against cuDNN's 117 (docs/performance_log.md). cuDNN
+    plans each number of tokens anew, up to a second each, which small models would not earn back. The forward pass
+    under current scaling stays TE's, whose kernel computes the amax on the way. TE reads both variables once, at its
+    first norm.
     """
     if cudnn_is_faster(width) and major_capability == HOPPER:
         for name in VARIABLES:

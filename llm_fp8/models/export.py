@@ -1,13 +1,11 @@
 """The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
 
 Written to a temporary folder and renamed, so that `final/` is complete or absent. A TE model is written in Hugging
-Face's layout (`te_llama.parameter_map`). Tensors have the dtype that the model was loaded in, so exporting a model as
-loaded gives the same bits; the fp32 master weights are in the checkpoints.
+Face's layout (`te_llama.parameter_map`). Tensors have the dtype that the model was loaded in; the fp32 master weights
+are in the checkpoints. Adapters are merged into the weights; `export_adapter` writes them alone.
 
-The files are planned from names and shapes. Parameters are then gathered one by one and each file is written as soon as
-its tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
-
-Adapters (llm_fp8/models/lora.py) are merged into the weights; `export_adapter` writes them alone, as PEFT does.
+The files are planned from names and shapes, parameters gathered one by one, and each file written as soon as its
+tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
 """
 
 from __future__ import annotations
@@ -40,9 +38,6 @@ from llm_fp8.utils.hf_internals import ignored_on_save
 MAX_FILE_SIZE = "5GB"
 """Largest safetensors file, unless a single tensor is larger."""
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""PEFT's name for an adapter's tensors."""
-
 
 def export_hf(
     model: PreTrainedModel,
@@ -58,8 +53,7 @@ def export_hf(
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
     Every rank calls it; only the one with `is_main` writes. `full_tensor` returns an unsharded parameter and may be
-    collective: every rank calls it for the same parameters in the same order, also where writing fails. Raises
-    `UserError` on the main rank where the folder cannot be written; an earlier folder is still there then.
+    collective. Raises `UserError` on the main rank where the folder cannot be written; an earlier one is kept then.
     """
     gathered = _gathered(model, full_tensor, dtype if is_main else None)
     if not is_main:
@@ -102,7 +96,7 @@ def export_adapter(
     described = peft_config(options, targets, base_model)
     described.inference_mode = True
     with _replaced(folder) as temporary:
-        save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(card, of_adapter=True))
@@ -149,10 +143,8 @@ def _gathered(
 
 
 def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each unsharded Hugging Face tensor: the model's own memory, or what `full_tensor` gathered.
-
-    A weight with an adapter is merged, in fp32. Collective where `full_tensor` is. Keep no tensor while asking for the
-    next, or all of them are in memory at once.
+    """Name and value of each unsharded Hugging Face tensor: the model's own memory, or what `full_tensor` gathered. A
+    weight with an adapter is merged, in fp32. Keep no tensor while asking for the next: it takes the GPU's memory.
     """
     tensors = saved_tensors(model)
     parameters = dict(model.named_parameters())
@@ -206,19 +198,19 @@ def _write_weights(
 
 
 def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
-    """README.md of an exported folder: how the model, or adapter, was trained, from run facts alone."""
-    library = "peft" if of_adapter else "transformers"
-    loading = (
-        "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with "
-        "`peft.PeftModel.from_pretrained(model, folder)`; the tokenizer is in this folder.\n"
-        if of_adapter
-        else "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder.\n"
-    )
+    """README.md of an exported folder: how the model, or adapter, was trained."""
+    library = "transformers"
+    loading = "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder."
+    if of_adapter:
+        library = "peft"
+        loading = (
+            "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with "
+            "`peft.PeftModel.from_pretrained(model, folder)`; the tokenizer is in this folder."
+        )
     rows = "\n".join(f"| {key} | {value} |" for key, value in card.items())
     return (
         f"---\nlibrary_name: {library}\nbase_model: {card['base model']}\n---\n\n"
         f"# {card['base model']}, fine-tuned\n\n"
         "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the full configuration and "
-        f"outcome.\n\n| | |\n|---|---|\n{rows}\n\n"
-        f"{loading}"
+        f"outcome.\n\n| | |\n|---|---|\n{rows}\n\n{loading}\n"
     )

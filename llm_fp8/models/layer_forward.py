@@ -1,7 +1,7 @@
 """The one place that replaces a module's `forward`.
 
 Hooks cannot enclose a forward pass, and a wrapping module would change parameters' names. So `forward` becomes an
-attribute of the instance, which shadows the class's method. Wrappers nest, the last one outermost. For a decoder layer
+attribute of the instance. Wrappers nest, the last one outermost. For a decoder layer
 
     1. `precision.context.Precision.attach`                             autocast off (modules kept in bf16)
     2. `distributed.activation_checkpoint.enable_gradient_checkpointing`  recomputation

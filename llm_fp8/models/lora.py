@@ -2,15 +2,14 @@
 
     y = W x + scaling * B (A dropout(x))    W [out, in] frozen, A [rank, in], B [out, rank], scaling = alpha / rank
 
-(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), PEFT's initialisation; each from a seed
-made from --seed and the layer's name: the same numbers in every precision, decoder, layout and world size.
+(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), PEFT's initialisation, from a seed made
+of --seed and the layer's name: the same numbers in every precision, decoder, layout and world size.
 
-Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`); the linear layers inside PEFT's modules
-are swapped for TE's afterwards (llm_fp8/precision/convert.py). PEFT does not know the fused modules of the TE decoder;
-there a module `adapters` in each fused one is called by a forward hook, with one A and B per Hugging Face layer, so
-that both kinds are exported and merged as the same PEFT adapter.
+Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`). PEFT does not know the fused modules of
+the TE decoder: there a forward hook calls a module `adapters` in each fused one, with one A and B per Hugging Face
+layer, so that both kinds are exported and merged as the same PEFT adapter.
 
-An adapter's GEMMs run in bf16 (or the run's compute dtype), never in fp8.
+An adapter's GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import PEFT
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
-DEFAULT_SCALING = 2.0
-"""Without --lora_alpha, alpha is twice the rank."""
-
-MLP_TARGETS = frozenset(("gate_proj", "up_proj", "down_proj"))
 _STAGES: dict[str, int] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), 0),
     **dict.fromkeys(("o_proj", "output"), 1),
@@ -60,13 +55,13 @@ class Adapter:
 
 
 def scaling_of(options: LoraConfig) -> float:
-    """The factor of an adapter's output; --lora_rank is above 0."""
-    return DEFAULT_SCALING if options.lora_alpha is None else options.lora_alpha / options.lora_rank
+    """The factor of an adapter's output; without --lora_alpha, alpha is twice the rank."""
+    return 2.0 if options.lora_alpha is None else options.lora_alpha / options.lora_rank
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
     """Whether an adapter needs the TE decoder's MLP unfused."""
-    return options.lora_rank > 0 and bool(MLP_TARGETS & set(_te_targets(options)))
+    return options.lora_rank > 0 and not {"gate_proj", "up_proj", "down_proj"}.isdisjoint(_te_targets(options))
 
 
 def _te_targets(options: LoraConfig) -> tuple[str, ...]:
@@ -176,8 +171,7 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 class FusedAdapters(nn.Module):
     """The adapters of a fused module, each of which adds to its own output features.
 
-    Args:
-        parts: the Hugging Face weights that get an adapter, as parts of the fused weight.
+    `parts`: the Hugging Face weights that get an adapter, as parts of the fused weight.
     """
 
     def __init__(
@@ -288,11 +282,10 @@ def num_adapter_parameters(model: nn.Module) -> int:
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     """For each frozen linear module: its GEMMs in a micro-batch, recomputation not counted.
 
-    Two, fprop and dgrad; one where nothing trained lies below, so that no gradient of the input is needed: in the
-    decoder layers up to the first with adapters, and in that one up to the first of these. The order inside a layer is
-    known for the families of te_llama; others may compute attention and MLP side by side, so there the whole layer
-    counts one, as does what lies outside the decoder layers. A lower bound, never too many. Empty for a model without
-    adapters.
+    Two, fprop and dgrad; one where nothing trained lies below, which needs no gradient of the input: in the decoder
+    layers up to the first with adapters, and in that one up to the first of these. Other families than te_llama's may
+    compute attention and MLP side by side, so there the whole layer counts one, as does what lies outside the decoder
+    layers: a lower bound. Empty for a model without adapters.
     """
     if not adapters_of(model):
         return {}

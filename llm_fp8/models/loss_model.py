@@ -1,7 +1,7 @@
-"""What the loop calls: batch in, summed loss out, for the TE decoder and Hugging Face's alike.
+"""What the loop calls: batch in, summed loss out, for both decoders.
 
-With the loss inside the module, logits ([tokens, vocabulary], gigabytes) never leave it, and wrappers (DDP, FSDP) see
-one forward call per micro-batch.
+The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
+([tokens, vocabulary], gigabytes) never leave it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parity check: is the TE decoder the same function as Hugging Face's, on this model's weights and this run's data?
 
-Three tests, each with a limit far from what rounding gives and from what a wrong model gives:
+Three tests, with limits far from what rounding gives and from what a wrong model gives:
 
 1. The weights are the checkpoint's, bit for bit: each stored tensor, cast to the parameter's dtype, is compared with
    its part of the TE parameter. A tied lm_head is the embedding.
@@ -8,10 +8,9 @@ Three tests, each with a limit far from what rounding gives and from what a wron
    input gradient and all weight gradients may differ by `FP32_LIMIT`. TF32 is off, so that only the order of summation
    differs. This sees RoPE base and scaling, softmax scale, epsilon, dropped biases, windows and document boundaries.
 3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in
-   fp32; the ratio of TE's error to Hugging Face's own is near 1. One ratio proves nothing: the gradient of a norm's
-   weight is a sum with cancellation, and the ratio of two such rounding errors was 4 for one tensor of 270 in a trained
-   model. So the geometric mean over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`) are
-   judged. This sees a wrong kernel of the training dtype, attention above all, which differs from fp32's.
+   fp32; the ratio of TE's error to Hugging Face's own is near 1. A single ratio proves nothing (4 was seen for the
+   gradient of a norm's weight, a sum with cancellation), so the geometric mean over all tensors (`MEAN_LIMIT`) and the
+   median within each layer (`LAYER_LIMIT`) are judged. This sees a wrong kernel of the training dtype.
 
 The data are the first sequence of the first batch. Two Hugging Face layers are in memory at a time, so the check runs
 wherever training does.
@@ -74,10 +73,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What tests 2 and 3 found: every tensor of every layer, and the training dtype."""
+    """What tests 2 and 3 found."""
 
     comparisons: tuple[Comparison, ...]
     dtype: torch.dtype
+    """The training dtype."""
 
     @property
     def worst(self) -> Comparison:
@@ -159,11 +159,9 @@ def check_parity(
     """Run the three tests; returns what they found, in a sentence. Raises `UserError` where one fails.
 
     Args:
-        model: with TE decoder layers.
+        model: with TE decoder layers that compute in `dtype`.
         batch: on the device.
-        max_seq_length: tokens of a sequence.
-        dtype: compute dtype of the layers.
-        full_tensor: returns an unsharded parameter; collective where parameters are sharded (copies are compared then).
+        full_tensor: returns an unsharded parameter; collective where parameters are sharded.
         files: the checkpoint's safetensors files; None where the weights are random.
     """
     if batch.input_ids.is_cuda and os.environ.get(TF32_VARIABLE) != "0":
@@ -226,7 +224,9 @@ def compare_layers(
                     cu_seq_lens_q=cu_seqlens,
                     max_length_q=longest,
                 )
-                gradients = _by_hf_name(parts, {name: _gradient(weight) for name, weight in parameters.items()})
+                # None where a parameter took no part.
+                full = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+                gradients = _by_hf_name(parts, full)
                 te[kind] = results | _joined(parts, gradients)
         exact = hf[torch.float32]
         comparisons += [
@@ -289,11 +289,6 @@ def _trainable_copies(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[d
         yield copies
     finally:
         _replace(layer, own)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Zero where the parameter took no part."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _replace(layer: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

@@ -27,7 +27,7 @@ _MIX_DOCUMENTS = frozenset(
     "qwen4_exp_text recurrent_gemma xglm zaya".split()
 )
 """Decoder types of transformers 5.23 whose small models (eager attention) gave a document other hidden states behind
-another one in its sequence than alone. Types of which no small model was made are not listed."""
+another one than alone. Types of which no small model was made are not listed."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +114,13 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
     """Raise `UserError` where model, tokenizer and options do not go together."""
     name = config.model.model_name
     quantised = getattr(hf_config, "quantization_config", None)
-    if quantised is not None and config.precision.mixed_precision == "fp8":
-        raise UserError(
-            f"--mixed_precision fp8 cannot go with a quantised model, and --model_name {name} is one "
-            f"({_quantisation_method(quantised)} in the quantization_config of its config.json): fp8 casts weights "
-            "that are bf16 or fp32; give the unquantised model."
-        )
     if quantised is not None:
+        entries = quantised if isinstance(quantised, dict) else vars(quantised)
+        method = entries.get("quant_method", "a method without a name")
         raise UserError(
-            f"--model_name {name} holds quantised weights (quantization_config in its config.json), which can be "
-            "neither fine-tuned in full nor cast to fp8; give the unquantised model."
+            f"--model_name {name} holds quantised weights ({getattr(method, 'value', method)} in the "
+            "quantization_config of its config.json), which can be neither fine-tuned in full nor cast to fp8; give "
+            "the unquantised model."
         )
     decoder: Any = hf_config.get_text_config(decoder=True)
     for entry in _LOGIT_CHANGES:
@@ -158,13 +155,6 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             raise UserError(
                 f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
             ) from error
-
-
-def _quantisation_method(quantization_config: Any) -> str:
-    """bitsandbytes, gptq, awq, fp8, ...: the entry quant_method."""
-    entries = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
-    method = entries.get("quant_method", "a method without a name")
-    return str(getattr(method, "value", method))
 
 
 def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:

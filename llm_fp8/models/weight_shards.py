@@ -1,8 +1,8 @@
 """Which shard of a model's parameters this rank holds, and which Hugging Face tensors it belongs to.
 
 FSDP shards every parameter along dim 0: of R rows over n ranks each rank holds ceil(R / n), the last ranks fewer or
-none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`; exactly one outside of
-TE models), so a rank's shard of a checkpoint is a range of rows of some tensors, and both directions are slicing:
+none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`), so a rank's shard of a
+checkpoint is a range of rows of some tensors, and both directions are slicing:
 
     in     a rank reads its rows from the safetensors files and nothing else (`HfFiller`, `WeightFiller`)
     out    a parameter is gathered, cut into its parts and written (llm_fp8/models/export.py)
@@ -34,7 +34,6 @@ _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 def local_shard(tensor: Tensor) -> LocalShard:
     """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0.
-
     Raises `ValueError` for a DTensor that is sharded in another way.
     """
     remainder = remainder_of(tensor)
@@ -82,10 +81,7 @@ def _as_part(name: str, tensor: Tensor) -> Part:
 
 
 def to_stored_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's Hugging Face tensors under the names and shapes of its files.
-
-    They are the same for most architectures; mixtures of experts, for example, store each expert's matrix separately.
-    """
+    """A model's Hugging Face tensors under the names and shapes of its files, which differ for mixtures of experts."""
     return revert_weight_conversion(model, dict(tensors))
 
 
@@ -157,9 +153,7 @@ class PartFiller:
     Call `fill_rows` (or `fill`, with the full tensor) once for each Hugging Face tensor, then `finish()`. Raises
     `UnsupportedArchitecture` naming the tensor that is unexpected, doubled, missing or of another shape.
 
-    Args:
-        entries: parameter name -> its parts, as `parameter_map` gives them.
-        blocks: parameter name -> the shard to fill.
+    `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill.
     """
 
     def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, LocalShard]) -> None:
@@ -173,14 +167,12 @@ class PartFiller:
         return hf_name
 
     def fill(self, hf_name: str, tensor: Tensor) -> None:
-        """`fill_rows` from a full tensor."""
         self.fill_rows(hf_name, tuple(tensor.shape), tensor)
 
     def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
         """Copy what this rank needs of one Hugging Face tensor into place, cast to the parameter's dtype.
 
-        `rows[a:b]` gives rows a to b of dim 0: the tensor itself, or a slice of a safetensors file that reads only
-        these.
+        `rows[a:b]` gives rows a to b of dim 0: the tensor, or a slice of a safetensors file that reads only these.
         """
         known_name = self.resolve(hf_name)
         if known_name is None:
@@ -206,13 +198,9 @@ class PartFiller:
 
 
 class WeightFiller(PartFiller):
-    """A `PartFiller` of TE parameters, unsharded (tensors) or sharded (`LocalShard`s)."""
+    """A `PartFiller` of the TE decoder's parameters."""
 
-    def __init__(self, spec: DecoderSpec, te_parameters: Mapping[str, Tensor | LocalShard]) -> None:
-        blocks = {
-            name: value if isinstance(value, LocalShard) else LocalShard(value, 0)
-            for name, value in te_parameters.items()
-        }
+    def __init__(self, spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> None:
         super().__init__(parameter_map(spec), blocks)
         self._tied = spec.tied_embeddings
 
@@ -225,15 +213,10 @@ class WeightFiller(PartFiller):
 
 
 class HfFiller(PartFiller):
-    """Fills this rank's shards of a Hugging Face model by name.
+    """Fills this rank's shards of a Hugging Face model, whose parameters have memory, by name.
 
     Like `from_pretrained` it takes names with or without the base model's prefix ("model."), and a tied matrix from
-    whichever of its names is stored, from the first where both are.
-
-    Args:
-        model: has parameters with memory.
-        names: `stored_names` of the model.
-        checkpoint_names: of all tensors in the checkpoint.
+    whichever of its names is stored, from the first where both are. `names`: `stored_names` of the model.
     """
 
     def __init__(self, model: PreTrainedModel, names: Mapping[str, str], checkpoint_names: Iterable[str]) -> None:

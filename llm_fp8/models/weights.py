@@ -78,16 +78,15 @@ def _shard_names(index: Path) -> list[str]:
 
 
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
-    """Copy the weights of `files` into a TE model (this rank's shards of it), one tensor in memory at a time.
-
-    Raises `UserError` that names file and tensor.
-    """
+    """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
     _fill(WeightFiller(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
 
 
 def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
-    """Pass every tensor of `files` to `filler` in stored order; what it takes is read to `device`."""
+    """Pass every tensor of `files`, in stored order, to `filler`; what it takes is read to `device`. Raises `UserError`
+    that names file and tensor.
+    """
     for path in files:
         try:
             with _open_weights(path, device) as tensors:
@@ -145,9 +144,7 @@ def give_remainders_(model: PreTrainedModel) -> None:
 
 
 def fill_hf_model(model: PreTrainedModel, names: Mapping[str, str], files: list[Path]) -> None:
-    """Copy the weights of `files` into a Hugging Face model (this rank's shards of it); `names`: its `stored_names`.
-    Raises `UserError` that names file and tensor.
-    """
+    """The same for a Hugging Face model; `names`: its `stored_names`."""
     _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
 
 
@@ -161,10 +158,9 @@ def fill_sharded(
 ) -> bool:
     """Give a model of `build_structure` its weights, once its parameters are sharded and have memory.
 
-    Each rank reads its own shards from the files. Random weights are those of `te_llama.initialize_weights_`, drawn on
-    `device` from `seed` whatever the world size. `keep_lower_bits`: as of `build_model`. Returns whether
-    the weights were loaded (else: random). Raises `UserError` naming file and tensor where the files do not fit the
-    model.
+    Each rank reads its own shards from the files. Random weights are drawn on `device` from `seed`, the same for every
+    world size. `keep_lower_bits`: as of `build_model`. Returns whether the weights were loaded (else: random). Raises
+    `UserError` naming file and tensor where the files do not fit the model.
     """
     if has_random_weights(options, source):
         initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))

@@ -28,12 +28,16 @@ def empty_te_parameters(spec):
     }
 
 
+def in_one_shard(te_parameters):
+    return {name: LocalShard(parameter, 0) for name, parameter in te_parameters.items()}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     config = family_config(family)
     spec, tensors = decoder_spec(config), hf_tensors(config)
     te_parameters = empty_te_parameters(spec)
-    filler = WeightFiller(spec, te_parameters)
+    filler = WeightFiller(spec, in_one_shard(te_parameters))
     for name in reversed(tensors):  # any order
         filler.fill(name, tensors[name])
     filler.finish()
@@ -51,7 +55,7 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     config = family_config("qwen2_qkv_bias_tied")
     spec, tensors = decoder_spec(config), hf_tensors(config)
     whole, in_blocks = empty_te_parameters(spec), empty_te_parameters(spec)
-    fillers = [WeightFiller(spec, whole)]
+    fillers = [WeightFiller(spec, in_one_shard(whole))]
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
@@ -96,7 +100,7 @@ def test_published_parameter_counts():
 def filled_but(config, change):
     spec, tensors = decoder_spec(config), hf_tensors(config)
     change(tensors)
-    filler = WeightFiller(spec, empty_te_parameters(spec))
+    filler = WeightFiller(spec, in_one_shard(empty_te_parameters(spec)))
     for name, tensor in tensors.items():
         filler.fill(name, tensor)
     filler.finish()
@@ -119,7 +123,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(change, named):
 def test_a_tensor_that_comes_twice_is_refused():
     config = family_config("llama2")
     spec, tensors = decoder_spec(config), hf_tensors(config)
-    filler = WeightFiller(spec, empty_te_parameters(spec))
+    filler = WeightFiller(spec, in_one_shard(empty_te_parameters(spec)))
     filler.fill("model.norm.weight", tensors["model.norm.weight"])
     with pytest.raises(UnsupportedArchitecture, match="twice"):
         filler.fill("model.norm.weight", tensors["model.norm.weight"])
