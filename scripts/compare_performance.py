@@ -17,6 +17,7 @@ a run failed. Ctrl-C and SIGTERM let the runs save and stop first.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -182,7 +183,7 @@ def main() -> int:
     comparison = compare(records, failures, overlaps, order, options.quality_margin)
     print_comparison(comparison, console)
     with named_if_unwritable(folder):
-        write_json_atomic(folder / "comparison.json", comparison.to_dict())
+        write_json_atomic(folder / "comparison.json", dataclasses.asdict(comparison))
         (folder / "comparison.html").write_text(render_page(comparison), encoding="utf-8")
     console.print(f"\n{folder / 'comparison.html'}\n{folder / 'comparison.json'}", markup=False, highlight=False)
     return EXIT_RUN_FAILED if failures else 0

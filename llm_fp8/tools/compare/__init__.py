@@ -1,4 +1,4 @@
-"""The comparison of training runs that differ in precision alone: what scripts/compare_performance.py is made of.
+"""The comparison of training runs that differ in precision alone (scripts/compare_performance.py).
 
 variants.py     names of variants -> options; a run -> its variant
 launch.py       the command lines of the runs, in order, one after another or on several GPUs

@@ -14,7 +14,7 @@ from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.variants import REFERENCE, VARIANT_FIELDS
 
 Effect = Literal["all", "quality", "speed", "note"]
-"""What a difference confounds: everything, losses and answers, speed (memory and energy too), or nothing by itself."""
+"""What a difference confounds: everything, losses and answers, speed with memory and energy, or nothing by itself."""
 
 FIRST_LOSS_TOLERANCE = 0.05
 """Relative difference of the first step's loss, on the same weights and sequences, that rounding does not explain."""
@@ -71,7 +71,6 @@ class Difference:
 
 
 def label(run: RunRecord) -> str:
-    """A run's name in a comparison."""
     return f"{run.variant} seed {run.seed}"
 
 
@@ -92,7 +91,7 @@ def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """Everything that should be the same in all runs."""
+    """What should be the same in all runs."""
     sections = {name: section for name, section in run.config.items() if name != "precision"}
     last_evaluation = run.evaluations[-1] if run.evaluations else {}
     provenance: dict[str, Any] = {
@@ -182,7 +181,8 @@ def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
         for run in own:
             if run is reference:
                 continue
-            number = _first_unequal(reference.token_trace, run.token_trace)
+            pairs = enumerate(zip(reference.token_trace, run.token_trace, strict=False), start=1)
+            number = next((number for number, (tokens, own_tokens) in pairs if tokens != own_tokens), None)
             if number is not None:
                 traces = [(other, int(other.token_trace[number - 1])) for other in (reference, run)]
                 found += _difference(f"tokens seen with seed {seed} after step {number}", traces, "all")
@@ -193,11 +193,6 @@ def _per_seed_differences(runs: Sequence[RunRecord]) -> list[Difference]:
                 values = {f"{first['loss']:.4f}": [label(reference)], f"{own_first['loss']:.4f}": [label(run)]}
                 found.append(Difference(f"loss of the first step with seed {seed}", "quality", values, [run.variant]))
     return found
-
-
-def _first_unequal(first: Sequence[float], second: Sequence[float]) -> int | None:
-    """Number, from 1, of the first step at which two traces differ within their common length."""
-    return next((number for number, (a, b) in enumerate(zip(first, second, strict=False), start=1) if a != b), None)
 
 
 def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
@@ -217,7 +212,6 @@ def _resume_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def _remarks(runs: Sequence[RunRecord]) -> list[Difference]:
-    """Notes that are not differences between fields."""
     found = []
     for section in _SECTIONS:
         if without := [label(run) for run in runs if not getattr(run, section)]:

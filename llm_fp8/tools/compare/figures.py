@@ -1,5 +1,5 @@
 """Run records -> the figures of each variant: speed, memory, energy, quality against the reference of the same seeds,
-and what the certificates of its runs say (the proof from recorded kernels that a run computed as asked).
+and what the certificates of its runs say.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from llm_fp8.tools.compare.statistics import (
     first_at_or_below,
     pair_answers,
     ratio_interval,
-    spread,
     t_interval,
     trailing_mean,
 )
@@ -85,7 +84,6 @@ class VariantFigures:
 
     @property
     def num_seeds(self) -> int:
-        """Finished runs."""
         return len(self.seeds)
 
 
@@ -106,6 +104,9 @@ def variant_figures(
     unset = dataclasses.asdict(PrecisionConfig())
     given = runs[0].config.get("precision", {}) if runs else {}
     options = {name: value for name, value in given.items() if name not in VARIANT_FIELDS and value != unset.get(name)}
+    answers = (
+        None if is_reference else pair_answers([base[s].answers for s in common], [own[s].answers for s in common])
+    )
     return VariantFigures(
         arm=variant,
         name=describe_variant(variant),
@@ -123,10 +124,8 @@ def variant_figures(
         eval_loss={seed: run.final_eval_loss for seed, run in own.items() if run.final_eval_loss is not None},
         loss_gap=None if is_reference else _loss_gap(own, base),
         equal_loss_time=_equal_loss_time(own, base, common),
-        exact_match={seed: share for seed, run in own.items() if (share := run.exact_match) is not None},
-        answers=None
-        if is_reference
-        else pair_answers([base[s].answers for s in common], [own[s].answers for s in common]),
+        exact_match={seed: run.exact_match for seed, run in own.items() if run.exact_match is not None},
+        answers=answers,
         certificate=certificate_state([run.certificate for run in runs]),
         num_failed=num_failed,
     )
@@ -151,8 +150,9 @@ def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap 
     }
     if not gaps:
         return None
-    found = t_interval(list(gaps.values()))
-    return LossGap(found.value, found.low, found.high, gaps, spread(list(reference.values())), len(reference))
+    found, losses = t_interval(list(gaps.values())), reference.values()
+    spread = max(losses) - min(losses) if len(losses) > 1 else None
+    return LossGap(found.value, found.low, found.high, gaps, spread, len(reference))
 
 
 def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:
@@ -179,7 +179,6 @@ def loss_by_time(run: RunRecord, from_evals: bool) -> tuple[list[float], list[fl
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Steps that the trailing mean of the training loss covers in a run of so many."""
     return max(1, round(num_steps * SMOOTHING_SHARE))
 
 
@@ -198,15 +197,12 @@ class CertificateState:
 
 def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:
     """The state from the certificates of a variant's runs (`llm_fp8.precision.certificate`), None for a run without."""
-    states: list[tuple[State, list[Any]]] = [
-        (_state(certificate), (certificate or {}).get("reasons") or []) for certificate in certificates
-    ]
+    states: list[tuple[State, list[Any]]] = []
+    for certificate in certificates:
+        given = certificate or {}
+        state = given.get("verdict") or "missing"
+        # An unknown verdict proves nothing.
+        states.append((state if state in _SEVERITY else "undetermined", given.get("reasons") or []))
     worst: State = max((state for state, _ in states), key=_SEVERITY.index, default="missing")
     reasons = {str(reason): None for state, given in states if state == worst for reason in given}
     return CertificateState(worst, list(reasons))
-
-
-def _state(certificate: dict[str, Any] | None) -> State:
-    verdict = certificate.get("verdict") if certificate else None
-    # A verdict of a word that is not known here proves nothing.
-    return "missing" if verdict is None else verdict if verdict in _SEVERITY else "undetermined"

@@ -32,15 +32,11 @@ from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import torchrun
 
-PLAN_FILE = "plan.json"
 _SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run that the comparison needs."""
-
     variant: str
     seed: int
     words: tuple[str, ...]
@@ -48,7 +44,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Of its folder and log."""
+        """Of its folder and its log."""
         return f"{self.variant}-seed{self.seed}"
 
     @property
@@ -69,11 +65,9 @@ class Plan:
     """The options that all runs share, as they were given."""
 
     def run_folder(self, run: PlannedRun) -> Path:
-        """Its --output_dir."""
         return self.folder / "runs" / run.name
 
     def log(self, run: PlannedRun) -> Path:
-        """Its stdout and stderr."""
         return self.folder / "logs" / f"{run.name}.log"
 
 
@@ -123,7 +117,7 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
 
 def claim_folder(plan: Plan) -> None:
     """Make the folder of `plan`. Raises `UserError` where it holds another comparison."""
-    path = plan.folder / PLAN_FILE
+    path = plan.folder / "plan.json"
     shared = {"train": train_words(plan.train), "num_gpus": plan.num_gpus}
     if path.is_file():
         if read_json(path) != shared:
@@ -193,8 +187,7 @@ class _Active:
 @contextmanager
 def only_launcher(folder: Path) -> Iterator[int]:
     """Lock `folder`; the runs inherit the file descriptor, so that one that outlives this process keeps the lock.
-
-    Raises `UserError` where another comparison, or a run that it left behind, holds the lock.
+    Raises `UserError` where another comparison, or a run that it left behind, holds it.
     """
     with open(folder / ".lock", "w") as lock:
         try:
@@ -213,8 +206,7 @@ def launch(
     """Run what has not finished yet, one run per slot at a time; a run that fails does not stop the others. Returns the
     failures and the labels of each pair of runs that shared hardware.
 
-    SIGINT, SIGTERM and SIGHUP are passed on: the runs save and stop, then `Interrupted` is raised. A second SIGINT
-    kills them.
+    On SIGINT, SIGTERM and SIGHUP the runs save and stop, then `Interrupted` is raised; a second SIGINT kills them.
     """
     with only_launcher(plan.folder) as lock, GracefulStop() as stop:
         hangup = signal.getsignal(signal.SIGHUP)
@@ -227,7 +219,7 @@ def launch(
 
 
 class Interrupted(Exception):
-    """The signal of this name stopped the launcher; no run is left behind."""
+    """The signal of this name stopped the launcher and all its runs."""
 
 
 def _launch(
@@ -257,7 +249,7 @@ def _launch(
                 overlaps |= {(min(run.label, other.label), max(run.label, other.label)) for other in beside}
                 active.append(begun)
                 write_json_atomic(overlaps_file, {"pairs": sorted(overlaps)})
-            time.sleep(_POLL_S)
+            time.sleep(0.1)
             for done in [entry for entry in active if entry.process.poll() is not None]:
                 active.remove(done)
                 free.append(done.slot)

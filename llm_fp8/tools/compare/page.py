@@ -23,16 +23,9 @@ from llm_fp8.tools.compare.statistics import Interval
 from llm_fp8.tools.compare.variants import REFERENCE, describe_variant
 
 ASSETS = Path(__file__).parent / "assets"
-EFFECT_WORDS = {
-    "all": "everything",
-    "quality": "loss and answers",
-    "speed": "speed, memory, energy",
-    "note": "nothing by itself",
-}
 
 
 def render_page(comparison: Comparison) -> str:
-    """The whole page."""
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -54,7 +47,12 @@ def render_page(comparison: Comparison) -> str:
         figures=list(zip(COLUMNS[1:], values, strict=True)),
         charts=charts,
         not_drawn=not_drawn(comparison.arms),
-        effect_words=EFFECT_WORDS,
+        effect_words={
+            "all": "everything",
+            "quality": "loss and answers",
+            "speed": "speed, memory, energy",
+            "note": "nothing by itself",
+        },
         provenance=_provenance_lines(comparison.provenance["of_first_run"]),
         # Written as an escape, '<' cannot end the script element that holds the data.
         data=data.replace("<", "\\u003c"),
@@ -71,7 +69,6 @@ def _title(comparison: Comparison) -> str:
 
 
 def _facts(comparison: Comparison) -> str:
-    """What was run, in a line."""
     provenance = comparison.provenance
     first = provenance["of_first_run"]
     made = datetime.fromisoformat(provenance["made_utc"]).strftime("%Y-%m-%d %H:%M UTC")
@@ -84,7 +81,6 @@ def _facts(comparison: Comparison) -> str:
 
 
 def _provenance_lines(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a reader would ask of the first run, as name and text."""
     git = provenance.get("git") or {}
     packages = {name: version for name, version in provenance.get("packages", {}).items() if version}
     lines = [
@@ -125,62 +121,54 @@ def make_charts(comparison: Comparison) -> list[Chart]:
     """All charts that there is something to draw in."""
     curves, variants, margin = comparison.curves, comparison.arms, comparison.quality_margin
     charts = [
-        Chart(
+        _bars(
+            variants,
             "speed",
             "Tokens per second",
-            "Median over steps, mean over seeds; whiskers: 95% interval over seeds.",
-            "",
+            "Median over steps, mean over seeds; whiskers, and brackets in the table: 95% interval over seeds.",
             "tokens/s",
-            ["variant", "tokens/s (95% interval)"],
-            *_bars(variants, lambda own: own.tokens_per_s, "{:,.0f}"),
+            "{:,.0f}",
+            lambda own: own.tokens_per_s,
         ),
-        Chart(
+        _bars(
+            variants,
             "gap",
             "Final eval loss gap to bf16",
             f"Final eval loss minus bf16's: bars are means, points seeds. Shaded: the margin, {margin:g}.",
-            "",
             "nats/token",
-            ["variant", "seed", "gap"],
-            *_bars(
-                variants,
-                lambda own: own.loss_gap.mean if own.loss_gap else None,
-                "{:+.4f}",
-                lambda own: own.loss_gap.by_seed if own.loss_gap else {},
-            ),
+            "{:+.4f}",
+            lambda own: own.loss_gap.mean if own.loss_gap else None,
+            lambda own: own.loss_gap.by_seed if own.loss_gap else {},
             (-margin, margin),
         ),
-        Chart(
+        _bars(
+            variants,
             "exact-match",
             "Exact match",
-            "Held-out problems answered right, in %: bars are means, points seeds. The paired test stands in the table "
-            "of figures.",
-            "",
+            "Held-out problems answered right: bars are means, points seeds. The paired test stands in the table of "
+            "figures.",
             "% of problems",
-            ["variant", "seed", "%"],
-            *_bars(
-                variants,
-                lambda own: 100 * statistics.mean(own.exact_match.values()) if own.exact_match else None,
-                "{:.1f}",
-                lambda own: {seed: 100 * share for seed, share in own.exact_match.items()},
-            ),
+            "{:.1f}",
+            lambda own: 100 * statistics.mean(own.exact_match.values()) if own.exact_match else None,
+            lambda own: {seed: 100 * share for seed, share in own.exact_match.items()},
         ),
-        Chart(
+        _bars(
+            variants,
             "memory",
             "Peak memory",
-            "GiB; how it is computed stands below.",
-            "",
+            "How it is computed stands below.",
             "GiB",
-            ["variant", "GiB"],
-            *_bars(variants, lambda own: own.peak_memory_gib, "{:.1f}"),
+            "{:.1f}",
+            lambda own: own.peak_memory_gib,
         ),
-        Chart(
+        _bars(
+            variants,
             "energy",
             "Energy",
-            "J per million tokens; how it is computed stands below.",
-            "",
+            "How it is computed stands below.",
             "J per million tokens",
-            ["variant", "J per million tokens"],
-            *_bars(variants, lambda own: own.energy_j_per_million_tokens, "{:,.0f}"),
+            "{:,.0f}",
+            lambda own: own.energy_j_per_million_tokens,
         ),
         Chart(
             "rate-step",
@@ -219,13 +207,16 @@ def not_drawn(variants: Sequence[VariantFigures]) -> list[str]:
 
 def _bars(
     variants: Sequence[VariantFigures],
-    figure: Callable[[VariantFigures], Interval | float | None],
+    id: str,
+    title: str,
+    caption: str,
+    unit: str,
     shape: str,
+    figure: Callable[[VariantFigures], Interval | float | None],
     by_seed: Callable[[VariantFigures], dict[int, float]] | None = None,
-) -> tuple[list[dict[str, Any]], Table]:
-    """Traces and table rows: a bar for each variant that has the figure, with whiskers where it is an interval, and a
-    point for each seed where `by_seed` gives them.
-    """
+    band: tuple[float, float] | None = None,
+) -> Chart:
+    """A bar for each variant that has the figure, with whiskers where it is an interval; `by_seed`: points."""
     traces: list[dict[str, Any]] = []
     rows = []
     for own in variants:
@@ -244,7 +235,8 @@ def _bars(
         points = {"kind": "points", "x": [own.name] * len(seeds), "y": list(seeds.values())}
         traces.append({**common, "name": f"{own.name}, each seed", **points})
         rows += [[own.name, str(seed), shape.format(value)] for seed, value in (*seeds.items(), ("mean", mean))]
-    return traces, rows
+    headers = ["variant", unit] if by_seed is None else ["variant", "seed", unit]
+    return Chart(id, title, caption, "", unit, headers, traces, rows, band)
 
 
 def _who(curve: dict[str, Any], suffix: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
 from llm_fp8.utils.errors import UserError
 
 MAX_CURVE_POINTS = 600
-"""Points of a curve that the report keeps; of longer runs each point is the mean of as many steps as it takes."""
+"""Points of a curve that the report keeps; of longer runs a point is the mean of several steps."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole comparison, with the field names of comparison.json: there a variant is called an arm.
-
-    `arms` has the reference first, `verdicts` last.
-    """
+    """What comparison.json holds; there a variant is called an arm. `arms` has the reference first, `verdicts` last."""
 
     arms: list[VariantFigures]
     verdicts: dict[str, Verdict]
@@ -48,10 +44,6 @@ class Comparison:
     curves: list[dict[str, Any]]
     provenance: dict[str, Any]
     quality_margin: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """As comparison.json holds it."""
-        return dataclasses.asdict(self)
 
 
 def compare(
@@ -169,11 +161,13 @@ def _interval(found: Interval | None, shape: str) -> str:
 
 
 def _number(value: float | None, shape: str) -> str:
-    return NOT_MEASURED if value is None else shape.format(value)
+    return _interval(None if value is None else Interval(value, None, None), shape)
 
 
 def _gap(own: VariantFigures) -> str:
     gap = own.loss_gap
+    if own.arm == REFERENCE:
+        return "0"
     return _interval(Interval(gap.mean, gap.low, gap.high) if gap else None, "{:+.4f}")
 
 
@@ -245,7 +239,7 @@ COLUMNS = (
         "gap to bf16, nats/token (95% interval)",
         "Mean over seeds of the difference to the bf16 run of the same seed, with Student's t interval. A variant "
         "passes for as good where the interval lies below the margin (--quality_margin).",
-        lambda own: "0" if own.arm == REFERENCE else _gap(own),
+        _gap,
     ),
     Column(
         "time to bf16's final loss, s",
@@ -269,12 +263,10 @@ COLUMNS = (
 
 
 def table_rows(variants: Sequence[VariantFigures]) -> list[list[str]]:
-    """Texts of all columns, one row per variant."""
     return [[column.text(variant) for column in COLUMNS] for variant in variants]
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Verdicts, table, failures and flags."""
     for verdict in comparison.verdicts.values():
         console.print(f"[{verdict.conclusion}] {verdict.sentence}", markup=False, highlight=False)
     console.print()

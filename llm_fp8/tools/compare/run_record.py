@@ -13,7 +13,7 @@ from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.step_stats import measured_steps
-from llm_fp8.tools.compare.variants import effective_precision, requested_variant
+from llm_fp8.tools.compare.variants import describe_variant, requested_variant
 from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
@@ -35,7 +35,6 @@ class RunRecord:
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, bool] = field(default_factory=dict)
     """Problem -> whether the run's last evaluation answered it right."""
     certificate: dict[str, Any] | None = None
@@ -44,17 +43,16 @@ class RunRecord:
 
     @property
     def variant(self) -> str:
-        """The variant that was asked for."""
         return requested_variant(self.precision)
 
     @property
     def effective_name(self) -> str:
         """What ran, as 'bf16' or 'fp8 delayed'."""
-        return effective_precision(self.precision)
+        effective = str(self.precision["effective"])
+        return f"fp8 {self.precision['effective_scenario']}" if effective == "fp8" else describe_variant(effective)
 
     @property
     def seed(self) -> int:
-        """--seed."""
         return int(self.config["optim"]["seed"])
 
     @cached_property
@@ -69,7 +67,7 @@ class RunRecord:
 
     @cached_property
     def measured_steps(self) -> list[dict[str, float]]:
-        """The steps that speed is measured on, of each process (`observability.step_stats.measured_steps`)."""
+        """The steps that speed is measured on, of each process (`step_stats.measured_steps`)."""
         return [step for part in self._processes for step in measured_steps(part)]
 
     @property
@@ -86,10 +84,9 @@ class RunRecord:
         typical = [step["step_time_s"] for step in self.measured_steps or self.steps if "step_time_s" in step]
         median = statistics.median(typical) if typical else math.nan
         first = {part[0]["step"] for part in self._processes}
-        own = [step["step"] not in first and RECORDED_STEP not in step for step in self.steps]
         times = [
-            step.get("step_time_s", math.nan) if counts else median
-            for step, counts in zip(self.steps, own, strict=True)
+            median if step["step"] in first or RECORDED_STEP in step else step.get("step_time_s", math.nan)
+            for step in self.steps
         ]
         return list(itertools.accumulate(times))
 
@@ -109,10 +106,8 @@ class RunRecord:
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """Peak memory of tensors on any GPU; None on a CPU.
-
-        An evaluation of exact match holds a copy of the model, which stays in the peak: only the steps up to the first
-        one count.
+        """Peak memory of tensors on any GPU; None on a CPU. An evaluation of exact match holds a copy of the model,
+        which stays in the peak: only the steps up to the first one count.
         """
         asked = self.config.get("run", {}).get("eval_exact_match")
         copies = asked or any("eval_exact_match" in evaluation for evaluation in self.evaluations)
@@ -128,8 +123,7 @@ class RunRecord:
 
 
 def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Records of metrics.jsonl or of a W&B history -> those of optimizer steps, those of evaluations; each in order.
-
+    """Records of metrics.jsonl or of a W&B history -> those of optimizer steps, those of evaluations, each in order.
     W&B merges an evaluation into the record of its step; the keys separate them.
     """
     steps, evaluations = [], []
@@ -159,18 +153,39 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
     return None
 
 
-def require_sections(where: str, config: Any, precision: Any) -> None:
-    """Raise `UserError`, beginning with `where`, unless these sections are of a run of this project."""
-    try:
-        name = "config.optim.seed"
-        config["optim"]["seed"]
-        for key in ("requested", "effective"):
-            name = f"precision.{key}"
-            precision[key]
-    except (KeyError, TypeError):
-        raise UserError(
-            f"{where} lacks {name}, which this project's training scripts store; give a run of theirs."
-        ) from None
+def _record(
+    where: str, source: str, run: dict[str, Any], records: list[dict[str, Any]], summary: dict[str, Any], **more: Any
+) -> RunRecord:
+    """The record of a run from what run.json, metrics.jsonl and summary.json hold. Raises `UserError`, beginning with
+    `where`, unless they are of a finished run of this project.
+    """
+    if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
+        raise UserError(f"{where}: {reason}")
+    for name in ("config.optim.seed", "precision.requested", "precision.effective"):
+        found: Any = run
+        for key in name.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        if found is None:
+            raise UserError(
+                f"{where}: its configuration lacks {name}, which this project's training scripts store; give a run of "
+                "theirs."
+            )
+    steps, evaluations = split_records(records)
+    if not steps:
+        raise UserError(f"{where} holds no optimizer step.")
+    model = run.get("model", {})
+    return RunRecord(
+        source=source,
+        config=run["config"],
+        precision=run["precision"],
+        steps=steps,
+        evaluations=evaluations,
+        effective=run.get("effective", {}),
+        data=run.get("data", {}),
+        model={key: model[key] for key in ("location", "num_parameters") if key in model},
+        provenance=run.get("provenance", {}),
+        **more,
+    )
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
@@ -183,33 +198,24 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
             hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
             raise UserError(f"{where}: there is no {name} in it, so {hint}; give the folder of a finished run.")
     run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
-    if reason := why_unfinished(summary):
-        raise UserError(f"{where}: {reason}")
-    require_sections(f"{where}: run.json", run.get("config"), run.get("precision"))
-    steps, evaluations = split_records(read_jsonl(folder / "metrics.jsonl"))
-    if not steps:
-        raise UserError(f"{where}: metrics.jsonl holds no optimizer step.")
-    if steps[-1]["step"] != summary.get("steps"):
-        raise UserError(
-            f"{where}: metrics.jsonl ends at step {steps[-1]['step']:.0f} and summary.json at step "
-            f"{summary.get('steps')}, so they are not of one finished run; train it anew."
-        )
     certificate = folder / "certificate.json"
-    return RunRecord(
-        source=str(folder),
-        config=run["config"],
-        precision=run["precision"],
-        steps=steps,
-        evaluations=evaluations,
-        effective=run.get("effective", {}),
-        data=run.get("data", {}),
-        model={key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})},
-        provenance=run.get("provenance", {}),
-        summary=summary,
+    record = _record(
+        where,
+        str(folder),
+        run,
+        read_jsonl(folder / "metrics.jsonl"),
+        summary,
         answers=_last_answers(folder / ANSWERS_FOLDER),
         certificate=read_json(certificate) if certificate.is_file() else summary.get("certificate"),
         resumes=run.get("resumes", []),
     )
+    last = record.steps[-1]["step"]
+    if last != summary.get("steps"):
+        raise UserError(
+            f"{where}: metrics.jsonl ends at step {last:.0f} and summary.json at step {summary.get('steps')}, so they "
+            "are not of one finished run; train it anew."
+        )
+    return record
 
 
 def _last_answers(folder: Path) -> dict[str, bool]:
@@ -220,14 +226,9 @@ def _last_answers(folder: Path) -> dict[str, bool]:
     return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in answers}
 
 
-_OPTION_SECTIONS = ("model", "precision", "data", "optim", "run", "lora", "parallel")
-
-
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """The record of a finished run on W&B's server, named ENTITY/PROJECT/RUNID.
-
-    W&B has the configuration, the provenance and the history; the answers stay in the run's folder. `api` is a
-    `wandb.Api`, by default a new one with this machine's login. Raises `UserError` where there is no such run.
+    """The record of a finished run on W&B's server, named ENTITY/PROJECT/RUNID, without answers: they stay in the run's
+    folder. `api`: a `wandb.Api`, by default one with this machine's login. Raises `UserError` where there is none.
     """
     where = f"--wandb {path}"
     if not re.fullmatch(r"[^/\s]+/[^/\s]+/[^/\s]+", path) or Path(path).exists():
@@ -244,28 +245,12 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         raise UserError(f"{where}: W&B did not give the run ({error}); check the path and 'wandb login'.") from error
     if state != "finished":
         raise UserError(f"{where}: the W&B run is {state}; give a run that finished.")
-    if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
-        raise UserError(f"{where}: {reason}")
     effective = dict(config.get("effective") or {})
-    precision = effective.pop("precision", None)
-    require_sections(f"{where}: its configuration", config, precision)
-    steps, evaluations = split_records(_merged_by_step(history))
-    if not steps:
-        raise UserError(f"{where}: its history holds no optimizer step.")
-    model, data = effective.pop("model", {}), effective.pop("data", {})
-    return RunRecord(
-        source=path,
-        config={name: config[name] for name in _OPTION_SECTIONS if name in config},
-        precision=precision,
-        steps=steps,
-        evaluations=evaluations,
-        effective=effective,
-        data=data,
-        model={key: model[key] for key in ("location", "num_parameters") if key in model},
-        provenance=config.get("provenance", {}),
-        summary=summary,
-        certificate=certificate_from_flat(summary),
-    )
+    stored = {section: effective.pop(section, {}) for section in ("precision", "model", "data")}
+    sections = ("model", "precision", "data", "optim", "run", "lora", "parallel")
+    stored["config"] = {name: config[name] for name in sections if name in config}
+    stored |= {"effective": effective, "provenance": config.get("provenance", {})}
+    return _record(where, path, stored, _merged_by_step(history), summary, certificate=certificate_from_flat(summary))
 
 
 def certificate_from_flat(summary: dict[str, Any]) -> dict[str, Any] | None:

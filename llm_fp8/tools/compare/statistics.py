@@ -1,12 +1,10 @@
-"""The statistics of a comparison: pure functions of numbers, deterministic. The unit is the run: steps of one run share
-its machine and its weights, so more of them say nothing about the next run.
+"""The statistics of a comparison. The unit is the run: the steps of one run share its machine and its weights.
 
-**Intervals** are Student's t intervals over runs; of two variants that ran the same seeds over the differences by seed,
-which takes out what a seed does to both. Quotients of rates are taken as logarithms. A single run has no interval.
+**Intervals** are Student's t intervals over runs; of two variants that ran the same seeds, over the differences by
+seed. Quotients of rates are taken as logarithms. A single run has no interval.
 
-**Answers** are compared twice, since a difference may lie in the problems that were asked or in the runs that were
-made. Over problems by an exact sign test in which a problem is one trial, whatever the number of seeds: one that a
-model solves in more seeds than the other is a win for it (with one seed McNemar's exact test, 1947). Over runs by
+**Answers** are compared over problems and over runs. Over problems by an exact sign test in which a problem is one
+trial: it is a win for the model that solves it in more seeds (with one seed McNemar's exact test, 1947). Over runs by
 Student's t interval of the differences by seed. Pooling the answers of all seeds as trials would reject a true null
 hypothesis in 22% of cases at p < 0.05, because seeds agree on which problems are hard.
 
@@ -34,7 +32,7 @@ class Interval:
     high: float | None
 
     def describe(self, shape: str) -> str:
-        """The estimate with its interval; `shape` formats a number."""
+        """As text; `shape` formats a number."""
         between = "" if self.low is None else f" ({shape.format(self.low)} to {shape.format(self.high)})"
         return f"{shape.format(self.value)}{between}"
 
@@ -53,7 +51,7 @@ def _exponential(interval: Interval) -> Interval:
 
 
 def ratio_interval(rates: Sequence[float], reference: Sequence[float], paired: bool) -> Interval:
-    """The quotient of the geometric means of two variants' rates, with its interval: over the quotients by seed where
+    """The quotient of the geometric means of two variants' rates. Its interval is over the quotients by seed where
     `paired` (entry i of both ran the same seed), else Welch's.
     """
     own, base = np.log(rates), np.log(reference)
@@ -64,11 +62,6 @@ def ratio_interval(rates: Sequence[float], reference: Sequence[float], paired: b
         return _exponential(Interval(value, None, None))
     found = stats.ttest_ind(own, base, equal_var=False).confidence_interval(CONFIDENCE)
     return _exponential(Interval(value, float(found.low), float(found.high)))
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """Largest minus smallest; None for fewer than two values, which have none."""
-    return max(values) - min(values) if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -112,9 +105,8 @@ class PairedAnswers:
 
 
 def pair_answers(reference: Sequence[dict[str, bool]], other: Sequence[dict[str, bool]]) -> PairedAnswers | None:
-    """Compare the problems that both models of each pair of runs answered; None where there is none.
-
-    Entry i of both is the run of one seed: problem -> whether its answer is right.
+    """Compare the problems that both runs of a seed answered; None where there is none. Entry i of both arguments is
+    the run of one seed: problem -> whether its answer is right.
     """
     by_seed = [
         [(problem, ours[problem], theirs[problem]) for problem in ours.keys() & theirs.keys()]

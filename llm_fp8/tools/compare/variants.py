@@ -50,16 +50,15 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_words(variant: str, words: list[str]) -> list[str]:
-    """The options `words` of a training command as `variant` takes them: its precision added, fp8 options that cannot
-    take effect in it left out.
+    """The options `words` of a training command for `variant`: with its precision, without the fp8 options that it does
+    not take.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _FP8_OPTIONS:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
     given, kept = parser.parse_known_args(words)
     for name, value in vars(given).items():
-        is_taken = variant in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[variant].options)
-        if is_taken:
+        if variant in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[variant].options):
             kept += [f"--{name}"] if value is True else [f"--{name}", value]
     return [*kept, *variants()[variant]]
 
@@ -72,13 +71,6 @@ def requested_variant(precision: dict[str, Any]) -> str:
     if scenario != "default":
         return str(scenario)
     return str(precision["effective_scenario"]) if precision.get("backend") == "torchao" else DEFAULTS["te"]
-
-
-def effective_precision(precision: dict[str, Any]) -> str:
-    """What ran: 'bf16', 'fp8 delayed', 'fp32', ..."""
-    if precision["effective"] != "fp8":
-        return describe_variant(str(precision["effective"]))
-    return f"fp8 {precision['effective_scenario']}"
 
 
 def describe_variant(variant: str) -> str:

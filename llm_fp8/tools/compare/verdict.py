@@ -11,7 +11,7 @@ from llm_fp8.tools.compare.differences import Difference, concerning
 from llm_fp8.tools.compare.figures import LossGap, VariantFigures
 
 MIN_SEEDS = 3
-"""Seeds of both variants below which no variant is recommended: two may lie near each other by chance."""
+"""Seeds of both variants below which none is recommended: two may lie near each other by chance."""
 QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still pass for as good: a quarter of a percent of a loss of 2,
 the relative difference below which DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training from bf16's."""
@@ -50,8 +50,6 @@ _ADVICE: dict[Conclusion, str] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """A conclusion and the sentence that says it with its figures."""
-
     conclusion: Conclusion
     sentence: str
 
@@ -108,7 +106,9 @@ def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: b
         return "not certified"
     gap, speedup = own.loss_gap, own.speedup
     answers_are_worse = own.answers is not None and own.answers.is_worse
-    if not quality_confounded and (answers_are_worse or (gap is not None and _is_worse(gap, margin))):
+    diverged = gap is not None and not math.isfinite(gap.mean)
+    loss_is_worse = gap is not None and gap.low is not None and gap.low > margin
+    if not quality_confounded and (answers_are_worse or diverged or loss_is_worse):
         return "worse"
     if speed_confounded or speedup is None:
         return "speed unknown"
@@ -132,11 +132,6 @@ def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: b
 
 def _is_fp8(own: VariantFigures) -> bool:
     return any(name.startswith("fp8") for name in own.effective)
-
-
-def _is_worse(gap: LossGap, margin: float) -> bool:
-    """Whether the loss diverged, or is shown to be worse by more than the margin."""
-    return not math.isfinite(gap.mean) or (gap.low is not None and gap.low > margin)
 
 
 def _worse_in_every_seed(gap: LossGap) -> bool:
