@@ -11,6 +11,7 @@ attention is unfused; 2 for a mistake in the options; 3 without a GPU, where onl
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from argparse import SUPPRESS
@@ -78,7 +79,7 @@ def main() -> int:
         quality = measure_quality(config)
         print(quality.describe())
         if own.json is not None:
-            write_json_atomic(own.json, quality.to_dict())
+            write_json_atomic(own.json, dataclasses.asdict(quality))
             print(f"findings in {own.json}")
         return 0
 

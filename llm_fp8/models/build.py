@@ -28,10 +28,10 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
-from llm_fp8.models.weight_shards import initialize_shards_, listed, stored_names
+from llm_fp8.models.weight_shards import initialize_shards_, stored_names
 from llm_fp8.models.weights import fill_hf_model, fill_te_model, give_remainders_, stored_tensors, weight_files
 from llm_fp8.observability.metrics import DecoderSize
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import supports_attention
 from llm_fp8.utils.packages import package_version
 from llm_fp8.utils.te_import import require_te
@@ -184,10 +184,10 @@ def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTraine
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
-    return sum(parameter.numel() for parameter in _model_on_meta(hf_config).parameters())
+    return sum(parameter.numel() for parameter in model_on_meta(hf_config).parameters())
 
 
-def _model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
+def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return _model_from_config(copy.deepcopy(hf_config))  # which building would change
 
@@ -216,7 +216,7 @@ def _load_by_transformers(
         if names:
             raise UserError(
                 f"--model_name {options.model_name}: its safetensors do not fit its config.json: {kind} tensors "
-                f"{listed(names)}; fetch the model again."
+                f"{listed(sorted(names))}; fetch the model again."
             )
     return model
 
@@ -233,7 +233,7 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     """The dimensions of a decoder of any architecture, without experts of which a router chooses some."""
     if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
         return DecoderSize.from_config(hf_config, num_adapter_parameters)
-    model = _model_on_meta(hf_config)
+    model = model_on_meta(hf_config)
     matrices = [
         weight.numel()
         for module in model.modules()

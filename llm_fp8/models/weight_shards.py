@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import te_llama
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.optim.adamw_master import remainder_of, split_master
+from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
 from te_llama import DecoderSpec, Part, UnsupportedArchitecture, parameter_map
@@ -141,12 +142,6 @@ class LocalShard:
         self.data[place].copy_(values)
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first few of the names, for an error message."""
-    found = sorted(names)
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-
-
 class PartFiller:
     """Fills parameters in place from the Hugging Face tensors they are made of, which arrive one by one in any order.
 
@@ -158,7 +153,8 @@ class PartFiller:
 
     def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, LocalShard]) -> None:
         if entries.keys() != blocks.keys():
-            raise UnsupportedArchitecture(f"parameter map and model differ in {listed(entries.keys() ^ blocks.keys())}")
+            differing = sorted(entries.keys() ^ blocks.keys())
+            raise UnsupportedArchitecture(f"parameter map and model differ in {listed(differing)}")
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
 
@@ -194,7 +190,7 @@ class PartFiller:
 
     def finish(self) -> None:
         if self._missing:
-            raise UnsupportedArchitecture(f"the checkpoint lacks {listed(self._missing)}")
+            raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(self._missing))}")
 
 
 class WeightFiller(PartFiller):

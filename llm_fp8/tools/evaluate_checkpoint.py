@@ -29,10 +29,9 @@ from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import build_model
 from llm_fp8.models.lora import require_peft
 from llm_fp8.models.source import is_adapter_folder, load_config, load_tokenizer, resolve_source, stored_dtype
-from llm_fp8.models.weight_shards import listed
 from llm_fp8.train.exact_match import ExactMatchResult, answer_problems, encode_problems
 from llm_fp8.train.generate import check_positions, generation_dtype
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, listed
 
 
 def run_of(model: str | Path) -> Path | None:
@@ -210,7 +209,7 @@ def load_merged(
     for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):
         if names:
             raise UserError(
-                f"{weights} {words} {listed(names)}: it does not fit the target_modules of adapter_config.json and "
-                f"{base}; export it again."
+                f"{weights} {words} {listed(sorted(names))}: it does not fit the target_modules of "
+                f"adapter_config.json and {base}; export it again."
             )
     return adapted.merge_and_unload()

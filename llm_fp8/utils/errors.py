@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from llm_fp8.utils.ranks import first_to_say
@@ -30,6 +30,12 @@ class FailedCheck(Exception):
     """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
     expected, what was seen and what to look at. Scripts print it without a traceback and exit with code 1.
     """
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of `names`, for a message."""
+    found = list(names)
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
 class OneSentenceParser(argparse.ArgumentParser):

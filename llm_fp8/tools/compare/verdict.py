@@ -9,6 +9,7 @@ from typing import Literal
 
 from llm_fp8.tools.compare.differences import Difference, concerning
 from llm_fp8.tools.compare.figures import LossGap, VariantFigures
+from llm_fp8.utils.errors import listed
 
 MIN_SEEDS = 3
 """Seeds of both variants below which none is recommended: two may lie near each other by chance."""
@@ -138,9 +139,8 @@ def _worse_in_every_seed(gap: LossGap) -> bool:
     return all(value > 0 for value in gap.by_seed.values())
 
 
-def _fields(differences: Sequence[Difference], limit: int = 4) -> str:
-    names = list(dict.fromkeys(difference.field for difference in differences))
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+def _fields(differences: Sequence[Difference]) -> str:
+    return listed(dict.fromkeys(difference.field for difference in differences))
 
 
 def _speed_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:

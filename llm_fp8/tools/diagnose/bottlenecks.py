@@ -1,15 +1,15 @@
 """Where the time of an optimizer step goes, what costs most, and the option that acts on it.
 
-Recording slows the host down and leaves the kernels as long as they are. So kernels are those of a recorded step, and
-gaps are what steps that nothing recorded take beyond them.
+Recording slows the host and not the kernels. So kernels are those of a recorded step, and gaps are what unrecorded
+steps take beyond them.
 
 A bottleneck is the time that its option can save at most. Fused attention, which no option acts on, and lm_head's
 GEMMs, whose option changes what is computed, are none. Times are compared with two rates:
 
     lower bounds     model FLOPs at the vendor's dense peak of the operands' type, or at the measured rate where cards
                      clock beyond the data sheet; none for a GPU whose peak is not known
-    measured rates   what large GEMMs reach on this GPU without a pause (llm_fp8/tools/gemm_rates.py). GEMMs between
-                     which lies other work can be faster: a GPU at its power limit lowers its clocks
+    measured rates   what large GEMMs reach on this GPU without a pause (llm_fp8/tools/gemm_rates.py). GEMMs with other
+                     work between them can be faster: a GPU at its power limit lowers its clocks
 
 Memory-bound work is compared with the measured copy bandwidth, bytes read plus bytes written:
 
@@ -33,7 +33,6 @@ from llm_fp8.observability.step_profile import covered, length
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.tools.gemm_rates import MeasuredRates
 
-WEIGHT_CAST_BYTES = 4
 _FUSED_ATTENTION = re.compile(r"flash|fmha|sdpa", re.IGNORECASE)
 
 
@@ -42,7 +41,7 @@ class StepTime:
     """Seconds of a step."""
 
     step_s: float
-    """The median step that nothing recorded."""
+    """Of the median step that was not recorded."""
     recorded_span_s: float
     """From the first kernel's start to the last one's end, in the recorded step."""
     busy_s: float
@@ -66,7 +65,7 @@ class StepTime:
         return sum(self.classes[name].time_s for name in names if name in self.classes)
 
     def names(self, kernel_class: str) -> dict[str, float]:
-        """Kernel name -> seconds, of a class."""
+        """Kernel name -> seconds."""
         return self.classes.get(kernel_class, KernelTime()).names
 
     @property
@@ -93,7 +92,7 @@ def step_time(recorded: Any, step_s: float) -> StepTime:
 
 @dataclass(frozen=True)
 class StepMeasurements:
-    """What bottlenecks are found from. Weights and parameters are counts of elements, times are seconds."""
+    """What bottlenecks are found from. Weights are counts of elements."""
 
     time: StepTime
     rates: MeasuredRates
@@ -135,7 +134,6 @@ class StepMeasurements:
         return self.rates.fp8_gemm_s(flops) if self._has_fp8_peak else None
 
     def copy_s(self, num_bytes: float) -> float:
-        """Seconds of reading and writing so many bytes in all."""
         return num_bytes / self.rates.copy_tb_s / 1e12
 
     def linear_flops(self, num_weights: int) -> float:
@@ -218,8 +216,7 @@ def _bottlenecks(facts: StepMeasurements) -> Iterator[Bottleneck]:
         yield Bottleneck(
             "unfused attention",
             max(step.class_s("attention") - facts.bounds_s.get("attention", 0.0), 0.0),
-            "no fused kernel ran; this counts the softmax kernels alone, attention's matrix products are among the "
-            "GEMMs",
+            "no fused kernel ran; this counts the softmax kernels alone, attention's GEMMs are among the GEMMs",
             "let Transformer Engine use the cuDNN that torch brought: unset CUDNN_HOME, CUDNN_PATH, NVTE_FUSED_ATTN "
             "and NVTE_FLASH_ATTN, and do not put a system cuDNN on LD_LIBRARY_PATH; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 "
             "prints why it is refused"
@@ -259,7 +256,7 @@ def _bottlenecks(facts: StepMeasurements) -> Iterator[Bottleneck]:
     if not facts.compiled:  # torchao casts the weights for every GEMM, fused with other work
         yield Bottleneck(
             "casts of the weights",
-            min(step.class_s("cast"), facts.copy_s(WEIGHT_CAST_BYTES * facts.num_fp8_weights)),
+            min(step.class_s("cast"), facts.copy_s(4 * facts.num_fp8_weights)),
             f"the weights are cast to fp8 once a step, which has {facts.num_micro_batches} micro-batches; worked out "
             "from their bytes",
             "more micro-batches per step (--gradient_accumulation_steps)",

@@ -5,8 +5,8 @@
         ...one step...
     recorder.modules()   ->   [ModuleGemms("model.layers.0.qkv", fprop {"e4m3 x e4m3"}, dgrad {"e4m3 x e5m2"}), ...]
 
-Transformer Engine's modules call `general_gemm(A, B, layout=...)`, a name in the namespace of their source file, which
-is wrapped during a recording. The layout tells the pass (BLAS letters, column-major):
+Transformer Engine's modules call `general_gemm(A, B, layout=...)`, which is wrapped in the namespace of their source
+file during a recording. The layout tells the pass (BLAS letters, column-major):
 
     TN   fprop   A = weight, B = input
     NN   dgrad   A = weight, B = gradient of the output
@@ -52,7 +52,6 @@ _PASS_OF_ROLES: dict[Any, Pass] = {
     ("grad_output", "input"): "wgrad",
 }
 """torchao's names of the roles of both operands."""
-_OWNERS = ("linear", "layernorm_linear", "layernorm_mlp")
 _LOW_PRECISION = re.compile(r"e\dm\d")
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -118,7 +117,8 @@ def te_gemm_owners() -> list[Any]:
     """The source files of Transformer Engine's linear modules; empty where the run has not loaded it."""
     if "transformer_engine" not in sys.modules:
         return []
-    return [importlib.import_module(f"transformer_engine.pytorch.module.{name}") for name in _OWNERS]
+    names = ("linear", "layernorm_linear", "layernorm_mlp")
+    return [importlib.import_module(f"transformer_engine.pytorch.module.{name}") for name in names]
 
 
 class GemmRecorder:
@@ -223,8 +223,8 @@ def group_layers(modules: Iterable[ModuleGemms]) -> list[dict[str, Any]]:
     """Lines of the table, in the order of the modules: one for those at the same place in several decoder layers, of
     one class and with the same operand types.
 
-    Keys: module (the name inside the layer, or the full name outside the layers), layers ('0-3, 5'; empty outside the
-    layers), kind, told_by, and for each pass its operand pairs.
+    Keys: module (the name inside the layer, or the full name), layers ('0-3, 5', or empty), kind, told_by, and for each
+    pass its operand pairs.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for module in modules:

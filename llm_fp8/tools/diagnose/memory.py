@@ -1,12 +1,12 @@
 """What the GPU's memory holds at a step's peak.
 
-The allocator counts bytes and keeps one maximum; neither says what the bytes are. Two things together do:
+The allocator counts bytes and keeps one maximum. What the bytes are, two things together say:
 
 - tensors that can be reached by name are walked: parameters, `.grad`, optimizer state, Transformer Engine's casts of
   weights. Of a quantised tensor the tensors inside are counted (data, transpose, scales).
 - `memory_marks` reads the count at marks through the step, with at most one decoder layer between two. The bytes that
-  no walk finds are divided by when they were allocated and freed: activations, loss, and other, which are tensors that
-  live for less than one layer (recomputed ones too) and the rest.
+  no walk finds are divided by when they were allocated and freed: activations, loss, and other (tensors that live for
+  less than one layer, recomputed ones too, and the rest).
 
 The peak lies between two marks and is divided as at the first; the rest is short-lived ("other", or "loss").
 """
@@ -92,7 +92,6 @@ class Mark:
 
 def divide_peak(marks: Sequence[Mark]) -> tuple[Stage, dict[str, int]]:
     """The stage in which the peak of a step falls, by its marks in order, and the peak's bytes by kind (`HOW_FOUND`).
-
     Raises ValueError on fewer than two marks.
     """
     if len(marks) < 2:
@@ -144,12 +143,8 @@ def memory_marks(
 ) -> Iterator[list[Mark]]:
     """The marks of the step that runs in this block, made by hooks on the model and the optimizer.
 
-    Args:
-        training_model: what the loop calls; its forward pass ends with the loss.
-        decoder: the part of it that ends with the last hidden states.
-        layers: its decoder layers.
-        optimizer: may be wrapped by Accelerate.
-        meter: what is read at each mark.
+    The forward pass of `training_model` ends with the loss, that of `decoder` with the last hidden states. `layers`:
+    the decoder layers. `optimizer` may be wrapped by Accelerate.
     """
     marks: list[Mark] = []
 

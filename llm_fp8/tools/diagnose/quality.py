@@ -1,12 +1,10 @@
 """What fp8's forward pass costs before any training, by kind of module: `diagnose_fp8.py --quality`.
 
-The model predicts the same text in bf16, in fp8, with one kind of module alone in fp8, and with all but that kind. Each
-time the next-token distribution is held against bf16's by the Kullback-Leibler divergence, in nats a supervised token.
-The difference of the losses is shown beside it and is no measure: on text that a model was not trained on, any
-disturbance may lower the loss. bf16's own rounding diverges by about 0.001, so smaller values say nothing.
-
-The forward pass is what to look at: with a backward pass in bf16, training SmolLM2-135M in fp8 ended as far above bf16
-as with one in fp8.
+The model predicts the same text in bf16, in fp8, with one kind of module alone in fp8, and with all but that kind. The
+next-token distributions are compared with bf16's by the Kullback-Leibler divergence, in nats per supervised token;
+bf16's own rounding diverges by about 0.001. The difference of the losses is no measure: on text that a model was not
+trained on, any disturbance may lower the loss. The forward pass is what to look at: with a backward pass in bf16,
+training SmolLM2-135M in fp8 ended as far above bf16 as with one in fp8.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +49,9 @@ class Cost:
     """Of a forward pass, against bf16's."""
 
     divergence: float
-    """Kullback-Leibler divergence of the next-token distribution, nats a token."""
+    """Kullback-Leibler divergence of the next-token distribution, nats per token."""
     loss_difference: float
-    """Nats a token."""
+    """Nats per token."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,7 @@ class QualityFindings:
     kinds: list[KindCost]
     modules: list[ModuleError]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for the JSON file."""
-        return dataclasses.asdict(self)
-
     def describe(self) -> str:
-        """A few lines for the terminal."""
         total = self.all_in_fp8
         lines = [
             f"fp8 {self.scenario} before training, {self.num_tokens} supervised tokens: KL divergence from bf16 "
@@ -124,8 +117,8 @@ class QualityFindings:
 
 
 def measure_quality(config: Config) -> QualityFindings:
-    """Measure the model, recipe and text of the run that `config`, which was checked, describes: batches of its
-    held-out text, or of its training text where none is held out. Raises `UserError` as the run itself would.
+    """Measure the model and recipe of the run that `config`, which was checked, describes, on batches of its eval text,
+    else of its training text. Raises `UserError` as the run itself would.
     """
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
@@ -162,7 +155,8 @@ class _Comparison:
         kinds: dict[str, list[nn.Module]] = {}
         for module, name in self.names.items():
             kinds.setdefault(re.split(r"\.\d+\.", name)[-1], []).append(module)
-        total = sum(parameter.numel() for parameter in self.linear_weights())
+        # lm_head's too.
+        total = sum(weight.numel() for module in self.setup.model.modules() for weight in linear_weights(module))
         costs = [
             KindCost(
                 name=kind,
@@ -173,9 +167,7 @@ class _Comparison:
             for kind, modules in kinds.items()
         ]
         everything = self.cost(in_bf16=())
-        costs.sort(
-            key=lambda cost: (cost.without.divergence - everything.divergence) / cost.linear_flop_share,
-        )
+        costs.sort(key=lambda cost: (cost.without.divergence - everything.divergence) / cost.linear_flop_share)
         return QualityFindings(
             scenario=str(self.setup.plan.precision.effective_scenario),
             num_tokens=sum(len(hidden) for hidden in self.reference),
@@ -199,11 +191,6 @@ class _Comparison:
                 sums[1] += difference.gather(-1, label[:, None]).sum()
         divergence, loss_difference = (sums / sum(len(hidden) for hidden in self.reference)).tolist()
         return Cost(divergence, loss_difference)
-
-    def linear_weights(self) -> Iterator[Tensor]:
-        """Every linear weight of the model, the lm_head's too."""
-        for module in self.setup.model.modules():
-            yield from linear_weights(module)
 
     def _hidden(self, batch: Batch) -> Tensor:
         """Last hidden states of the supervised tokens [tokens, h]."""

@@ -11,9 +11,6 @@ from rich.table import Table
 from llm_fp8.tools.diagnose.gemm_operands import PASSES
 from llm_fp8.utils.errors import EXIT_NO_GPU
 
-NUM_BOTTLENECKS = 3
-"""In the table; the JSON file has all."""
-
 _STAGES = {
     "forward": "the decoder's forward pass",
     "loss": "the loss",
@@ -61,12 +58,12 @@ def render(found: dict[str, Any], console: Console) -> None:
 def _show(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()
 ) -> None:
-    """The title on a line of its own: as the table's it would be folded to the table's width."""
     table = Table()
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
+    # On a line of its own: as the table's title it would be folded to the table's width.
     console.print(f"\n{title}", markup=False, style="bold")
     console.print(table)
 
@@ -103,7 +100,7 @@ def _show_time(console: Console, time: dict[str, Any]) -> None:
         ("bottleneck", "ms", "share", "cause", "what to do"),
         (
             (one["name"], f"{one['lost_s'] * 1e3:.1f}", f"{one['share']:.1%}", one["cause"], one["advice"])
-            for one in time["losses"][:NUM_BOTTLENECKS]
+            for one in time["losses"][:3]
         ),
         right=("ms", "share"),
     )

@@ -16,9 +16,7 @@ from llm_fp8.precision.torchao import num_fp8_gemms_of
 from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, ranked_bottlenecks
 from llm_fp8.tools.diagnose.gemm_operands import PASSES, ModuleGemms, group_layers, is_low_precision
 from llm_fp8.tools.diagnose.memory import HOW_FOUND
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU
-
-SCHEMA_VERSION = 2
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, listed
 
 
 def findings(
@@ -34,14 +32,12 @@ def findings(
     memory: dict[str, Any] | None = None,
     planned_memory: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What was found, as it stands in the JSON file; times in seconds, memory in GiB.
-
-    `time` and `memory` are those of `time_findings` and `memory_findings`; without a GPU there are none, and
-    `planned_memory` has the bytes by kind that follow from the number of parameters.
+    """What was found, as it stands in the JSON file; times in seconds, memory in GiB. Without a GPU there are no `time`
+    (`time_findings`) and `memory` (`memory_findings`), and `planned_memory` has bytes by kind.
     """
     outside_fp8 = reasons_outside_fp8(coverage, config.precision, plan) if coverage is not None else {}
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "exit_code": EXIT_NO_GPU if time is None else EXIT_FAILED_CHECK if problems else 0,
         "problems": problems,
         "notes": notes,
@@ -82,9 +78,8 @@ def time_findings(facts: StepMeasurements) -> dict[str, Any]:
 
 
 def memory_findings(stage: str, kinds: dict[str, int], peak: int, reserved: int) -> dict[str, Any]:
-    """The peak of a step divided (`divide_peak`), and what a step without hooks had at its peak; in bytes.
-
-    `reserved`: what the allocator had taken from the GPU by the end of that step.
+    """The peak of a step divided (`divide_peak`); of a step without hooks the peak, and what the allocator had
+    `reserved` on the GPU by its end. All arguments in bytes.
     """
     return {
         "peak_gib": peak / GIB,
@@ -114,7 +109,7 @@ def precision_problems(
             for name, module in found.items()
             if any(is_low_precision(pair) for gemm_pass in PASSES for pair in module.passes[gemm_pass])
         ]
-        return [f"{_listed(in_fp8)}: fp8 GEMMs in a run that asked for {plan.requested}"] if in_fp8 else []
+        return [f"{listed(in_fp8)}: fp8 GEMMs in a run that asked for {plan.requested}"] if in_fp8 else []
     problems = []
     if plan.fallback_reason:
         problems.append(
@@ -125,7 +120,7 @@ def precision_problems(
         problems.append("no fp8 recipe is in force inside Transformer Engine's modules")
     silent = [name for name in fp8_names if name not in found]
     if silent:
-        problems.append(f"{_listed(silent)}: no GEMM was seen")
+        problems.append(f"{listed(silent)}: no GEMM was seen")
     num_fp8 = num_fp8_gemms_of(plan.recipe) if plan.backend == "torchao" else len(PASSES)
     for gemm_pass in PASSES[:num_fp8]:
         others = [
@@ -135,7 +130,7 @@ def precision_problems(
         ]
         if others:
             operands = sorted({pair for name in others for pair in found[name].operands(gemm_pass)})
-            problems.append(f"{_listed(others)}: {gemm_pass} multiplies {', '.join(operands) or 'nothing'}, not fp8")
+            problems.append(f"{listed(others)}: {gemm_pass} multiplies {', '.join(operands) or 'nothing'}, not fp8")
     return problems
 
 
@@ -160,8 +155,3 @@ def reasons_outside_fp8(coverage: Fp8Coverage, options: PrecisionConfig, plan: P
             reason = f"{reason} ({added})" if added else reason
         why[pattern] = reason
     return why
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

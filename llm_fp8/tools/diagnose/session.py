@@ -56,9 +56,8 @@ NUM_MEMORY_STEPS = 2
 
 
 def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -> dict[str, Any]:
-    """Diagnose the run that `config`, which was checked, describes; without a GPU what can be said there.
-
-    `trace` is where the recorded step is kept in Chrome's trace format. Raises `UserError` as the run itself would.
+    """Diagnose the run that `config`, which was checked, describes; without a GPU what can be said there. `trace`: file
+    for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
     """
     quiet_libraries()
     if config.lora.lora_rank:

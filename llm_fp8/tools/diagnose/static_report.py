@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import chosen
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
-from llm_fp8.models.build import count_parameters, decoder_layers
+from llm_fp8.models.build import count_parameters, decoder_layers, model_on_meta
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision.context import bf16_modules
@@ -22,16 +21,15 @@ from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.plan import PrecisionPlan, describe_device
 from llm_fp8.tools.diagnose.result import findings
 
-NEEDS_GPU = (
-    "operand types, attention kernels, the time of a step and its peak of memory need an NVIDIA GPU, and none is found"
-)
-
 
 def diagnose_without_gpu(config: Config) -> dict[str, Any]:
     """The findings that need no GPU. Raises `UserError` for a model that does not exist or cannot be built."""
     plan = asked_for(config)
     hf_config = load_config(config.model, resolve_source(config.model))
-    notes = [NEEDS_GPU]
+    notes = [
+        "operand types, attention kernels, the time of a step and its peak of memory need an NVIDIA GPU, and none is "
+        "found"
+    ]
     if config.model.use_te:
         notes.append(
             "the layers of --use_te are Transformer Engine's, which exist on a GPU only; --use_te=false shows the "
@@ -60,8 +58,7 @@ def asked_for(config: Config) -> PrecisionPlan:
 
 def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: PrecisionPlan) -> Fp8Coverage:
     """The coverage of the Hugging Face decoder, from the model's structure without weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    model = model_on_meta(hf_config)
     if plan.effective != "fp8":
         return measure_coverage(model, (), plan.compute_name, {})
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
