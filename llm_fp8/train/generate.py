@@ -189,7 +189,7 @@ def _generate_batch(
 
     run = step
     for done in range(1, max_new_tokens):
-        if done % STEPS_BETWEEN_CHECKS == 0 and bool((new_ids == eos).any(1).all()):
+        if done % STEPS_BETWEEN_CHECKS == 0 and bool((new_ids[:, :done] == eos).any(1).all()):  # `pad` may be `eos`
             break
         if device.type == "cuda" and done == STEPS_BEFORE_CAPTURE:
             graph = torch.cuda.CUDAGraph()

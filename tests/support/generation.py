@@ -22,6 +22,7 @@ def texts_of_family(family: str, device: str | torch.device) -> tuple[list[str],
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    tokenizer.pad_token = tokenizer.eos_token  # as in many checkpoints; padding must not count as an end
     prompts = [torch.randint(3, len(tokenizer), (length,)).tolist() for length in (60, 7, 33, 18, 41, 3, 29)]
     options = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=tokenizer.eos_token_id, pad_token_id=2
