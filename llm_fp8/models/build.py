@@ -28,8 +28,8 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
-from llm_fp8.models.weight_shards import initialize_shards_, stored_names
-from llm_fp8.models.weights import fill_hf_model, fill_te_model, give_remainders_, stored_tensors, weight_files
+from llm_fp8.models.weight_shards import stored_names
+from llm_fp8.models.weights import fill_weights, stored_tensors, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import supports_attention
@@ -113,37 +113,24 @@ def build_model(
     For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`. `keep_lower_bits`: bf16 parameters keep what stored fp32
     or fp16 weights have beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a mixture of experts.
     """
-    random_weights = has_random_weights(options, source)
-    generator = torch.Generator(device=device).manual_seed(seed)
     if options.use_te:
         model = _build_te_decoder(
             options, hf_config, parameter_dtype, device, with_memory=True, unfused_mlp=unfused_mlp
         )
-        if random_weights:
-            te_llama.initialize_weights_(model, generator)
+    else:
+        attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
+        if has_random_weights(options, source):
+            with torch.device(device):
+                model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         else:
-            if keep_lower_bits:
-                give_remainders_(model)
-            fill_te_model(model, weight_files(options, source))
-        return model, not random_weights
-    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
-    if random_weights:
-        with torch.device(device):
-            model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-        initialize_shards_(model, generator)  # not Hugging Face's own, which cannot be drawn in shards
-        return model, False
-    model = build_structure(
-        options, source, hf_config, parameter_dtype=parameter_dtype, compute_dtype=compute_dtype, device=device
-    )
-    names = stored_names(model)
-    if names is None:
-        return _load_by_transformers(options, source, attention, parameter_dtype, device), True
-    materialize_(model, device, device)
-    model.tie_weights()  # undone by moving
-    if keep_lower_bits:
-        give_remainders_(model)
-    fill_hf_model(model, names, weight_files(options, source))
-    return model, True
+            model = build_structure(
+                options, source, hf_config, parameter_dtype=parameter_dtype, compute_dtype=compute_dtype, device=device
+            )
+            if stored_names(model) is None:
+                return _load_by_transformers(options, source, attention, parameter_dtype, device), True
+            materialize_(model, device, device)
+            model.tie_weights()  # undone by moving
+    return model, fill_weights(model, options, source, device, seed, keep_lower_bits)
 
 
 def build_structure(
@@ -156,7 +143,7 @@ def build_structure(
     device: torch.device,
     unfused_mlp: bool = False,
 ) -> PreTrainedModel:
-    """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_sharded`."""
+    """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_weights`."""
     if options.use_te:
         return _build_te_decoder(
             options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp

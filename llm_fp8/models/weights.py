@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +136,7 @@ def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
         raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
 
 
-def give_remainders_(model: PreTrainedModel) -> None:
-    """Let every bf16 parameter keep the lower bits of stored weights of higher precision, which are loaded next."""
-    for parameter in model.parameters():
-        if parameter.dtype == torch.bfloat16:
-            give_remainder_(parameter)
-
-
-def fill_hf_model(model: PreTrainedModel, names: Mapping[str, str], files: list[Path]) -> None:
-    """The same for a Hugging Face model; `names`: its `stored_names`."""
-    _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
-
-
-def fill_sharded(
+def fill_weights(
     model: PreTrainedModel,
     options: ModelConfig,
     source: ModelSource,
@@ -156,18 +144,20 @@ def fill_sharded(
     seed: int,
     keep_lower_bits: bool = False,
 ) -> bool:
-    """Give a model of `build_structure` its weights, once its parameters are sharded and have memory.
+    """Give a model whose parameters have memory its weights; of sharded parameters each rank reads its own shards.
 
-    Each rank reads its own shards from the files. Random weights are drawn on `device` from `seed`, the same for every
-    world size. `keep_lower_bits`: as of `build_model`. Returns whether the weights were loaded (else: random). Raises
-    `UserError` naming file and tensor where the files do not fit the model.
+    Random weights are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: as of
+    `build_model`. Returns whether the weights were loaded (else: random). Raises `UserError` naming file and tensor
+    where the files do not fit the model.
     """
     if has_random_weights(options, source):
         initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
         return False
     files = weight_files(options, source)
     if keep_lower_bits:
-        give_remainders_(model)
+        for parameter in model.parameters():
+            if parameter.dtype == torch.bfloat16:
+                give_remainder_(parameter)
     if options.use_te:
         fill_te_model(model, files)
         return True
@@ -177,5 +167,5 @@ def fill_sharded(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
             "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
-    fill_hf_model(model, names, files)
+    _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
     return True

@@ -32,7 +32,7 @@ from llm_fp8.models.build import build_model, build_structure, count_parameters,
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
-from llm_fp8.models.weights import fill_sharded
+from llm_fp8.models.weights import fill_weights
 from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.certificate import ExpectedKernels
@@ -220,7 +220,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         strategy.keep_in_fp8(precision)
     strategy.shard(training_model, layers)
     if strategy.shards_parameters:
-        loaded = fill_sharded(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
+        loaded = fill_weights(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
         initialize_adapters_(model, seed)
     if loaded and plan.rounds_weights:
         plan.say(_describe_rounding(plan, model))

@@ -27,7 +27,7 @@ from llm_fp8.models.build import build_model, build_structure, count_parameters,
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, load_tokenizer, resolve_source
 from llm_fp8.models.weight_shards import local_shard
-from llm_fp8.models.weights import fill_sharded
+from llm_fp8.models.weights import fill_weights
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import FAMILIES, family_config
@@ -50,7 +50,7 @@ def sharded_model(name: str, strategy: FsdpStrategy, seed: int = 3, **options: A
     model = structure(config)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     strategy.shard(model, decoder_layers(model))
-    assert fill_sharded(model, config, source, CPU, seed) != config.random_init
+    assert fill_weights(model, config, source, CPU, seed) != config.random_init
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return model
 
@@ -307,7 +307,7 @@ def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torc
     config = ModelConfig(model_name=name, random_init=True)
     model = structure(config, dtype)
     strategy.shard(model, decoder_layers(model))
-    assert not fill_sharded(model, config, resolve_source(config), CPU, seed=3)
+    assert not fill_weights(model, config, resolve_source(config), CPU, seed=3)
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -361,7 +361,7 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
     model = te_structure(name)
     strategy.shard(model, decoder_layers(model))
     config = ModelConfig(model_name=name, use_te=True)
-    assert fill_sharded(model, config, resolve_source(config), CPU, seed=3)
+    assert fill_weights(model, config, resolve_source(config), CPU, seed=3)
     export_hf(
         model,
         AutoTokenizer.from_pretrained(EMBEDDED_MODEL),
@@ -429,7 +429,7 @@ def test_a_local_shard_is_where_its_rows_are(tmp_path):
 
 
 def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
-    """`fill_sharded` of a model of one process; whatever it leaves unfilled is NaN."""
+    """`fill_weights` of a model of one process; whatever it leaves unfilled is NaN."""
     config = ModelConfig(model_name=str(name), **options)
     model = te_structure(str(name)) if config.use_te else structure(config)
     rotary = {name: buffer for name, buffer in model.named_buffers()}
@@ -439,7 +439,7 @@ def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    assert fill_sharded(model, config, resolve_source(config), CPU, seed=3)
+    assert fill_weights(model, config, resolve_source(config), CPU, seed=3)
     assert not any(parameter.isnan().any() for parameter in model.parameters())
     return model
 
