@@ -8,9 +8,9 @@ from llm_fp8.config.recipes import recipe_names
 from llm_fp8.tools.bench.variants import OLD_NAMES
 
 PRECISION_COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
+"""Of our precisions with Transformer Engine."""
 NEXT_COLOURS = ("#66a182", "#2e4057", "#8d96a3")
 """Of recipes that no plot has had so far."""
-"""Of our precisions with Transformer Engine."""
 _OTHERS = [name for name in recipe_names("te") if name not in PRECISION_COLOURS]
 _COLOURS = (
     PRECISION_COLOURS
