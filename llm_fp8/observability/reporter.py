@@ -27,9 +27,9 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
 from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
-from llm_fp8.observability.tracker_labels import run_labels, run_tags, wandb_login_state
+from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import json_line, write_json_atomic
+from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
 
 
 def require_wandb_login(flag: str) -> None:
@@ -77,37 +77,20 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
             ) from None
         if step < last_step or (step == last_step and (keep_evaluation or "eval_loss" not in record)):
             kept.append(line + "\n")
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text_atomic(path, "".join(kept))
 
 
-def _check_record(record: dict[str, float]) -> dict[str, float]:
-    """`record`; an error for an unknown key and for a value that is no number."""
-    for key, value in record.items():
-        if key not in METRICS:
-            raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"metric '{key}' must be a plain number, not {type(value).__name__}.")
-    return record
-
-
-def _flat(tree: dict[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """A nested dict as one level with joined keys; values that are neither scalars nor None become text."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, separator, f"{prefix}{key}{separator}"))
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-    return flat
+def _tracked(tree: dict[str, Any], separator: str) -> dict[str, Any]:
+    """A nested dict as trackers take it: one level, values that are neither scalars nor None as text."""
+    scalar = (bool, int, float, str, type(None))
+    return {key: value if isinstance(value, scalar) else str(value) for key, value in flattened(tree, separator)}
 
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known}
-    flat = _flat({**parts, **summary.get("throughput", {})}, "/")
+    flat = _tracked({**parts, **summary.get("throughput", {})}, "/")
     return {key: value for key, value in flat.items() if value is not None}
 
 
@@ -172,7 +155,7 @@ class RunReporter:
                     tracker.tracker.define_metric(axis)
                 tracker.tracker.define_metric("*", step_metric="step")
             else:
-                flat = _flat(stored, ".").items()
+                flat = _tracked(stored, ".").items()
                 tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
 
     def steps(self, records: list[dict[str, float]]) -> None:
@@ -203,7 +186,12 @@ class RunReporter:
         self._display.print(f"evaluation at step {self._last_step}: {figures}")
 
     def _write(self, record: dict[str, float]) -> None:
-        self._file.write(json_line(_check_record(record)))
+        for key, value in record.items():
+            if key not in METRICS:
+                raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"metric '{key}' must be a plain number, not {type(value).__name__}.")
+        self._file.write(json_line(record))
         if self._accelerator.log_with:
             self._accelerator.log(record, step=int(record["step"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,15 @@ def run_tags(labels: dict[str, Any], further: list[str]) -> list[str]:
     names = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
     own = [str(labels[name])[:WANDB_TAG_LENGTH] for name in names]
     return list(dict.fromkeys([*own, *further]))
+
+
+def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a nested dict, each with the keys that lead to it joined."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flattened(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:

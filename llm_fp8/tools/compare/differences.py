@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llm_fp8.observability.tracker_labels import flattened
 from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.variants import REFERENCE, VARIANT_FIELDS
 
@@ -82,34 +83,24 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}.{key}"
-        flat.update(_flat(name, value) if isinstance(value, dict) else {name: value})
-    return flat
-
-
 def _facts(run: RunRecord) -> dict[str, Any]:
     """What should be the same in all runs."""
-    sections = {name: section for name, section in run.config.items() if name != "precision"}
     last_evaluation = run.evaluations[-1] if run.evaluations else {}
-    provenance: dict[str, Any] = {
-        name: run.provenance[name]
-        for name in ("git", "python", "packages", "cuda", "cudnn", "driver", "gpus", "cpu", "os", "environment")
-        if name in run.provenance
+    of_one_run = ("time_utc", "command", "gpu_uuids")
+    recorded = {
+        "config": {name: section for name, section in run.config.items() if name != "precision"},
+        "effective": run.effective,
+        "data": run.data,
+        "model": run.model,
+        "provenance": {name: value for name, value in run.provenance.items() if name not in of_one_run},
     }
     return {
-        **_flat("config", sections),
-        **_flat("effective", run.effective),
-        **_flat("data", run.data),
-        **_flat("model", run.model),
+        **dict(flattened(recorded)),
         "optimizer": run.precision.get("optimizer", NOT_RECORDED),
         "parameter_dtype": run.precision.get("parameter_dtype", NOT_RECORDED),
         "num_steps": len(run.steps),
         "last_step": run.steps[-1]["step"],
         "evaluation.num_supervised_tokens": last_evaluation.get("eval_num_supervised_tokens", NOT_RECORDED),
-        **_flat("provenance", provenance),
     }
 
 
