@@ -3,7 +3,7 @@
 variants.py     names of variants -> options; a run -> its variant
 launch.py       the command lines of the runs, in order, one after another or on several GPUs
 run_record.py   one finished run as plain values, from its folder or W&B's server
-statistics.py   bootstrap, spread, paired exact test: numbers in, numbers out
+statistics.py   intervals over runs, exact test over problems: numbers in, numbers out
 figures.py      run records -> the figures of each variant
 differences.py  in what runs differ besides their variant
 verdict.py      figures -> a judgement in words

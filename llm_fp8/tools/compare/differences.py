@@ -105,9 +105,8 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 
 def find_differences(runs: Sequence[RunRecord], known_overlaps: Sequence[tuple[str, str]] = ()) -> list[Difference]:
-    """All differences among `runs`, the most severe first.
-
-    `known_overlaps`: labels of runs that ran at the same time on the same hardware.
+    """All differences among `runs`, the most severe first. `known_overlaps`: labels of runs that ran at the same time
+    on the same hardware.
     """
     found = [
         *_field_differences(runs),

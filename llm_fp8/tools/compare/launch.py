@@ -44,12 +44,11 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Of its folder and its log."""
         return f"{self.variant}-seed{self.seed}"
 
     @property
     def label(self) -> str:
-        """Its name in the report (`differences.label`)."""
+        """As in the report (`differences.label`)."""
         return f"{self.variant} seed {self.seed}"
 
 

@@ -1,7 +1,6 @@
 """A comparison as one HTML page that loads nothing: styles, data and plotly.js stand in it.
 
-Charts are plain values for plotly.js, each with its table. A trace names its variant (key "arm"), by which the page
-colours and hides it.
+Charts are plain values for plotly.js, each with its table. The page colours and hides a trace by its variant ("arm").
 """
 
 from __future__ import annotations

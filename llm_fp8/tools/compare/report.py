@@ -65,8 +65,7 @@ def compare(
             )
         seen[label(run)] = run.source
     present = {run.variant for run in runs} | {failure.arm for failure in failures}
-    ordered = [variant for variant in variant_order if variant in present] + sorted(present - set(variant_order))
-    ordered.sort(key=lambda variant: variant != REFERENCE)
+    ordered = [name for name in dict.fromkeys([REFERENCE, *variant_order, *sorted(present)]) if name in present]
     by_variant = {
         name: sorted((run for run in runs if run.variant == name), key=lambda run: run.seed) for name in ordered
     }

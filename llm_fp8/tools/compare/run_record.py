@@ -77,9 +77,8 @@ class RunRecord:
 
     @cached_property
     def wall_times_s(self) -> list[float]:
-        """Seconds of training until the end of each step, without evaluations, checkpoints and start-up.
-
-        A process's first step, which compiles, and the profiled step count as the median of the measured steps.
+        """Seconds of training until the end of each step, without evaluations, checkpoints and start-up. A process's
+        first step, which compiles, and the profiled step count as the median of the measured steps.
         """
         typical = [step["step_time_s"] for step in self.measured_steps or self.steps if "step_time_s" in step]
         median = statistics.median(typical) if typical else math.nan

@@ -66,10 +66,9 @@ def ratio_interval(rates: Sequence[float], reference: Sequence[float], paired: b
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """Answers of two models to the same problems; a pair is a problem in one seed."""
+    """Answers of two models to the same problems. A problem counts once per seed, but for the `_better` ones."""
 
     num_problems: int
-    """Pairs."""
     num_both_right: int
     num_only_reference_right: int
     num_only_other_right: int
@@ -94,7 +93,7 @@ class PairedAnswers:
 
     @property
     def difference(self) -> float:
-        """Share right of the other minus share right of the reference."""
+        """Share right of the other minus that of the reference."""
         return (self.num_only_other_right - self.num_only_reference_right) / self.num_problems
 
     @property

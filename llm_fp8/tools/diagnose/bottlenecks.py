@@ -75,7 +75,7 @@ class StepTime:
 
 
 def step_time(recorded: Any, step_s: float) -> StepTime:
-    """Add up a `torch.profiler.profile` of one step; `step_s` is of unrecorded ones. ValueError without a kernel."""
+    """The times in a `torch.profiler.profile` of one step; `step_s`: of unrecorded ones. ValueError if it is empty."""
     intervals = [interval for _, interval in kernel_intervals(recorded)]
     if not intervals:
         raise ValueError("the recorded step holds no GPU kernel")
@@ -279,7 +279,7 @@ def _bottlenecks(facts: StepMeasurements) -> Iterator[Bottleneck]:
         "gaps between kernels",
         step.gap_s,
         "the GPU is idle until the host launches the next kernel",
-        "more work per kernel: a larger --batch_size or longer rows (--max_seq_length)",
+        "more work per kernel: a larger --batch_size or longer sequences (--max_seq_length)",
     )
     if not facts.use_te and not facts.compiled:
         yield Bottleneck(

@@ -46,7 +46,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a forward pass, against bf16's."""
+    """How far the predictions of a forward pass are from those in bf16."""
 
     divergence: float
     """Kullback-Leibler divergence of the next-token distribution, nats per token."""
@@ -56,12 +56,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class KindCost:
-    """Of all modules of one name."""
+    """Cost of all modules of one name."""
 
     name: str
     """As --fp8_bf16_modules takes it."""
     linear_flop_share: float
-    """Of all linear weights' FLOPs, lm_head included."""
+    """Share of all linear weights' FLOPs, lm_head included."""
     alone: Cost
     """With these modules alone in fp8."""
     without: Cost
@@ -70,7 +70,7 @@ class KindCost:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """Of one module, for the input that it has in a bf16 pass."""
+    """Error of one module for the input that it has in a bf16 pass."""
 
     name: str
     relative_error: float
@@ -177,7 +177,7 @@ class _Comparison:
         )
 
     def cost(self, in_bf16: Collection[nn.Module]) -> Cost:
-        """Of fp8 everywhere but in these modules."""
+        """The cost of fp8 in all but these modules."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         weight = self.setup.model.get_output_embeddings().weight

@@ -98,9 +98,8 @@ def _in_gib(kinds: dict[str, int]) -> dict[str, float]:
 def precision_problems(
     plan: PrecisionPlan, modules: Iterable[ModuleGemms], fp8_names: Collection[str], recipe_inside_modules: str | None
 ) -> list[str]:
-    """Sentences on layers whose recorded GEMMs are not of the precision asked for.
-
-    `fp8_names`: modules in fp8 by the coverage; `recipe_inside_modules`: the recipe in force inside them.
+    """Sentences on layers whose recorded GEMMs are not of the precision asked for. `fp8_names`: modules in fp8 by the
+    coverage; `recipe_inside_modules`: the recipe in force inside them.
     """
     found = {module.name: module for module in modules}
     if plan.effective != "fp8":

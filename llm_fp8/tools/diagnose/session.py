@@ -80,7 +80,7 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
     except torch.OutOfMemoryError as error:
         total_gib = torch.cuda.get_device_properties(device).total_memory / GIB
         raise UserError(
-            f"the GPU is out of memory: --batch_size {config.data.batch_size} rows of --max_seq_length "
+            f"the GPU is out of memory: --batch_size {config.data.batch_size} sequences of --max_seq_length "
             f"{config.data.max_seq_length} do not fit, {torch.cuda.max_memory_allocated(device) / GIB:.1f} of "
             f"{total_gib:.1f} GiB were in use. Diagnose with a smaller --batch_size, or with --gradient_checkpointing "
             "or --optimizer adamw_8bit."
@@ -186,10 +186,10 @@ class _Session:
         )
 
     def _notes(self) -> list[str]:
-        notes = ["rows are full of random tokens, one document each"]
+        notes = ["sequences are full of random tokens, one document each"]
         if not self.config.packing:
             notes.append(
-                "without --packing rows of real data are padded, which costs time that this does not show: see "
+                "without --packing sequences of real data are padded, which costs time that this does not show: see "
                 "packing_efficiency in metrics.jsonl"
             )
         if self.plan.backend == "torchao":
