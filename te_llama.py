@@ -521,7 +521,7 @@ def build_te_model(
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
     `unfused_mlp` and `flash_attention_4` see `DecoderSpec`. Fill the parameters with
-    `llm_fp8.models.weight_shards.WeightFiller` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
+    `llm_fp8.models.weight_shards.te_filler` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 

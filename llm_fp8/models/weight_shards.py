@@ -4,14 +4,14 @@ FSDP shards every parameter along dim 0: of R rows over n ranks each rank holds 
 none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`), so a rank's shard of a
 checkpoint is a range of rows of some tensors, and both directions are slicing:
 
-    in     a rank reads its rows from the safetensors files and nothing else (`HfFiller`, `WeightFiller`)
+    in     a rank reads its rows from the safetensors files and nothing else (`WeightFiller`)
     out    a parameter is gathered, cut into its parts and written (llm_fp8/models/export.py)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,25 +142,28 @@ class LocalShard:
         self.data[place].copy_(values)
 
 
-class PartFiller:
+class WeightFiller:
     """Fills parameters in place from the Hugging Face tensors they are made of, which arrive one by one in any order.
 
     Call `fill_rows` (or `fill`, with the full tensor) once for each Hugging Face tensor, then `finish()`. Raises
     `UnsupportedArchitecture` naming the tensor that is unexpected, doubled, missing or of another shape.
 
-    `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill.
+    `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill. `resolve`: the name under
+    which `entries` have a tensor of a checkpoint; None for one to skip.
     """
 
-    def __init__(self, entries: Mapping[str, tuple[Part, ...]], blocks: Mapping[str, LocalShard]) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, tuple[Part, ...]],
+        blocks: Mapping[str, LocalShard],
+        resolve: Callable[[str], str | None],
+    ) -> None:
         if entries.keys() != blocks.keys():
             differing = sorted(entries.keys() ^ blocks.keys())
             raise UnsupportedArchitecture(f"parameter map and model differ in {listed(differing)}")
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
-
-    def resolve(self, hf_name: str) -> str | None:
-        """The name under which the map knows a tensor of a checkpoint; None for one to skip."""
-        return hf_name
+        self._resolve = resolve
 
     def fill(self, hf_name: str, tensor: Tensor) -> None:
         self.fill_rows(hf_name, tuple(tensor.shape), tensor)
@@ -170,7 +173,7 @@ class PartFiller:
 
         `rows[a:b]` gives rows a to b of dim 0: the tensor, or a slice of a safetensors file that reads only these.
         """
-        known_name = self.resolve(hf_name)
+        known_name = self._resolve(hf_name)
         if known_name is None:
             return
         if known_name not in self._targets:
@@ -193,45 +196,41 @@ class PartFiller:
             raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(self._missing))}")
 
 
-class WeightFiller(PartFiller):
-    """A `PartFiller` of the TE decoder's parameters."""
+def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFiller:
+    """Fills this rank's shards of a TE decoder."""
 
-    def __init__(self, spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> None:
-        super().__init__(parameter_map(spec), blocks)
-        self._tied = spec.tied_embeddings
-
-    def resolve(self, hf_name: str) -> str | None:
-        if hf_name == "lm_head.weight" and self._tied:
+    def resolve(hf_name: str) -> str | None:
+        if hf_name == "lm_head.weight" and spec.tied_embeddings:
             return None  # Some checkpoints store the tied matrix a second time.
         if hf_name.endswith("rotary_emb.inv_freq"):
             return None  # Llama 2 checkpoints carry this buffer; the frequencies come from the config.
         return hf_name
 
+    return WeightFiller(parameter_map(spec), blocks, resolve)
 
-class HfFiller(PartFiller):
-    """Fills this rank's shards of a Hugging Face model, whose parameters have memory, by name.
+
+def hf_filler(model: PreTrainedModel, names: Mapping[str, str], checkpoint_names: Iterable[str]) -> WeightFiller:
+    """Fills this rank's shards of a Hugging Face model, whose parameters have memory.
 
     Like `from_pretrained` it takes names with or without the base model's prefix ("model."), and a tied matrix from
     whichever of its names is stored, from the first where both are. `names`: `stored_names` of the model.
     """
+    tensors, prefix = saved_tensors(model), f"{model.base_model_prefix}."
+    own_names = (name_without_adapter(name) for name in tensors)
+    first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
+    passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
 
-    def __init__(self, model: PreTrainedModel, names: Mapping[str, str], checkpoint_names: Iterable[str]) -> None:
-        tensors = saved_tensors(model)
-        super().__init__(parts_of(model), {name: local_shard(tensor) for name, tensor in tensors.items()})
-        self._prefix = f"{model.base_model_prefix}."
-        own_names = (name_without_adapter(name) for name in tensors)
-        self._first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
-        self._passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
-        self._stored = {self._known_name(name) for name in checkpoint_names}
+    def known(checkpoint_name: str) -> str:
+        candidates = (checkpoint_name, f"{prefix}{checkpoint_name}", checkpoint_name.removeprefix(prefix))
+        return next((name for name in candidates if name in first_names), checkpoint_name)
 
-    def _known_name(self, checkpoint_name: str) -> str:
-        """The name by which the model knows a tensor of the checkpoint, else the checkpoint's."""
-        candidates = (checkpoint_name, f"{self._prefix}{checkpoint_name}", checkpoint_name.removeprefix(self._prefix))
-        return next((name for name in candidates if name in self._first_names), checkpoint_name)
+    stored = {known(name) for name in checkpoint_names}
 
-    def resolve(self, hf_name: str) -> str | None:
-        name = self._known_name(hf_name)
-        first_name = self._first_names.get(name)
+    def resolve(hf_name: str) -> str | None:
+        name = known(hf_name)
+        first_name = first_names.get(name)
         if first_name is None:
-            return None if self._passed_over.search(hf_name) else hf_name
-        return None if name != first_name and first_name in self._stored else first_name
+            return None if passed_over.search(hf_name) else hf_name
+        return None if name != first_name and first_name in stored else first_name
+
+    return WeightFiller(parts_of(model), {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)

@@ -18,12 +18,12 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
 from llm_fp8.models.weight_shards import (
-    HfFiller,
-    PartFiller,
     WeightFiller,
+    hf_filler,
     initialize_shards_,
     local_shard,
     stored_names,
+    te_filler,
 )
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import UserError
@@ -80,10 +80,10 @@ def _shard_names(index: Path) -> list[str]:
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
-    _fill(WeightFiller(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
+    _fill(te_filler(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
 
 
-def _fill(filler: PartFiller, files: list[Path], device: torch.device) -> None:
+def _fill(filler: WeightFiller, files: list[Path], device: torch.device) -> None:
     """Pass every tensor of `files`, in stored order, to `filler`; what it takes is read to `device`. Raises `UserError`
     that names file and tensor.
     """
@@ -167,5 +167,5 @@ def fill_weights(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
             "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
-    _fill(HfFiller(model, names, _stored_files(files)), files, next(model.parameters()).device)
+    _fill(hf_filler(model, names, _stored_files(files)), files, next(model.parameters()).device)
     return True

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models.architectures import ARCHITECTURES, bundled_architectures
-from llm_fp8.models.weight_shards import LocalShard, WeightFiller
+from llm_fp8.models.weight_shards import LocalShard, te_filler
 from te_llama import UnsupportedArchitecture, decoder_spec, hf_state_dict, parameter_map
 from tests.support.families import FAMILIES, family_config
 
@@ -37,7 +37,7 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     config = family_config(family)
     spec, tensors = decoder_spec(config), hf_tensors(config)
     te_parameters = empty_te_parameters(spec)
-    filler = WeightFiller(spec, in_one_shard(te_parameters))
+    filler = te_filler(spec, in_one_shard(te_parameters))
     for name in reversed(tensors):  # any order
         filler.fill(name, tensors[name])
     filler.finish()
@@ -55,14 +55,14 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     config = family_config("qwen2_qkv_bias_tied")
     spec, tensors = decoder_spec(config), hf_tensors(config)
     whole, in_blocks = empty_te_parameters(spec), empty_te_parameters(spec)
-    fillers = [WeightFiller(spec, in_one_shard(whole))]
+    fillers = [te_filler(spec, in_one_shard(whole))]
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
             rows = parameter.shape[0]
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
             blocks[name] = LocalShard(parameter[start:stop], start)
-        fillers.append(WeightFiller(spec, blocks))
+        fillers.append(te_filler(spec, blocks))
     for filler in fillers:
         for name, tensor in tensors.items():
             filler.fill(name, tensor)
@@ -100,7 +100,7 @@ def test_published_parameter_counts():
 def filled_but(config, change):
     spec, tensors = decoder_spec(config), hf_tensors(config)
     change(tensors)
-    filler = WeightFiller(spec, in_one_shard(empty_te_parameters(spec)))
+    filler = te_filler(spec, in_one_shard(empty_te_parameters(spec)))
     for name, tensor in tensors.items():
         filler.fill(name, tensor)
     filler.finish()
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(change, named):
 def test_a_tensor_that_comes_twice_is_refused():
     config = family_config("llama2")
     spec, tensors = decoder_spec(config), hf_tensors(config)
-    filler = WeightFiller(spec, in_one_shard(empty_te_parameters(spec)))
+    filler = te_filler(spec, in_one_shard(empty_te_parameters(spec)))
     filler.fill("model.norm.weight", tensors["model.norm.weight"])
     with pytest.raises(UnsupportedArchitecture, match="twice"):
         filler.fill("model.norm.weight", tensors["model.norm.weight"])

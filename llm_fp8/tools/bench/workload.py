@@ -37,7 +37,7 @@ from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.models.source import ModelSource, load_config, load_tokenizer, resolve_source
-from llm_fp8.models.weight_shards import WeightFiller, local_shard
+from llm_fp8.models.weight_shards import local_shard, te_filler
 from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.tools.bench.worker import split_names
 from llm_fp8.utils.errors import UserError
@@ -284,7 +284,7 @@ def draw_weights_(model: PreTrainedModel, device: torch.device, *, is_te: bool) 
         return
     spec = te_llama.spec_of(model)
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
-    filler = WeightFiller(spec, blocks)
+    filler = te_filler(spec, blocks)
     for parts in te_llama.parameter_map(spec).values():
         for part in parts:
             filler.fill(part.hf_name, _drawn(part.hf_name, part.shape, std, device))
