@@ -212,6 +212,11 @@ class RunConfig:
     resume_from: str | None = option(
         None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
     )
+    allow_changed: str | None = option(
+        None,
+        "With --resume_from: options that decide what is trained and may differ from the checkpoint's run, separated "
+        "by commas (learning_rate,total_steps). Default: none, and a difference is an error.",
+    )
     save_every: int = option(0, "Optimizer steps between checkpoints; 0 saves none during training.")
     save_total_limit: int = option(2, "Checkpoints kept; the oldest are deleted first.")
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
@@ -266,6 +271,16 @@ class LoraConfig:
         """The names in --lora_targets, in order."""
         return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
 
+
+TRAINING_OPTIONS = (
+    "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len",
+    "amax_compute_algo", "fp8_margin", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules",
+    "fp8_lm_head",
+)  # fmt: skip
+"""What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
+GPUs, and the steps of the whole run.
+"""
 
 ShardingMode = Literal[
     "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
@@ -345,6 +360,11 @@ class Config:
     def packing(self) -> bool:
         """Whether rows are packed, with the default (on with --use_te) resolved."""
         return self.model.use_te if self.data.packing is None else self.data.packing
+
+    @property
+    def allowed_changes(self) -> list[str]:
+        """The names in --allow_changed, in order."""
+        return [name.strip() for name in (self.run.allow_changed or "").split(",") if name.strip()]
 
     @property
     def wandb_tags(self) -> list[str]:

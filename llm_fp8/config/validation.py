@@ -15,6 +15,7 @@ from llm_fp8.config.options import (
     ALL_LINEAR,
     DECODER_LINEARS,
     FP8_GATHER_MODES,
+    TRAINING_OPTIONS,
     WANDB_TAG_LENGTH,
     Config,
     LoraConfig,
@@ -92,6 +93,13 @@ def check_options(config: Config) -> None:
             "--resume_from latest needs --output_dir, the folder of the run to continue.": (
                 run.resume_from == "latest" and run.output_dir is None
             ),
+            "--allow_changed has no effect without --resume_from; add it.": (
+                run.allow_changed is not None and run.resume_from is None
+            ),
+            **{
+                f"--allow_changed: '{name}' is not among {', '.join(TRAINING_OPTIONS)}.": name not in TRAINING_OPTIONS
+                for name in config.allowed_changes
+            },
             f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.": (
                 run.eval_exact_match == 0 and run.eval_max_new_tokens != RunConfig.eval_max_new_tokens
             ),

@@ -57,7 +57,14 @@ from llm_fp8.train.scale_warmup import (
     warm_up_delayed_scales,
 )
 from llm_fp8.train.setup import RunPlan, TrainingSetup, announce, build_setup, plan_run
-from llm_fp8.train.train_state import RunState, find_checkpoint, run_fingerprint
+from llm_fp8.train.train_state import (
+    RunState,
+    changed_options,
+    find_checkpoint,
+    run_fingerprint,
+    run_options,
+    total_steps,
+)
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.phases import PhaseClock
@@ -102,6 +109,8 @@ def run_training(
         resume_path = find_checkpoint(checkpoints, config.run.resume_from, fingerprint)
         phase_ends("config_and_tokenizer")
         data = _prepare_data(plan, tokenizer, context)
+        if resume_path and (changed := changed_options(resume_path, run_options(config, data), config.allowed_changes)):
+            plan.say(f"resuming with other options: {', '.join(changed)}")
         phase_ends("data")
         setup = build_setup(plan)
         phase_ends("weights")
@@ -170,20 +179,21 @@ def build_loop(
         checkpoints,
         setup.precision,
         fingerprint,
+        run_options(config, data),
         setup.model,
         data,
         strategy,
         background=config.parallel.async_save,
     )
-    total_steps = _total_steps(config, data)
+    num_steps = total_steps(config, data)
     done = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
     step = done["step"]
     if resume_path is not None:
         plan.say(f"resumed from {resume_path} after step {step}")
-        if step > total_steps or (step == total_steps and is_finished(plan.folder, step)):
+        if step > num_steps or (step == num_steps and is_finished(plan.folder, step)):
             raise UserError(
                 f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has "
-                f"{total_steps}; raise --max_steps or --num_epochs to train on."
+                f"{num_steps}; to train on, raise --max_steps or --num_epochs and add --allow_changed total_steps."
             )
     loop = TrainingLoop(
         accelerator=accelerator,
@@ -191,18 +201,18 @@ def build_loop(
         model=prepared,
         precision=setup.precision,
         optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, config.optim, total_steps, step),
+        scheduler=build_scheduler(optimizer, config.optim, num_steps, step),
         loader=data.train,
-        reporter=RunReporter(accelerator, config, total_steps, step),
+        reporter=RunReporter(accelerator, config, num_steps, step),
         options=LoopOptions(
-            total_steps=total_steps,
+            total_steps=num_steps,
             max_grad_norm=config.optim.max_grad_norm,
             log_every=config.run.log_every,
             eval_every=config.run.eval_every if data.eval is not None else 0,
             save_every=config.run.save_every,
             empty_cache_every=config.parallel.empty_cache_freq,
             # Soon, but behind the first steps, which compile and allocate.
-            profile_step=min(step + STEPS_BEFORE_PROFILE + 1, total_steps) if plan.certifies else 0,
+            profile_step=min(step + STEPS_BEFORE_PROFILE + 1, num_steps) if plan.certifies else 0,
         ),
         size=decoder_size(plan.hf_config, num_adapter_parameters(setup.model)),
         peak=device_peak_tflops(plan.device),
@@ -311,14 +321,6 @@ def _exact_match(
         plan.folder,
         warn=reporter.print,
     )
-
-
-def _total_steps(config: Config, data: PreparedData) -> int:
-    """Optimizer steps of the whole run."""
-    if config.optim.max_steps is not None:
-        return config.optim.max_steps
-    assert data.train.steps_per_epoch is not None  # check_options: streaming needs --max_steps
-    return data.train.steps_per_epoch * config.optim.num_epochs
 
 
 def _device_name(plan: RunPlan) -> str:

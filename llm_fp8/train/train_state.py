@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import TRAINING_OPTIONS, Config
 from llm_fp8.data import PreparedData
 from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.strategy import DistributedStrategy
@@ -99,6 +100,46 @@ def find_checkpoint(
     return path
 
 
+def run_options(config: Config, data: PreparedData) -> dict[str, Any]:
+    """What a checkpoint records of the run: the options (but not those of reports and saves), the steps of the whole
+    run, and the rows of a step on all GPUs.
+    """
+    sections = config.to_dict()
+    del sections["run"]
+    options = {name: value for section in sections.values() for name, value in section.items()}
+    return options | {
+        "total_steps": total_steps(config, data),
+        "global_batch_size": data.train.global_batch_size,
+    }
+
+
+def total_steps(config: Config, data: PreparedData) -> int:
+    """Optimizer steps of the whole run."""
+    if config.optim.max_steps is not None:
+        return config.optim.max_steps
+    assert data.train.steps_per_epoch is not None  # check_options: streaming needs --max_steps
+    return data.train.steps_per_epoch * config.optim.num_epochs
+
+
+def changed_options(path: Path, options: dict[str, Any], allowed: Sequence[str]) -> list[str]:
+    """The options in which a run differs from that of the checkpoint it resumes from, each with both values.
+
+    Raises `UserError` where one of `TRAINING_OPTIONS` differs and is not in `allowed`.
+    """
+    saved = read_meta(path).get("options", {})  # absent in checkpoints of earlier versions
+    changed = {
+        name: f"{name} {saved[name]} -> {value}"
+        for name, value in options.items()
+        if name in saved and saved[name] != value
+    }
+    if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
+        raise UserError(
+            f"--resume_from: {path} was trained with other options: {', '.join(changed[name] for name in refused)}. "
+            f"Resume with the former ones, or add --allow_changed {','.join(refused)}."
+        )
+    return list(changed.values())
+
+
 def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise `UserError` between a DeepSpeed mode's checkpoint and any other mode, another DeepSpeed stage included."""
     was, now = saved.get("saved_by"), current["saved_by"]
@@ -122,6 +163,7 @@ class RunState:
     checkpoints: CheckpointManager
     precision: Precision
     fingerprint: dict[str, Any]
+    options: dict[str, Any]
     model: PreTrainedModel
     data: PreparedData
     strategy: DistributedStrategy
@@ -149,6 +191,7 @@ class RunState:
             "tokens_seen": loop.tokens_seen,
             "evaluation_due": loop.evaluation_due,
             "fingerprint": self.fingerprint,
+            "options": self.options,
             "loader": self.data.train.state_dict(),
             "optimizer": None if self.strategy.saves_itself else optimizer_scalars(loop.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),

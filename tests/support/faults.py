@@ -64,7 +64,7 @@ def kill_one_rank_in_a_save(start: Callable[..., Launch], folder: Path, within_s
     left = sorted(checkpoints.glob("step-*"))
     assert left and all(manager.find(str(path)) == path for path in left)
     last = int(left[-1].name.removeprefix("step-"))
-    with start(f"--max_steps={last + 2}", "--resume_from=latest") as launch:
+    with start(f"--max_steps={last + 2}", "--allow_changed=total_steps", "--resume_from=latest") as launch:
         assert launch.end(START_S) == {}, launch.printed()
     assert f"resumed from {left[-1]} after step {last}" in launch.printed()
     assert [step["step"] for step in steps(folder)] == list(range(1, last + 3))

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -371,12 +372,36 @@ def assert_refused(folder: Path, options: list[str], *named: str) -> None:
         (["--validation_fraction=0.5"], ("other training data",)),
         (["--dataset_name=embedded"], ("other training data",)),
         (["--streaming"], ("other training data",)),
-        (["--max_steps=2"], ("3 steps behind it", "--max_steps")),
+        (["--max_steps=2", "--allow_changed=total_steps"], ("3 steps behind it", "--max_steps")),
+        (["--max_steps=12"], ("trained with other options: total_steps 10 -> 12.", "--allow_changed total_steps")),
+        (["--batch_size=4"], ("global_batch_size 8 -> 4.", "--allow_changed global_batch_size")),
+        (
+            ["--learning_rate=0.5", "--lr_scheduler=linear", "--allow_changed=learning_rate"],
+            ("options: lr_scheduler cosine -> linear. Resume", "add --allow_changed lr_scheduler"),
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_checkpoint_of_another_run_is_refused(stopped, options, change, named):
     assert_refused(stopped, [*options, *change], *named)
+
+
+def test_options_that_may_change_are_said_and_recorded(tmp_path, stopped, options, capsys):
+    shutil.copytree(stopped, tmp_path / "run")
+    change = [
+        "--learning_rate=0.5",
+        "--allow_changed=learning_rate",
+        "--batch_size=4",
+        "--gradient_accumulation_steps=2",
+    ]
+    resume = [*options, *change, f"--output_dir={tmp_path / 'run'}", "--resume_from=latest"]
+    assert train(*resume) == 0
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "other options" in line)
+    assert said == (
+        "resuming with other options: batch_size 8 -> 4, learning_rate 0.01 -> 0.5, gradient_accumulation_steps 1 -> 2"
+    )
+    assert meta(tmp_path / "run", 10)["options"]["learning_rate"] == 0.5
+    assert steps(tmp_path / "run")[3]["learning_rate"] > 0.1
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, stopped, options):
@@ -393,7 +418,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(stopped, options):
 def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options):
     train(*options, f"--output_dir={tmp_path}")
     assert_refused(tmp_path, options, "10 steps behind it", "--max_steps", "--num_epochs")
-    assert train(*options, "--max_steps=12", f"--output_dir={tmp_path}", "--resume_from=latest") == 0
+    longer = ["--max_steps=12", "--allow_changed=total_steps"]
+    assert train(*options, *longer, f"--output_dir={tmp_path}", "--resume_from=latest") == 0
     assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
 
 
