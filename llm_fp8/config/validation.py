@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,9 @@ def check_options(config: Config) -> None:
                 )
                 for tag in config.wandb_tags
             },
+            f"--wandb_project '{run.wandb_project}': W&B takes 1 to 128 characters, none of them in /\\#?%:.": (
+                re.fullmatch(r"[^/\\#?%:]{1,128}", run.wandb_project) is None
+            ),
             "--resume_from latest needs --output_dir, the folder of the run to continue.": (
                 run.resume_from == "latest" and run.output_dir is None
             ),

@@ -15,6 +15,7 @@ On W&B, which cannot take back steps, each start is a run in the group --wandb_g
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,11 @@ from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughp
 from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
+
+logger = logging.getLogger(__name__)
+
+WANDB_START_S, WANDB_END_S = 30.0, 60.0
+"""How long a run waits for W&B: for its answer at the start, and at the end for what is not sent yet."""
 
 
 def require_wandb_login(flag: str) -> None:
@@ -131,20 +137,7 @@ class RunReporter:
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
         labels = run_labels(record)
-        options = self._config.run
-        self._accelerator.init_trackers(
-            options.wandb_project,
-            init_kwargs={
-                "wandb": {
-                    "dir": str(self._folder),
-                    "name": options.wandb_run_name,
-                    "group": options.wandb_group or self._folder.resolve().name,
-                    "tags": run_tags(labels, self._config.wandb_tags),
-                    "job_type": "train",
-                },
-                "tensorboard": {"purge_step": self._resume_step + 1} if self._resume_step > 0 else {},
-            },
-        )
+        self._init_trackers(run_tags(labels, self._config.wandb_tags))
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         for tracker in self._accelerator.trackers:
@@ -157,6 +150,37 @@ class RunReporter:
             else:
                 flat = _tracked(stored, ".").items()
                 tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
+
+    def _init_trackers(self, wandb_tags: list[str]) -> None:
+        """Without an answer from W&B the run goes on offline: training does not depend on a tracker."""
+        options = self._config.run
+        of_wandb: dict[str, Any] = {
+            "dir": str(self._folder),
+            "name": options.wandb_run_name,
+            "group": options.wandb_group or self._folder.resolve().name,
+            "tags": wandb_tags,
+            "job_type": "train",
+        }
+        of_tensorboard = {"purge_step": self._resume_step + 1} if self._resume_step > 0 else {}
+        init_kwargs = {"wandb": of_wandb, "tensorboard": of_tensorboard}
+        if "wandb" not in self._config.trackers:
+            self._accelerator.init_trackers(options.wandb_project, init_kwargs=init_kwargs)
+            return
+        import wandb
+
+        of_wandb["settings"] = wandb.Settings(init_timeout=WANDB_START_S, finish_timeout=WANDB_END_S)
+        try:
+            self._accelerator.init_trackers(options.wandb_project, init_kwargs=init_kwargs)
+        except wandb.errors.CommError as error:
+            for tracker in self._accelerator.trackers:  # made and not started: W&B is the first
+                if tracker.name == "wandb":
+                    tracker.init_kwargs["mode"] = "offline"
+                tracker.start()
+            logger.warning(
+                "W&B did not take the run, which goes on offline: send it later by 'wandb sync %s'. W&B said: %s",
+                self._folder / "wandb" / "offline-run-*",
+                str(error).splitlines()[0],
+            )
 
     def steps(self, records: list[dict[str, float]]) -> None:
         """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""

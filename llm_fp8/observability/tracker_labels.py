@@ -70,8 +70,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:
     """How a W&B run of this process would go, without the network; offline (or disabled) by WANDB_MODE.
 
-    Raises `UserError`, which names the flag or script `asker`, where W&B is not installed or its stored login is
-    malformed. W&B itself tries the key when it is used.
+    Raises `UserError`, which names the flag or script `asker`, where W&B is not installed, a WANDB_ variable holds what
+    W&B does not know, or its stored login is malformed. W&B itself tries the key when it is used.
     """
     # By metadata: a folder wandb in the working directory would import as an empty package.
     if package_version("wandb") is None:
@@ -81,7 +81,12 @@ def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:
     import wandb
 
     # Silent: to greet a login by name W&B asks the server, and hangs without a network. The run sets up its own.
-    settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
+    try:
+        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
+    except ValueError as error:  # pydantic's, of a variable that W&B reads
+        raise UserError(
+            f"{asker}: W&B refuses a setting, see the WANDB_ variables of the environment: {error}"
+        ) from error
     try:
         if settings.mode in ("offline", "dryrun", "disabled"):
             return "offline"

@@ -248,6 +248,8 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         ["--seed", str(2**32)],
         ["--resume_from", "latest"],
         ["--allow_changed", "learning_rate"],
+        ["--wandb_project", "team/project"],
+        ["--wandb_project", ""],
         ["--allow_changed", "learning_rate,colour", "--resume_from", "run/checkpoints/step-00000003"],
         ["--streaming"],
         ["--attn_implementation", "eager", "--use_te"],

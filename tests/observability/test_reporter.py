@@ -226,6 +226,42 @@ run_script(main)
     assert stored.exit_code
 
 
+@pytest.mark.parametrize("answers_at_start", [False, True], ids=["never there", "gone during the run"])
+def test_a_run_does_not_depend_on_wandb_s_server(tmp_path: Path, answers_at_start: bool) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from llm_fp8.observability import reporter as module
+from tests.support.reports import a_config, a_reporter, a_step
+from tests.support.wandb_server import TAKES_RUNS, served
+
+module.WANDB_START_S = module.WANDB_END_S = 4.0
+config = a_config(Path({str(tmp_path)!r}), "--report_to", "all")
+if {answers_at_start}:
+    with served(TAKES_RUNS) as (os.environ["WANDB_BASE_URL"], _):
+        reporter = a_reporter(config)
+else:
+    reporter = a_reporter(config)
+with reporter:
+    reporter.steps([a_step(1), a_step(2)])
+    reporter.finish({{}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=without_wandb_variables() | {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in records(tmp_path)] == [1, 2] and (tmp_path / "summary.json").exists()
+    assert ("goes on offline: send it later by 'wandb sync" in done.stderr) == (not answers_at_start)
+    assert the_wandb_run(tmp_path, online=answers_at_start).history[-1]["step"] == 2
+    assert list(tmp_path.glob("tensorboard/*/events.out.tfevents.*"))
+
+
 def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -262,6 +298,7 @@ LOGINS: dict[str, tuple[str, dict[str, str], str]] = {
     ),
     "offline": ("--use_wandb", {"WANDB_MODE": "offline"}, ""),
     "key": ("--use_wandb", {"WANDB_API_KEY": "0" * 40}, ""),
+    "no mode": ("--use_wandb", {"WANDB_MODE": "foo"}, "--use_wandb: W&B refuses a setting, see the WANDB_ variables"),
     "no key": ("--report_to=all", {"WANDB_API_KEY": "short"}, "--report_to all: the stored W&B login is not usable"),
 }
 """Option and environment of a user without any stored login -> how the sentence begins that `require_wandb_login`

@@ -64,9 +64,9 @@ def _values(items: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def the_wandb_run(folder: Path) -> WandbRun:
-    """The one offline W&B run of an output folder."""
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+def the_wandb_run(folder: Path, online: bool = False) -> WandbRun:
+    """The one offline (or online) W&B run of an output folder."""
+    (file,) = folder.glob(f"wandb/{'run' if online else 'offline-run'}-*/run-*.wandb")
     data = file.read_bytes()
     assert data[:4] == b":W&B", file
     run = WandbRun()

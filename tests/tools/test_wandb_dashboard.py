@@ -4,7 +4,6 @@ made offline.
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import shutil
@@ -34,6 +33,7 @@ from llm_fp8.utils.errors import UserError
 from scripts import wandb_dashboard
 from tests.support.small import train
 from tests.support.wandb_file import the_wandb_run
+from tests.support.wandb_server import VIEWER, StandIn, served
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"
 
@@ -235,48 +235,6 @@ def test_a_dry_run_prints_every_panel(call: Callable[..., int], capsys: pytest.C
 # ---- a stand-in of W&B's server, which W&B's own client talks to ----
 
 
-class StandIn(http.server.BaseHTTPRequestHandler):
-    """Answers W&B's GraphQL requests as the test says."""
-
-    answers: dict[str, Any]
-    requests: list[dict[str, Any]]
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        status, answer = 404, b"{}"
-        if self.path == "/graphql":
-            request = json.loads(body)
-            self.requests.append(request)
-            name = next(name for name in self.answers if name in request["query"])
-            status, content = self.answers[name]
-            answer = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-
-VIEWER = (
-    200,
-    {
-        "data": {
-            "viewer": {
-                "id": "VXNlcjox",
-                "username": "me",
-                "entity": "team",
-                "email": "",
-                "flags": "{}",
-                "teams": {"edges": []},
-            }
-        }
-    },
-)
-
-
 def runs(count: int) -> tuple[int, dict[str, Any]]:
     page = {"edges": [], "pageInfo": {"endCursor": None, "hasNextPage": False}}
     return 200, {"data": {"project": {"internalId": "1", "runCount": count, "readOnly": False, "runs": page}}}
@@ -290,25 +248,19 @@ REFUSED = (200, {"data": None, "errors": [{"message": "permission denied"}]})
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     """The stand-in, with W&B's client pointed at it."""
-    handler = type(
-        "Handler", (StandIn,), {"answers": {"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}, "requests": []}
-    )
-    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=served.serve_forever, daemon=True).start()
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{served.server_address[1]}")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    yield handler
-    # A request that was given up can cut the client from its service, which then ends by itself after ten minutes.
-    ending = threading.Thread(target=wandb.teardown, daemon=True)
-    ending.start()
-    ending.join(10)
-    for child in psutil.Process().children():
-        if ending.is_alive() and child.name().startswith("wandb-core"):
-            child.kill()
-    served.shutdown()
-    served.server_close()
+    with served({"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}) as (address, handler):
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        yield handler
+        # A request that was given up can cut the client from its service, which then ends by itself after ten minutes.
+        ending = threading.Thread(target=wandb.teardown, daemon=True)
+        ending.start()
+        ending.join(10)
+        for child in psutil.Process().children():
+            if ending.is_alive() and child.name().startswith("wandb-core"):
+                child.kill()
 
 
 @pytest.mark.slow
