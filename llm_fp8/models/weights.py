@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from llm_fp8.models.weight_shards import (
 )
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """Lists the shards of a checkpoint of more than one file."""
@@ -65,12 +65,9 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
 
 def _shard_names(index: Path) -> list[str]:
     """The file names in a model.safetensors.index.json: safetensors files beside it, no paths and no pickles."""
-    try:
-        names = set(dict(json.loads(index.read_text())["weight_map"]).values())
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index} is not the index of a sharded model ({error}); fetch it again.") from error
+    names = set(read_json(index, {"weight_map": dict, "weight_map.*": str})["weight_map"].values())
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
                 f"{index}: weight_map names {name!r}, and shards are safetensors files beside it; fetch it again."
             )

@@ -30,7 +30,7 @@ from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
 from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
+from llm_fp8.utils.json_files import json_line, parse_metrics, read_text, write_json_atomic, write_text_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +68,21 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run that repeats it. Raises
     `UserError` where an earlier line is not JSON: no interrupted run leaves that.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path).splitlines()
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            step = record["step"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+            record = parse_metrics(line, str(path))
+        except UserError:
             if number == len(lines):
                 break
             raise UserError(
                 f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier "
                 "metrics."
             ) from None
-        if step < last_step or (step == last_step and (keep_evaluation or "eval_loss" not in record)):
+        if record["step"] < last_step or (
+            record["step"] == last_step and (keep_evaluation or "eval_loss" not in record)
+        ):
             kept.append(line + "\n")
     write_text_atomic(path, "".join(kept))
 

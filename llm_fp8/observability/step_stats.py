@@ -25,6 +25,9 @@ MEDIANS = (
 )
 """Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
 
+RESUMES = {"resumes": list | None, "resumes.*": dict, "resumes.*.resumed_after_step": int}
+"""What run.json must hold of the processes that went on with the run."""
+
 INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
 """The same for figures that only some steps have."""
 
@@ -32,7 +35,7 @@ INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
 def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
     """The optimizer steps of the last process that wrote a metrics.jsonl: an earlier one may have had other GPUs."""
     run_record = metrics_path.with_name("run.json")
-    resumes = read_json(run_record).get("resumes") if run_record.exists() else None
+    resumes = read_json(run_record, RESUMES).get("resumes") if run_record.exists() else None
     begun = resumes[-1]["resumed_after_step"] if resumes else 0
     return [record for record in read_metrics(metrics_path) if "step_time_s" in record and record["step"] > begun]
 

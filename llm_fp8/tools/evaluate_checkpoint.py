@@ -11,11 +11,10 @@ base model (`load_merged`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +31,13 @@ from llm_fp8.models.source import is_adapter_folder, load_config, load_tokenizer
 from llm_fp8.train.exact_match import ExactMatchResult, answer_problems, encode_problems
 from llm_fp8.train.generate import check_positions, generation_dtype
 from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.utils.json_files import read_json, require_entries
+
+_RECORDED: dict[str, Any] = {"config": dict, "config.data": dict} | {
+    f"config.data.{name}": (str if get_origin(hint) is Literal else hint) | None
+    for name, hint in get_type_hints(DataConfig).items()
+}
+"""The data options in run.json; a run of an earlier version may lack some."""
 
 
 def run_of(model: str | Path) -> Path | None:
@@ -45,13 +51,10 @@ def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
     run = run_of(model)
     recorded: dict[str, Any] = {}
     if run is not None:
-        try:
-            content = json.loads((run / "run.json").read_text())
-            recorded = [content, *content.get("resumes", [])][-1]["config"]["data"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{run / 'run.json'} is not the record of a run ({type(error).__name__}: {error})."
-            ) from error
+        content = read_json(run / "run.json", {"resumes": list | None, "resumes.*": dict})
+        last = [content, *(content.get("resumes") or [])][-1]
+        require_entries(f"{run / 'run.json'}", last, _RECORDED)
+        recorded = last["config"]["data"]
     known = {field.name for field in dataclasses.fields(DataConfig)}
     options = {name: value for name, value in recorded.items() if name in known}
     # Batching changes nothing here, and rows are looked up by number.
@@ -144,17 +147,12 @@ def base_of(folder: str | Path) -> str | None:
     if not is_adapter_folder(folder):
         return None
     path = Path(folder) / "adapter_config.json"
-    try:
-        base = json.loads(path.read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} is not PEFT's description of an adapter ({type(error).__name__}: {error}); export it again."
-        ) from error
+    base: str | None = read_json(path, {"base_model_name_or_path": str | None}).get("base_model_name_or_path")
     if not base:
         raise UserError(
             f"{path} does not say which model the adapter belongs to; write its name into base_model_name_or_path."
         )
-    return str(base)
+    return base
 
 
 def load_merged(

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json, read_text, require_entries
 from llm_fp8.utils.torch_internals import sharded_like
 
 if TYPE_CHECKING:
@@ -62,6 +63,16 @@ STRATEGY_STATE = "engine"
 
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
+_MANIFEST_ENTRIES = {
+    "format": int,
+    "saved_unix_s": float,
+    "files": dict,
+    "files.*": dict,
+    "tensors": dict,
+    "tensors.*": dict,
+    "tensors.*.shape": list,
+    "tensors.*.dtype": str,
+}
 _CHECKSUM_LIMIT_BYTES = 2**20
 _FREE_SPACE_MARGIN_BYTES = 2**20
 _DIFFERENCES_SHOWN = 3
@@ -85,6 +96,8 @@ class CheckpointManager:
         self.folder = Path(output_dir) / "checkpoints"
         self.limit = limit
         self.is_main = is_main
+        self._damaged: set[Path] = set()
+        """Those that a warning has named."""
         self._background: _Background | None = None
         self._background_group: Any = None
 
@@ -264,8 +277,10 @@ class CheckpointManager:
             for path in self.folder.glob(pattern):
                 try:
                     found.append((_verify(path)["saved_unix_s"], path.name, path))
-                except UserError:
-                    continue  # incomplete: neither loaded nor counted nor deleted
+                except UserError as error:  # neither loaded nor counted nor deleted
+                    if path not in self._damaged:
+                        logger.warning("a checkpoint is passed over and left: %s", error)
+                    self._damaged.add(path)
         return [path for _, _, path in sorted(found, reverse=True)]
 
     def find(self, resume_from: str) -> Path:
@@ -278,12 +293,12 @@ class CheckpointManager:
             _verify(Path(resume_from))
             return Path(resume_from)
         try:
-            name = (self.folder / LATEST).read_text().strip()
+            name = read_text(self.folder / LATEST).strip()
             if not name.startswith(_STEP_PREFIX) or "/" in name:
                 raise UserError(f"{self.folder / LATEST} does not name a checkpoint.")
             _verify(self.folder / name)
             return self.folder / name
-        except (OSError, UserError) as error:
+        except UserError as error:
             candidates = self._newest_first()
             if not candidates:
                 raise UserError(
@@ -306,7 +321,7 @@ class CheckpointManager:
         folder = self.find(os.fspath(path))
         _require_same_tensors(folder, _verify(folder)["tensors"], tensors)
         dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
-        return _read_json(folder / _META)
+        return read_json(folder / _META)
 
 
 def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
@@ -317,7 +332,7 @@ def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """meta.json of a complete checkpoint; `UserError` where it is not one."""
     _verify(Path(path))
-    return _read_json(Path(path) / _META)
+    return read_json(Path(path) / _META)
 
 
 def saved_names(path: str | os.PathLike[str]) -> list[str]:
@@ -400,19 +415,23 @@ def _verify(folder: Path) -> dict[str, Any]:
         raise UserError(f"--resume_from {folder}: no such folder.")
     if not (folder / _MANIFEST).is_file():
         raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
-    manifest = _read_json(folder / _MANIFEST)
+    manifest = read_json(folder / _MANIFEST)
     if manifest.get("format") != FORMAT_VERSION:
         raise UserError(
             f"--resume_from {folder}: format {manifest.get('format')} is not {FORMAT_VERSION}, the one known here."
         )
+    require_entries(str(folder / _MANIFEST), manifest, _MANIFEST_ENTRIES)
     for name, want in manifest["files"].items():
-        have = _describe_file(folder / name) if (folder / name).is_file() else None
+        try:
+            have = _describe_file(folder / name) if (folder / name).is_file() else None
+        except OSError as error:
+            raise UserError(f"--resume_from {folder}: {name} cannot be read ({error.strerror}).") from error
         if have != want:
             problem = "has been changed"
             if have is None:
                 problem = "is missing"
-            elif have["bytes"] != want["bytes"]:
-                problem = f"has {have['bytes']} bytes instead of {want['bytes']}"
+            elif have["bytes"] != want.get("bytes"):
+                problem = f"has {have['bytes']} bytes instead of {want.get('bytes')}"
             raise UserError(f"--resume_from {folder} is damaged: {name} {problem}; resume from another checkpoint.")
     return manifest
 
@@ -445,13 +464,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _readable(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"--resume_from {path.parent} is damaged: {path.name} is not valid JSON.") from error
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"
@@ -123,5 +123,5 @@ def is_finished(folder: Path, step: int) -> bool:
     path = folder / "summary.json"
     if not path.exists():
         return False
-    summary = json.loads(path.read_text())
+    summary = read_json(path, {"steps": int})
     return summary["steps"] == step and not {"stopped_by", "failed"} & summary.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,14 +20,14 @@ from llm_fp8.models.lora import scaling_of
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
-from llm_fp8.observability.step_stats import own_steps
+from llm_fp8.observability.step_stats import RESUMES, own_steps
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.optim.schedule import effective_warmup_steps
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.setup import RunPlan, TrainingSetup
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.phases import PhaseClock
 
 
@@ -122,7 +121,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
     }
     path = plan.folder / "run.json"
     if loop.step > 0 and path.exists():
-        first = json.loads(path.read_text())
+        first = read_json(path, RESUMES)
         resume = {section: value for section, value in record.items() if section not in ("model", "data")}
         write_json_atomic(path, {**first, "resumes": [*first.get("resumes", []), resume]})
     else:

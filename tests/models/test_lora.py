@@ -511,7 +511,7 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
     ):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
     (copied / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapter_config.json is not PEFT's description"):
+    with pytest.raises(UserError, match="adapter_config.json does not say which model"):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
 
 

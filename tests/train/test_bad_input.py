@@ -152,7 +152,7 @@ def broken_model(folder: Path, how: str) -> str:
         "index of shards is not JSON": "model.safetensors.index.json",
         "shard outside": "weight_map names '../model-00001",
         "pickled shard": "'pytorch_model.bin'",
-        "shards in a list": "is not the index of a sharded model",
+        "shards in a list": "weight_map must be an object",
         "shard twice": "'model.norm.weight' twice",
         "code of its own": "contains custom code",
         "missing tensor": "lacks model.norm.weight",

@@ -413,7 +413,7 @@ def test_a_damaged_run_json_is_named(run, tmp_path):
     (tmp_path / "run.json").write_text("{")
     for file in (run / "final").iterdir():
         (tmp_path / "final" / file.name).symlink_to(file)
-    with pytest.raises(UserError, match=r"run\.json is not the record of a run"):
+    with pytest.raises(UserError, match=r"run\.json is not valid JSON"):
         evaluate_exact_match_folder(tmp_path / "final", num_problems=1)
 
 

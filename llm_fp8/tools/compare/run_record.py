@@ -12,11 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
-from llm_fp8.observability.step_stats import measured_steps
+from llm_fp8.observability.step_stats import RESUMES, measured_steps
 from llm_fp8.tools.compare.variants import describe_variant, requested_variant
 from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
+from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, require_entries, with_floats
+
+_RUN: dict[str, Any] = {
+    **dict.fromkeys(("config", "config.*", "precision"), dict),
+    "config.optim.seed": int,
+    **dict.fromkeys(("precision.requested", "precision.effective"), str),
+    **dict.fromkeys(("precision.requested_scenario", "precision.effective_scenario"), str | None),
+    **dict.fromkeys(("precision.backend", "precision.fallback_reason"), str | None),
+    **dict.fromkeys(("effective", "data", "model", "provenance"), dict | None),
+    **{f"provenance.{name}": dict | None for name in ("git", "packages", "cpu", "environment")},
+    "provenance.command": list | None,
+    "provenance.command.*": str,
+    "provenance.gpus": list | None,
+    "provenance.gpus.*": dict,
+    "provenance.gpus.*.name": str,
+    "provenance.gpus.*.memory_gib": float,
+    **RESUMES,
+    **{f"resumes.*.{name}": dict | None for name in ("config", "effective", "provenance")},
+}
+_CERTIFICATE = {"verdict": str | None, "reasons": list | None}
+_SUMMARY = {"certificate": dict | None, "certificate.verdict": str | None, "certificate.reasons": list | None}
+_ANSWER = {"row_id": int | str, "problem": str, "correct": bool}
 
 
 @dataclass(frozen=True)
@@ -117,8 +138,11 @@ class RunRecord:
 
     @property
     def token_trace(self) -> list[float]:
-        """Tokens seen after each step: runs that read the same sequences in the same order have the same trace."""
-        return [step["tokens_seen"] for step in self.steps if "tokens_seen" in step]
+        """Tokens seen after each step, empty where one lacks it: runs that read the same sequences in the same order
+        have the same trace.
+        """
+        trace = [step["tokens_seen"] for step in self.steps if "tokens_seen" in step]
+        return trace if len(trace) == len(self.steps) else []
 
 
 def split_records(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -160,29 +184,21 @@ def _record(
     """
     if reason := why_unfinished(summary):  # W&B calls a run finished that a signal stopped
         raise UserError(f"{where}: {reason}")
-    for name in ("config.optim.seed", "precision.requested", "precision.effective"):
-        found: Any = run
-        for key in name.split("."):
-            found = found.get(key) if isinstance(found, dict) else None
-        if found is None:
-            raise UserError(
-                f"{where}: its configuration lacks {name}, which this project's training scripts store; give a run of "
-                "theirs."
-            )
+    require_entries(f"{where}: its configuration", run, _RUN)
     steps, evaluations = split_records(records)
     if not steps:
-        raise UserError(f"{where} holds no optimizer step.")
-    model = run.get("model", {})
+        raise UserError(f"{where} holds no optimizer step (metrics.jsonl).")
+    model = run.get("model") or {}
     return RunRecord(
         source=source,
         config=run["config"],
         precision=run["precision"],
         steps=steps,
         evaluations=evaluations,
-        effective=run.get("effective", {}),
-        data=run.get("data", {}),
+        effective=run.get("effective") or {},
+        data=run.get("data") or {},
         model={key: model[key] for key in ("location", "num_parameters") if key in model},
-        provenance=run.get("provenance", {}),
+        provenance=run.get("provenance") or {},
         **more,
     )
 
@@ -196,17 +212,17 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         if not (folder / name).is_file():
             hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
             raise UserError(f"{where}: there is no {name} in it, so {hint}; give the folder of a finished run.")
-    run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
+    run, summary = read_json(folder / "run.json", _RUN), read_json(folder / "summary.json", _SUMMARY)
     certificate = folder / "certificate.json"
     record = _record(
         where,
         str(folder),
         run,
-        read_jsonl(folder / "metrics.jsonl"),
+        read_metrics(folder / "metrics.jsonl"),
         summary,
         answers=_last_answers(folder / ANSWERS_FOLDER),
-        certificate=read_json(certificate) if certificate.is_file() else summary.get("certificate"),
-        resumes=run.get("resumes", []),
+        certificate=read_json(certificate, _CERTIFICATE) if certificate.is_file() else summary.get("certificate"),
+        resumes=run.get("resumes") or [],
     )
     last = record.steps[-1]["step"]
     if last != summary.get("steps"):
@@ -222,6 +238,8 @@ def _last_answers(folder: Path) -> dict[str, bool]:
     files = [path for path in folder.glob("step-*.jsonl") if re.fullmatch(r"step-\d+\.jsonl", path.name)]
     last = max(files, key=lambda path: int(path.stem.removeprefix("step-")), default=None)
     answers = read_jsonl(last) if last else []
+    for number, answer in enumerate(answers, start=1):
+        require_entries(f"{last}: line {number}", answer, _ANSWER)
     return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in answers}
 
 

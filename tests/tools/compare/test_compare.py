@@ -458,7 +458,7 @@ def test_answers_decide_through_whole_folders(tmp_path):
         ("summary.json", None, "there is no summary.json in it, so the run did not finish"),
         ("run.json", None, "it is not a run's --output_dir"),
         ("run.json", "{", "is not valid JSON"),
-        ("run.json", "{}", "configuration lacks config.optim.seed"),
+        ("run.json", "{}", "run.json lacks config"),
         (
             "run.json",
             '{"config": {"optim": {"seed": 1}}, "precision": {"requested": "bf16"}}',
