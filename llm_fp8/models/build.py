@@ -7,7 +7,6 @@ tensor by tensor (weights.py).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 from collections.abc import MutableMapping
@@ -19,7 +18,6 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -27,7 +25,7 @@ from transformers import (
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
-from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
+from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, named_errors
 from llm_fp8.models.weight_shards import stored_names
 from llm_fp8.models.weights import fill_weights, stored_tensors, weight_files
 from llm_fp8.observability.metrics import DecoderSize
@@ -153,20 +151,20 @@ def build_structure(
         model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     model.tie_weights()  # undone by `init_empty_weights`
     if not has_random_weights(options, source):
-        with contextlib.suppress(OSError):  # a model need not have the file
-            model.generation_config = GenerationConfig.from_pretrained(
-                source.location, cache_dir=options.weights_cache_dir
-            )
+        stored = load_generation_config(options, source)
+        if stored is not None:
+            model.generation_config = stored
     return model
 
 
 def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
-    except ValueError as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
-            f"--model_name: a model of type '{hf_config.model_type}' cannot be built as a causal language model "
-            f"({str(error).splitlines()[0]}); give one that can."
+            f"--model_name {hf_config.name_or_path}: a model of type '{hf_config.model_type}' cannot be built as a "
+            f"causal language model from its config.json ({words}); give one that can."
         ) from error
 
 

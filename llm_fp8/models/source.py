@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
@@ -20,6 +19,21 @@ from llm_fp8.utils.errors import UserError
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head."""
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (0, 2**24),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**16),
+    "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16),
+    "vocab_size": (1, 2**24),
+    "max_position_embeddings": (1, 2**32),
+    "attention_dropout": (0, 1),
+    "initializer_range": (0, 100),
+    "rms_norm_eps": (0, 1),
+}
+"""Entries of a decoder's config -> the least and the greatest value that can be meant."""
 
 _MIX_DOCUMENTS = frozenset(
     "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba "
@@ -76,18 +90,46 @@ def named_errors(what: str, name: str) -> Iterator[None]:
     """Turn what transformers and the hub raise on a bad name or file into a `UserError`."""
     try:
         yield
-    except (OSError, ValueError, KeyError, HfHubHTTPError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except BaseException as error:  # tokenizers raises plain exceptions, and a panic in Rust is not even one
+        panicked = type(error).__name__ == "PanicException"
+        if isinstance(error, (UserError, torch.OutOfMemoryError)) or not (isinstance(error, Exception) or panicked):
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
-            f"--model_name {name}: cannot load the {what} ({first_line}). Give a local folder with config.json, "
-            "tokenizer and safetensors, or a hub id that this machine can reach (for a gated model, log in with 'hf "
-            "auth login')."
+            f"--model_name {name}: cannot load the {what} ({words}). Give a local folder with config.json, tokenizer "
+            "and safetensors, or a hub id that this machine can reach (for a gated model, log in with 'hf auth login')."
         ) from error
 
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
-    with named_errors("config", options.model_name):
-        return AutoConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False)
+    with named_errors("model's config.json", options.model_name):
+        hf_config = AutoConfig.from_pretrained(
+            source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
+        )
+        decoder: Any = hf_config.get_text_config(decoder=True)
+    for entry, (low, high) in _RANGES.items():
+        value = getattr(decoder, entry, low)
+        may_be_null = entry not in ("attention_dropout", "rms_norm_eps")
+        for number in value if isinstance(value, list) else [value]:
+            if not (isinstance(number, (int, float)) and low <= number <= high or number is None and may_be_null):
+                raise UserError(
+                    f"--model_name {options.model_name}: {entry} in config.json must be a number from {low} to {high}, "
+                    f"not {number!r:.60}; fetch the model again."
+                )
+    return hf_config
+
+
+def load_generation_config(options: ModelConfig, source: ModelSource) -> GenerationConfig | None:
+    """The settings for generating text that a model's folder or page has, None where it has none."""
+    if source.is_local and not (Path(source.location) / "generation_config.json").is_file():
+        return None
+    with named_errors("model's generation_config.json", options.model_name):
+        try:
+            return GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+        except OSError:  # how the hub says that there is none, and transformers that a file is damaged
+            if source.is_local:
+                raise
+            return None
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
@@ -103,10 +145,11 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
             "embedded one is used."
         )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
-    with named_errors("tokenizer", options.model_name):
+    with named_errors("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
         )
+        tokenizer.decode(tokenizer("1 + 1")["input_ids"])  # fails where a file holds values of wrong types
         return tokenizer, None
 
 
