@@ -162,7 +162,7 @@ def main() -> int:
     """Train or read, compare, report."""
     options = parse(sys.argv[1:])
     check(options)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     if options.train is not None:
         folder = Path(options.output) if options.output else default_folder(options.train, options.num_gpus or 1)
         try:

@@ -23,6 +23,7 @@ from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
+from llm_fp8.config.accelerate_env import launch_ranks
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
@@ -56,7 +57,7 @@ def main() -> int:
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help"} & set(rest):
         print(parser.format_help())
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    num_processes = launch_ranks(os.environ).world_size
     if num_processes > 1:
         raise UserError(
             f"diagnose_fp8.py looks at one process and the launcher started {num_processes}; start it with python, on "

@@ -241,7 +241,7 @@ def main() -> int:
         f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, "
         f"{scenario.optimizer}\n{where} ({gpu.memory_gib:.1f} GiB): predicted"
     )
-    console = Console()
+    console = Console(markup=False)  # names may hold brackets
     console.print(table(predictions, title))
     for note in dict.fromkeys(note for found in predictions for note in found.notes):
         console.print(f"note: {note}", highlight=False, soft_wrap=True)

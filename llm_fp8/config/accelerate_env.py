@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm_fp8.config.options import FP8_GATHER_MODES, Config
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"
 _SOURCE = "accelerate's launch configuration"
@@ -190,9 +191,22 @@ _ENGINES = {
 # ---- how this process was started ----
 
 
+def launch_ranks(environ: Mapping[str, str]) -> LaunchRanks:
+    """What a launcher's variables say; `UserError` where they are not of one."""
+    numbers = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    wrong = [f"{name}={environ[name]}" for name in numbers if not environ.get(name, "0").isdecimal()]
+    ranks = None if wrong else LaunchRanks.from_environment(environ)
+    if ranks is None or ranks.rank >= ranks.world_size or int(environ.get("LOCAL_RANK", "0")) >= ranks.world_size:
+        found = wrong or [f"{name}={environ[name]}" for name in numbers if name in environ]
+        raise UserError(
+            f"no launcher sets these environment variables: {', '.join(found)}; unset them, or start with torchrun."
+        )
+    return ranks
+
+
 def require_single_process(environ: Mapping[str, str]) -> None:
     """Raise `UserError` where the launcher asks for more than the one process and device of train_fp8.py."""
-    num_processes = int(environ.get("WORLD_SIZE", "1"))
+    num_processes = launch_ranks(environ).world_size
     if num_processes > 1:
         raise UserError(
             f"train_fp8.py trains in one process, and the launcher started {num_processes}; start train_multi_gpu.py, "
@@ -208,6 +222,7 @@ def require_launched(environ: Mapping[str, str]) -> None:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environ]
     command = "torchrun --nproc_per_node=NUMBER_OF_GPUS train_multi_gpu.py ..."
+    launch_ranks(environ)
     if "WORLD_SIZE" in missing:
         raise UserError(
             f"train_multi_gpu.py needs a launcher, which starts its processes: {command} (for one: train_fp8.py)."

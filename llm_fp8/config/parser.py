@@ -29,6 +29,7 @@ from llm_fp8.config.options import (
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError
+from llm_fp8.utils.json_files import YAML_ERRORS
 
 
 def _sections(parallel: bool) -> dict[str, type]:
@@ -70,7 +71,11 @@ class _Parser(OneSentenceParser, HfArgumentParser):
         action.nargs, action.const = "?", True
         self.add_argument(f"--no_{name}", dest=name, action="store_false")
 
+    origin = ""
+    """Begins an error about words that are not from the command line."""
+
     def error(self, message: str) -> NoReturn:
+        message = self.origin + message
         if any(f"--{option.name}" in message.split() for option in dataclasses.fields(ParallelConfig)):
             message += " (options of sharding belong to train_multi_gpu.py)"
         super().error(message)
@@ -83,7 +88,9 @@ def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
         raise UserError(f"--config {path}: no such file.")
     try:
         entries = yaml.safe_load(file.read_bytes())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read ({error.strerror}).") from error
+    except YAML_ERRORS as error:
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if entries is None:
         return []
@@ -94,12 +101,14 @@ def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
     for key, value in entries.items():
         if key not in known:
             raise UserError(f"--config {path}: '{key}' is not an option; --help lists them.")
+        if isinstance(value, (list, dict, set)):
+            raise UserError(f"--config {path}: '{key}' must have one value, not a {type(value).__name__}.")
         if value is not None:
             words.append(f"--{key}={value}")
     return words
 
 
-def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> HfArgumentParser:
+def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> _Parser:
     """The command-line parser of train_fp8.py, or with `parallel` that of train_multi_gpu.py."""
     parser = _Parser(_sections(parallel), prog=prog, description=description)
     parser.add_argument(
@@ -142,6 +151,9 @@ def _read(argv: list[str], prog: str | None, description: str | None, parallel: 
     parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
     words = _yaml_arguments(path, _sections(parallel)) if path else []
+    parser.origin = f"--config {path}: "
+    parser.parse_args(words)  # alone, so that an error names the file
+    parser.origin = ""
     parser.set_defaults(learning_rate=None)  # to tell "not given" from its default
     values = vars(parser.parse_args([*words, *argv]))
     if values["learning_rate"] is None:

@@ -177,14 +177,21 @@ def test_a_missing_yaml_file_is_named():
         parse_config(["--config", "/no/such.yaml"])
 
 
-@pytest.mark.parametrize(
-    "content", ["batch_size: eight", "batch_size: [1, 2]", "use_te: perhaps", "mixed_precision: fp4"]
-)
+@pytest.mark.parametrize("content", ["batch_size: eight", "use_te: perhaps", "mixed_precision: fp4"])
 def test_a_bad_value_in_the_yaml_file_is_named(tmp_path, capsys, content):
     file = tmp_path / "run.yaml"
     file.write_text(content + "\n")
     message = exit_message(capsys, ["--config", str(file)])
-    assert content.partition(":")[0] in message
+    assert content.partition(":")[0] in message and str(file) in message
+
+
+def test_a_yaml_option_of_several_values_or_of_no_value_is_named(tmp_path):
+    file = tmp_path / "run.yaml"
+    for content, words in (("batch_size: [1, 2]", "'batch_size' must have one value"), ("seed: !!int a", "not valid")):
+        file.write_text(content + "\n")
+        with pytest.raises(UserError, match=words) as error:
+            parse_config(["--config", str(file)])
+        assert str(file) in str(error.value)
 
 
 @pytest.mark.parametrize(

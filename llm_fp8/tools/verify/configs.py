@@ -23,6 +23,7 @@ import yaml
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import YAML_ERRORS
 from llm_fp8.utils.packages import REPOSITORY
 
 FOLDER = REPOSITORY / "configs"
@@ -54,7 +55,7 @@ def kind_of(path: Path) -> Kind | None:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config_file {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except YAML_ERRORS as error:
         raise UserError(f"--config_file {path} is neither JSON nor YAML: {' '.join(str(error).split())}.") from error
     if path.suffix == ".json":
         return "DeepSpeed"
