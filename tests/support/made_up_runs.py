@@ -91,7 +91,7 @@ def made_up_run(
 
 def write_run_folder(folder: Path, run: RunRecord, answers: dict[int, dict[int, bool]] | None = None) -> Path:
     """`run` as its training would have left it; `answers`: step -> row -> right or wrong."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     sections = {
         "config": run.config,
         "precision": run.precision,

@@ -1,0 +1,136 @@
+"""The kinds of files that users bring: good ones, and for each what the scripts do with it first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from llm_fp8.config.options import Config, DataConfig, ModelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.build import build_model, build_structure
+from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.weights import weight_files
+from llm_fp8.observability.reporter import truncate_metrics
+from llm_fp8.observability.step_stats import own_steps
+from llm_fp8.tools.compare.page import render_page
+from llm_fp8.tools.compare.report import compare
+from llm_fp8.tools.compare.run_record import read_run_folder
+from llm_fp8.tools.evaluate_checkpoint import base_of, data_options
+from llm_fp8.train.checkpoint import LATEST, CheckpointManager, has_checkpoint, read_meta
+from llm_fp8.train.machine import model_facts
+from llm_fp8.train.run_dir import is_finished
+from tests.faults.fuzz import Reader
+from tests.support.made_up_runs import NUM_STEPS, made_up_run, write_run_folder
+from tests.support.small import write_model
+
+MODEL, ADAPTER, RUN, CHECKPOINTS, OPTIONS = "model", "adapter", "run", "run/checkpoints", "options.yaml"
+OLDER = f"{CHECKPOINTS}/step-00000001"
+CPU = torch.device("cpu")
+
+
+def write_good_files(folder: Path) -> None:
+    """One file of each kind."""
+    write_model(folder / MODEL, max_shard_size="40KB")
+    (folder / RUN / "final").mkdir(parents=True)
+    run = write_run_folder(folder / RUN, made_up_run(), {15: {0: True}, 60: {0: True, 1: False}})
+    record = json.loads((run / "run.json").read_text())
+    resumes = [{"resumed_after_step": 30, "config": record["config"]}]
+    (run / "run.json").write_text(json.dumps({**record, "resumes": resumes}))
+    (run / "certificate.json").write_text(json.dumps(made_up_run().certificate))
+    for step in (1, 2):
+        CheckpointManager(run, limit=3).save(step, {"weight": torch.ones(3)}, {"fingerprint": {}})
+    LoraConfig(base_model_name_or_path=str(folder / MODEL), target_modules=["q_proj"]).save_pretrained(folder / ADAPTER)
+    (folder / OPTIONS).write_text(
+        "model_name: embedded\nlearning_rate: 1.0e-4\nmax_steps: 3\npacking: true\nlora_rank: 8\n"
+        "lora_targets: q_proj,v_proj\n"
+    )
+
+
+def _model(folder: Path, build: bool) -> None:
+    """What a run asks of a model's folder before its first step."""
+    config = Config(model=ModelConfig(model_name=str(folder / MODEL)), data=DataConfig(max_seq_length=64))
+    source = resolve_source(config.model)
+    hf_config = load_config(config.model, source)
+    tokenizer, _ = load_tokenizer(config.model, source)
+    check_model(config, hf_config, tokenizer)
+    model_facts(config, hf_config)
+    if not build:
+        tokenizer.decode(tokenizer("3 + 4 = 7")["input_ids"])
+        return
+    dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
+    structure = build_structure(config.model, source, hf_config, **dtypes)
+    structure.generation_config.save_pretrained(folder / "exported")
+
+
+def _whole_model(folder: Path) -> None:
+    """A run's model, with one forward pass."""
+    options = ModelConfig(model_name=str(folder / MODEL))
+    source = resolve_source(options)
+    hf_config = load_config(options, source)
+    dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
+    model, _ = build_model(options, source, hf_config, seed=0, **dtypes)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def _compared(folder: Path) -> None:
+    """What scripts/compare_performance.py makes of a run."""
+    render_page(compare([read_run_folder(folder / RUN), made_up_run("delayed")]))
+
+
+def _resumed(folder: Path) -> None:
+    """What a resumed run reads of the run that it goes on with."""
+    has_checkpoint(folder / RUN)
+    read_meta(CheckpointManager(folder / RUN, limit=2).find(LATEST))
+
+
+def _saved(folder: Path) -> None:
+    """A save beside an older checkpoint."""
+    manager = CheckpointManager(folder / RUN, limit=3)
+    manager.save(3, {"weight": torch.ones(3)}, {"fingerprint": {}})
+
+
+def _metrics(folder: Path) -> None:
+    """A resumed run cuts what it repeats, and sums up the rest."""
+    path = folder / RUN / "metrics.jsonl"
+    truncate_metrics(path, NUM_STEPS)
+    own_steps(path)
+
+
+READERS: dict[str, Reader] = {
+    "config.json": Reader(f"{MODEL}/config.json", _whole_model, named=f"/{MODEL}"),
+    "generation_config.json": Reader(f"{MODEL}/generation_config.json", lambda folder: _model(folder, build=True)),
+    "tokenizer.json": Reader(f"{MODEL}/tokenizer.json", lambda folder: _model(folder, build=False), named="tokenizer"),
+    "tokenizer_config.json": Reader(
+        f"{MODEL}/tokenizer_config.json", lambda folder: _model(folder, build=False), named="tokenizer"
+    ),
+    "index": Reader(
+        f"{MODEL}/model.safetensors.index.json",
+        lambda folder: weight_files(options := ModelConfig(model_name=str(folder / MODEL)), resolve_source(options)),
+        named="model",
+    ),
+    "adapter_config.json": Reader(f"{ADAPTER}/adapter_config.json", lambda folder: base_of(folder / ADAPTER)),
+    "latest": Reader(f"{CHECKPOINTS}/latest", _resumed),
+    "manifest.json": Reader(
+        f"{CHECKPOINTS}/step-00000002/manifest.json",
+        lambda folder: read_meta(folder / CHECKPOINTS / "step-00000002"),
+        named="step-00000002",
+    ),
+    "older manifest.json": Reader(f"{OLDER}/manifest.json", _saved),
+    "meta.json": Reader(
+        f"{CHECKPOINTS}/step-00000002/meta.json", lambda folder: read_meta(folder / CHECKPOINTS / "step-00000002")
+    ),
+    "run.json": Reader(f"{RUN}/run.json", _compared),
+    "run.json resumed": Reader(f"{RUN}/run.json", lambda folder: own_steps(folder / RUN / "metrics.jsonl")),
+    "run.json evaluated": Reader(f"{RUN}/run.json", lambda folder: data_options(folder / RUN / "final", {})),
+    "summary.json": Reader(f"{RUN}/summary.json", _compared),
+    "summary.json resumed": Reader(f"{RUN}/summary.json", lambda folder: is_finished(folder / RUN, NUM_STEPS)),
+    "metrics.jsonl": Reader(f"{RUN}/metrics.jsonl", _compared),
+    "metrics.jsonl resumed": Reader(f"{RUN}/metrics.jsonl", _metrics),
+    "certificate.json": Reader(f"{RUN}/certificate.json", _compared),
+    "answers": Reader(f"{RUN}/eval_answers/step-60.jsonl", _compared),
+    "options.yaml": Reader(OPTIONS, lambda folder: parse_config(["--config", str(folder / OPTIONS)]), named="--"),
+}
