@@ -133,6 +133,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
             *options_of_short_run(tiny_model, rows, folder),
             *cut,
             "--max_steps=6",
+            "--allow_changed=global_batch_size",
             f"--resume_from={checkpoint}",
         ]
         assert [exit_code(process) for process in start_ranks(3, log, *options)] == [2, 2, 2]
