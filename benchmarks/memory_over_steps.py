@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Does a run's memory stay where it is? Trains through train_fp8.py and samples what its process holds as steps go by.
+"""Do a run's memory and step time stay where they are? Trains through train_fp8.py and samples what its process holds as steps go by.
 
     python benchmarks/memory_over_steps.py --output benchmarks/results/memory_over_steps_h200.json
     python benchmarks/memory_over_steps.py --steps 500 --output memory.json -- --model_name Llama-3.2-1B --random_init
@@ -8,7 +8,7 @@
 Without options behind `--` it trains Llama-57M in fp8 on a GPU, the embedded model on the CPU. Evaluations, checkpoints
 that replace one another and, on a GPU, the certificate are part of the run. A sample is taken whenever the run has read
 its numbers (--log_every), which is the same point of a step each time: host memory (RSS), tensors and reserved memory
-of the GPU, open files and sockets, threads. Growth is the slope of a least-squares line through the samples after the
+of the GPU, open files and sockets, threads, and the median step time since the last one. Growth is the slope of a least-squares line through the samples after the
 first tenth of the steps, per 1,000 steps.
 """
 
@@ -44,18 +44,26 @@ class Sample:
     rss_mib: float
     num_open_files: int
     num_threads: int
+    step_time_s: float
+    """Median of the steps since the sample before."""
     gpu_allocated_mib: float | None = None
     """Of tensors; None without a GPU, like the next."""
     gpu_reserved_mib: float | None = None
 
 
-def take_sample(step: int) -> Sample:
-    """What this process holds now."""
+def take_sample(records: Sequence[dict[str, float]]) -> Sample:
+    """What this process holds now, behind these steps."""
     import psutil
     import torch
 
     process = psutil.Process()
-    sample = Sample(step, process.memory_info().rss / MIB, process.num_fds(), process.num_threads())
+    sample = Sample(
+        step=int(records[-1]["step"]),
+        rss_mib=process.memory_info().rss / MIB,
+        num_open_files=process.num_fds(),
+        num_threads=process.num_threads(),
+        step_time_s=statistics.median(record["step_time_s"] for record in records),
+    )
     if not torch.cuda.is_available():
         return sample
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -119,7 +127,7 @@ def train_and_sample(words: Sequence[str]) -> list[Sample]:
 
     def report_and_sample(reporter: RunReporter, records: list[dict[str, float]]) -> None:
         report(reporter, records)
-        samples.append(take_sample(int(records[-1]["step"])))
+        samples.append(take_sample(records))
 
     RunReporter.steps = report_and_sample  # type: ignore[method-assign]
     sys.argv = ["train_fp8.py", *words]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_growth_is_the_slope_after_the_first_tenth():
     leaking = [
-        Sample(step, 900.0 if step <= 20 else 100 + step / 50, 7, 4 + step // 100) for step in range(10, 201, 10)
+        Sample(step, 900.0 if step <= 20 else 100 + step / 50, 7, 4 + step // 100, 0.5) for step in range(10, 201, 10)
     ]
     found = growth(leaking, num_steps=200)
     assert found["rss_mib"] == pytest.approx(
@@ -24,7 +24,9 @@ def test_growth_is_the_slope_after_the_first_tenth():
     )
     assert found["num_open_files"]["growth_per_1000_steps"] == 0
     assert found["num_threads"]["last"] == 6 and found["num_threads"]["growth_per_1000_steps"] > 0
-    assert set(found) == {"rss_mib", "num_open_files", "num_threads"}, "no figure of a GPU where there is none"
+    assert set(found) == {"rss_mib", "num_open_files", "num_threads", "step_time_s"}, (
+        "no figure of a GPU where there is none"
+    )
 
 
 def test_options_by_which_samples_are_taken_are_refused(tmp_path):
