@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reason_not_written
 from llm_fp8.utils.json_files import read_json, read_text, require_entries
 from llm_fp8.utils.torch_internals import sharded_like
 
@@ -168,9 +168,9 @@ class CheckpointManager:
         try:
             self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, strategy)
         except BaseException as error:
+            explained = self._explained(error, final, needed_bytes)  # the disk as it is
             if self.is_main:
                 self.clean_up()
-            explained = self._explained(error, final, needed_bytes)
             if explained is error:
                 raise
             raise explained from error
@@ -233,18 +233,12 @@ class CheckpointManager:
         interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
         if interrupt is not None:
             return interrupt
-        numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
-        if errno.EFBIG in numbers:
-            return UserError(
-                f"The checkpoint {final} could not be written: a file would exceed this process's file size limit "
-                "(ulimit -f). Checkpoints saved before are intact."
-            )
-        if numbers & {errno.ENOSPC, errno.EDQUOT}:
-            free = _readable(shutil.disk_usage(self.folder).free)
-            return UserError(
-                f"The checkpoint {final} needs {_readable(needed_bytes)}, and its disk (or quota) has {free} free. "
-                "Checkpoints saved before are intact; free some space or choose another --output_dir."
-            )
+        for cause in causes:
+            if isinstance(cause, OSError) and (reason := reason_not_written(cause, self.folder)):
+                return UserError(
+                    f"The checkpoint {final} needs {_readable(needed_bytes)} and could not be written: {reason}, or "
+                    "choose another --output_dir. Checkpoints saved before are intact."
+                )
         return error
 
     def _publish(self, temporary: Path, final: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,7 @@ from llm_fp8.distributed.process_group import is_loss_of_a_peer
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
-from llm_fp8.utils.errors import UserError
-
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+from llm_fp8.utils.errors import UserError, reason_not_written
 
 
 @contextlib.contextmanager
@@ -28,11 +25,15 @@ def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) ->
     except torch.OutOfMemoryError as error:
         raise UserError(out_of_memory_advice()) from error
     except OSError as error:
-        if error.errno not in _WRITE_ERRORS:
+        written = Path(error.filename) if isinstance(error.filename, str) else folder
+        existing = next(path for path in (written, *written.absolute().parents) if path.is_dir())
+        reason = reason_not_written(error, existing)
+        if reason is None:
             raise
+        ours = written.is_relative_to(folder)
+        chosen_by = "--output_dir" if ours else "--data_cache_dir, --weights_cache_dir or TMPDIR"
         raise UserError(
-            f"{error.filename or folder}: {error.strerror}. Checkpoints saved before are intact; make room or choose "
-            "another --output_dir, then continue with --resume_from."
+            f"{written}: {reason} ({chosen_by}). Checkpoints saved before are intact; continue with --resume_from."
         ) from error
     except RuntimeError as error:
         if not is_loss_of_a_peer(error):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import errno
 import faulthandler
+import os
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from llm_fp8.utils.ranks import first_to_say
@@ -30,6 +36,24 @@ class FailedCheck(Exception):
     """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
     expected, what was seen and what to look at. Scripts print it without a traceback and exit with code 1.
     """
+
+
+def reason_not_written(error: OSError, folder: Path) -> str | None:
+    """Why a file below `folder`, which exists, could not be written, and what to do; None where the error says
+    something else.
+    """
+    if error.errno == errno.EFBIG:
+        return "a file would exceed this process's file size limit (ulimit -f) or the file system's; raise it"
+    if error.errno == errno.ENOSPC:
+        disk = os.statvfs(folder)
+        if disk.f_files and disk.f_favail < 8:  # what failed has removed a few files
+            return "the file system has no room for another file (df -i); delete some"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free / 2**20
+        return f"the disk (or quota) is full, with {free:,.1f} MiB free; free some space"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{os.strerror(error.errno)}; choose a folder that can be written"
+    return None
 
 
 def listed(names: Iterable[str]) -> str:
@@ -62,4 +86,6 @@ def run_script(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    # Ctrl-C while libraries close would print a traceback for each of them. The last to be registered comes first.
+    atexit.register(signal.signal, signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
     sys.exit(code)

@@ -354,6 +354,28 @@ def test_a_full_disk_leaves_the_last_checkpoint_usable(tmp_path, small_disk, cap
     assert steps(elsewhere)[0]["step"] == int(saved[-1].name.removeprefix("step-")) + 1
 
 
+def test_a_file_system_without_room_for_another_file_says_so(small_disk, capfd, common):
+    subprocess.run(["mount", "-o", "remount,nr_inodes=12", str(small_disk)], check=True)
+    code, lines = end_of(
+        capfd,
+        *common,
+        "--save_every=1",
+        "--save_total_limit=9",
+        "--max_steps=8",
+        "--no_export",
+        f"--output_dir={small_disk / 'run'}",
+    )
+    assert code == 2 and len(lines) == 1 and "no room for another file (df -i)" in lines[0]
+
+
+def test_a_cache_that_cannot_be_written_is_named(small_disk, capfd, common, tmp_path):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    code, lines = end_of(capfd, *common, f"--data_cache_dir={small_disk / 'cache'}", f"--output_dir={tmp_path / 'run'}")
+    assert code == 2 and len(lines) == 1
+    assert f"error: {small_disk / 'cache'}" in lines[0] and "Read-only file system" in lines[0]
+    assert "--data_cache_dir" in lines[0]
+
+
 def test_a_disk_too_small_for_the_model_is_refused_before_training(small_disk, capfd, common):
     (small_disk / "ballast").write_bytes(bytes(4 * 2**20 - 2**16))
     code, lines = end_of(capfd, *common, f"--output_dir={small_disk / 'run'}")

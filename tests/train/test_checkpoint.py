@@ -457,7 +457,7 @@ def test_full_disk(small_disk, too_much):
     manager = CheckpointManager(small_disk, limit=2)
     good = {"weight": torch.arange(500_000.0)}
     path = manager.save(1, good, {})
-    sentence = r"checkpoint .*step-00000002 needs [\d.]+ MiB, and its disk \(or quota\) has [\d.]+ MiB free.*intact"
+    sentence = r"checkpoint .*step-00000002 needs [\d.]+ MiB and .* \(or quota\) is full, with [\d.]+ MiB free.*intact"
     with pytest.raises(UserError, match=sentence):
         manager.save(2, too_much, {})
     assert names_in(manager) == ["latest", "step-00000001"]
@@ -474,7 +474,7 @@ def test_file_size_limit(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
-        with pytest.raises(UserError, match="step-00000002 could not be written.*file size limit"):
+        with pytest.raises(UserError, match="step-00000002 needs .*file size limit"):
             manager.save(2, {"weight": torch.zeros(1_000_000)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -105,3 +105,18 @@ def test_a_crash_in_a_native_library_says_where_python_was(tmp_path):
     )
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "in reads_the_null_pointer" in done.stderr
+
+
+def test_ctrl_c_while_a_library_closes_ends_the_process():
+    code = """
+import atexit, time
+atexit.register(lambda: (print("closing", flush=True), time.sleep(60)))
+from llm_fp8.utils.errors import run_script
+run_script(lambda: 0)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as done:
+        assert done.stdout is not None and done.stdout.readline() == "closing\n"
+        done.send_signal(signal.SIGINT)
+        _, error = done.communicate(timeout=30)
+    assert (done.returncode, error) == (130, "")
