@@ -116,20 +116,28 @@ def offline_runs(folder: Path) -> tuple[list[OfflineRun], list[str]]:
     return runs, unreadable
 
 
+_OPTIONS = {
+    "config.run": dict,
+    **{f"config.run.wandb_{name}": str | None for name in ("run_name", "group", "project")},
+}
+
+
 def read_offline_run(wandb_folder: Path) -> OfflineRun:
     """The run of OUTPUT_DIR/wandb/offline-run-TIME-ID. Raises `UserError` where its output folder cannot be read."""
     output = wandb_folder.parent.parent
-    record, history = read_json(output / "run.json"), read_metrics(output / "metrics.jsonl")
+    record, history = read_json(output / "run.json", _OPTIONS), read_metrics(output / "metrics.jsonl")
     summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else None
     try:
         options, labels = record["config"]["run"], run_labels(record)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{output / 'run.json'} lacks {error}; was it written by this project?") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{output / 'run.json'} lacks what runs have ({error}); was it written by this project?"
+        ) from None
     return OfflineRun(
         wandb_folder,
         name=options.get("wandb_run_name") or wandb_folder.name.rpartition("-")[2],
         group=options.get("wandb_group") or output.resolve().name,
-        project=options.get("wandb_project", ""),
+        project=options.get("wandb_project") or "",
         labels=labels,
         history_keys=sorted({key for entry in history for key in entry}),
         figures={

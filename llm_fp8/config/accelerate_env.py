@@ -20,7 +20,6 @@ flag is not given. Read in Accelerate 1.15 and Transformer Engine 2.20, and comp
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm_fp8.config.options import FP8_GATHER_MODES, Config
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"
@@ -238,7 +238,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> 
     """`config`, unchecked, completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
     Raises `UserError` for what cannot be honoured and for a flag that contradicts it.
     """
-    is_multi_gpu = "ACCELERATE_DYNAMO_BACKEND" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
+    is_multi_gpu = "ACCELERATE_DYNAMO_BACKEND" in environ and launch_ranks(environ).world_size > 1
     settings = {**take_sharding_settings(environ), **take_precision_settings(environ)}
     if is_multi_gpu and "sharding_mode" not in settings and config.parallel.sharding_mode == "auto":
         settings["sharding_mode"] = "ddp"
@@ -466,13 +466,8 @@ def _fsdp_mode(values: Mapping[str, Any]) -> str:
 def _deepspeed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The ZeRO stage, which is the DeepSpeed file's where there is one, and that file."""
     file, stage = values["ACCELERATE_DEEPSPEED_CONFIG_FILE"], values["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
-    try:
-        if file:
-            stage = int(json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
-    except OSError as error:
-        raise UserError(f"{file}, which {_SOURCE} names, cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}, which {_SOURCE} names, must be JSON with a zero_optimization.stage.") from error
+    if file:
+        stage = read_json(Path(file), {"zero_optimization.stage": int})["zero_optimization"]["stage"]
     if stage not in (1, 2, 3):
         raise UserError(
             f"{file or _SOURCE} sets ZeRO stage {stage}, and the deepspeed modes are stages 1 to 3; for stage 0, which "

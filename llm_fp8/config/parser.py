@@ -88,10 +88,10 @@ def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
         raise UserError(f"--config {path}: no such file.")
     try:
         entries = yaml.safe_load(file.read_bytes())
-    except OSError as error:
-        raise UserError(f"--config {path} cannot be read ({error.strerror}).") from error
-    except YAML_ERRORS as error:
-        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (OSError, *YAML_ERRORS) as error:
+        raise UserError(
+            f"--config {path} is not valid YAML that can be read: {' '.join(str(error).split())}"
+        ) from error
     if entries is None:
         return []
     if not isinstance(entries, dict):

@@ -18,6 +18,7 @@ import torch
 
 from llm_fp8.config.options import Config
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import DEEPSPEED, REPOSITORY
 
 AUTO = "auto"
@@ -123,13 +124,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 def read_file(path: Path) -> dict[str, Any]:
     """The contents of a DeepSpeed file; `UserError` where it is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--deepspeed_config {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise UserError(f"--deepspeed_config {path} is not valid JSON: {error}.") from error
-    if not isinstance(values, dict) or not isinstance(values.get(_ZERO), dict):
+    values = read_json(path)
+    if not isinstance(values.get(_ZERO), dict):
         raise UserError(
             f'--deepspeed_config {path} has no section "{_ZERO}"; the smallest file is {{"{_ZERO}": {{"stage": 1}}}}.'
         )

@@ -24,14 +24,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hidden_size": (1, 2**20),
     "intermediate_size": (0, 2**24),
     "num_hidden_layers": (1, 2**12),
-    "num_attention_heads": (1, 2**16),
-    "num_key_value_heads": (1, 2**16),
-    "head_dim": (1, 2**16),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**16)),
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (1, 2**32),
-    "attention_dropout": (0, 1),
     "initializer_range": (0, 100),
-    "rms_norm_eps": (0, 1),
+    **dict.fromkeys(("attention_dropout", "rms_norm_eps"), (0, 1)),
 }
 """Entries of a decoder's config -> the least and the greatest value that can be meant."""
 
@@ -123,13 +120,10 @@ def load_generation_config(options: ModelConfig, source: ModelSource) -> Generat
     """The settings for generating text that a model's folder or page has, None where it has none."""
     if source.is_local and not (Path(source.location) / "generation_config.json").is_file():
         return None
-    with named_errors("model's generation_config.json", options.model_name):
-        try:
-            return GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
-        except OSError:  # how the hub says that there is none, and transformers that a file is damaged
-            if source.is_local:
-                raise
-            return None
+    none_on_the_hub = () if source.is_local else (OSError,)  # raised for a damaged file too
+    with named_errors("model's generation_config.json", options.model_name), contextlib.suppress(*none_on_the_hub):
+        return GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+    return None
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -196,18 +196,20 @@ def load_merged(
             adapted = PeftModel.from_pretrained(model, str(folder))
         with safe_open(weights, framework="pt") as tensors:
             stored = set(tensors.keys())
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
+        # PEFT leaves a missing tensor at its initial value and passes over one that no target_modules asks for.
+        expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):
+            if names:
+                raise UserError(
+                    f"{weights} {words} {listed(sorted(names))}: it does not fit the target_modules of "
+                    f"adapter_config.json and {base}; export it again."
+                )
+        return adapted.merge_and_unload()
+    except UserError:
+        raise
+    except Exception as error:  # PEFT checks neither types nor names in its file
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{folder}: the adapter cannot be put on {base} ({first_line}); export it again, or name its own base "
             "model."
         ) from error
-    # PEFT leaves a missing tensor at its initial value and passes over one that no target_modules asks for.
-    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):
-        if names:
-            raise UserError(
-                f"{weights} {words} {listed(sorted(names))}: it does not fit the target_modules of "
-                f"adapter_config.json and {base}; export it again."
-            )
-    return adapted.merge_and_unload()

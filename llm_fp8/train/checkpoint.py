@@ -63,13 +63,10 @@ STRATEGY_STATE = "engine"
 
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
-_MANIFEST_ENTRIES = {
+_MANIFEST_ENTRIES: dict[str, Any] = {
     "format": int,
     "saved_unix_s": float,
-    "files": dict,
-    "files.*": dict,
-    "tensors": dict,
-    "tensors.*": dict,
+    **dict.fromkeys(("files", "files.*", "tensors", "tensors.*"), dict),
     "tensors.*.shape": list,
     "tensors.*.dtype": str,
 }

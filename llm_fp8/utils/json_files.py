@@ -70,7 +70,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}).") from error
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _integer(digits: str) -> int:
@@ -121,7 +121,7 @@ def require_entries(where: str, content: dict[str, Any], entries: Mapping[str, A
             fits = isinstance(value, (*allowed, *((int,) if float in allowed else ())))
             if not fits or (isinstance(value, bool) and bool not in allowed):  # Python counts a bool as an int
                 words = " or ".join(_KINDS[one] for one in allowed)
-                raise UserError(f"{where}: {name} must be {words}, not {json.dumps(value)[:60]}; was it damaged?")
+                raise UserError(f"{where}: {name} must be {words}, not {value!r:.60}; was it damaged?")
 
 
 def _values_at(content: Any, keys: Sequence[str]) -> list[Any]:

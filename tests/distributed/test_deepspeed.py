@@ -560,7 +560,7 @@ REFUSED = {
     ),
     "type_in_zero": ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "big"}}, "reduce_bucket_size"),
     "no_section": ({"bf16": {"enabled": True}}, "has no section"),
-    "a_list": ([1], "has no section"),
+    "a_list": ([1], "is not a JSON object but a list"),
     "no_dict": ({**ZERO, "bf16": True}, '"bf16": it must be a section'),
     "no_json": ("{'zero_optimization': {}}", "not valid JSON"),
 }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.config.parser import parse_config
@@ -19,16 +22,22 @@ from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import compare
 from llm_fp8.tools.compare.run_record import read_run_folder
-from llm_fp8.tools.evaluate_checkpoint import base_of, data_options
+from llm_fp8.tools.evaluate_checkpoint import base_of, data_options, load_merged
+from llm_fp8.tools.verify.configs import Finding, accelerate_findings, deepspeed_findings, required_kind
 from llm_fp8.train.checkpoint import LATEST, CheckpointManager, has_checkpoint, read_meta
 from llm_fp8.train.machine import model_facts
 from llm_fp8.train.run_dir import is_finished
+from llm_fp8.utils.errors import UserError
+from scripts.wandb_dashboard import read_offline_run
 from tests.faults.fuzz import Reader
 from tests.support.made_up_runs import NUM_STEPS, made_up_run, write_run_folder
 from tests.support.small import write_model
 
 MODEL, ADAPTER, RUN, CHECKPOINTS, OPTIONS = "model", "adapter", "run", "run/checkpoints", "options.yaml"
 OLDER = f"{CHECKPOINTS}/step-00000001"
+OFFLINE = f"{RUN}/wandb/offline-run-x-y"
+DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
@@ -36,18 +45,23 @@ def write_good_files(folder: Path) -> None:
     """One file of each kind."""
     write_model(folder / MODEL, max_shard_size="40KB")
     (folder / RUN / "final").mkdir(parents=True)
+    (folder / OFFLINE).mkdir(parents=True)
     run = write_run_folder(folder / RUN, made_up_run(), {15: {0: True}, 60: {0: True, 1: False}})
     record = json.loads((run / "run.json").read_text())
+    record["effective"] |= {"sharding_mode": "single", "num_processes": 1, "tokens_per_step": 8000}
     resumes = [{"resumed_after_step": 30, "config": record["config"]}]
     (run / "run.json").write_text(json.dumps({**record, "resumes": resumes}))
     (run / "certificate.json").write_text(json.dumps(made_up_run().certificate))
     for step in (1, 2):
         CheckpointManager(run, limit=3).save(step, {"weight": torch.ones(3)}, {"fingerprint": {}})
-    LoraConfig(base_model_name_or_path=str(folder / MODEL), target_modules=["q_proj"]).save_pretrained(folder / ADAPTER)
-    (folder / OPTIONS).write_text(
-        "model_name: embedded\nlearning_rate: 1.0e-4\nmax_steps: 3\npacking: true\nlora_rank: 8\n"
-        "lora_targets: q_proj,v_proj\n"
-    )
+    lora = LoraConfig(base_model_name_or_path=str(folder / MODEL), target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder / MODEL), lora).save_pretrained(folder / ADAPTER)
+    (folder / DEEPSPEED).write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    # JSON is YAML too, and has values to change.
+    options = {"model_name": "embedded", "learning_rate": 1e-4, "max_steps": 3, "packing": True, "lora_rank": 8}
+    (folder / OPTIONS).write_text(json.dumps(options))
+    launch = yaml.safe_load((ROOT / "configs" / "accelerate_fp8_fsdp.yaml").read_text())
+    (folder / ACCELERATE).write_text(json.dumps(launch, indent=1))
 
 
 def _model(folder: Path, build: bool) -> None:
@@ -81,6 +95,13 @@ def _compared(folder: Path) -> None:
     render_page(compare([read_run_folder(folder / RUN), made_up_run("delayed")]))
 
 
+def _merged(folder: Path) -> None:
+    """What scripts/merge_adapter.py loads."""
+    base = base_of(folder / ADAPTER)
+    assert base is not None
+    load_merged(folder / ADAPTER, base, CPU)
+
+
 def _resumed(folder: Path) -> None:
     """What a resumed run reads of the run that it goes on with."""
     has_checkpoint(folder / RUN)
@@ -100,6 +121,14 @@ def _metrics(folder: Path) -> None:
     own_steps(path)
 
 
+def _launch_file(path: Path, findings: Callable[[Path], Iterable[Finding]]) -> None:
+    """What `scripts/verify_fp8_gpu.py --config_file` says of a file, as a refusal."""
+    required_kind(path)
+    refused = [finding for finding in findings(path) if finding.level == "refused"]
+    if refused:
+        raise UserError(f"{refused[0].path}: {' '.join(refused[0].says.split())}")
+
+
 READERS: dict[str, Reader] = {
     "config.json": Reader(f"{MODEL}/config.json", _whole_model, named=f"/{MODEL}"),
     "generation_config.json": Reader(f"{MODEL}/generation_config.json", lambda folder: _model(folder, build=True)),
@@ -113,6 +142,9 @@ READERS: dict[str, Reader] = {
         named="model",
     ),
     "adapter_config.json": Reader(f"{ADAPTER}/adapter_config.json", lambda folder: base_of(folder / ADAPTER)),
+    "adapter_config.json merged": Reader(f"{ADAPTER}/adapter_config.json", _merged, named=f"/{ADAPTER}"),
+    "deepspeed.json": Reader(DEEPSPEED, lambda folder: _launch_file(folder / DEEPSPEED, deepspeed_findings)),
+    "accelerate.yaml": Reader(ACCELERATE, lambda folder: _launch_file(folder / ACCELERATE, accelerate_findings)),
     "latest": Reader(f"{CHECKPOINTS}/latest", _resumed),
     "manifest.json": Reader(
         f"{CHECKPOINTS}/step-00000002/manifest.json",
@@ -126,6 +158,7 @@ READERS: dict[str, Reader] = {
     "run.json": Reader(f"{RUN}/run.json", _compared),
     "run.json resumed": Reader(f"{RUN}/run.json", lambda folder: own_steps(folder / RUN / "metrics.jsonl")),
     "run.json evaluated": Reader(f"{RUN}/run.json", lambda folder: data_options(folder / RUN / "final", {})),
+    "run.json offline": Reader(f"{RUN}/run.json", lambda folder: read_offline_run(folder / OFFLINE)),
     "summary.json": Reader(f"{RUN}/summary.json", _compared),
     "summary.json resumed": Reader(f"{RUN}/summary.json", lambda folder: is_finished(folder / RUN, NUM_STEPS)),
     "metrics.jsonl": Reader(f"{RUN}/metrics.jsonl", _compared),

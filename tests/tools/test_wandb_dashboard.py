@@ -222,7 +222,7 @@ def test_mistakes_of_offline_use_are_one_sentence(
     (tmp_path / "bad" / "run.json").write_text("{}")
     (tmp_path / "bad" / "metrics.jsonl").write_text("")
     assert call("--offline", tmp_path) == 0
-    assert "bad/run.json lacks 'config'" in capsys.readouterr().out
+    assert "bad/run.json lacks config.run" in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_every_panel(call: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ import yaml
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import YAML_ERRORS
+from llm_fp8.utils.json_files import YAML_ERRORS, require_entries
 from llm_fp8.utils.packages import REPOSITORY
 
 FOLDER = REPOSITORY / "configs"
@@ -59,7 +59,10 @@ def kind_of(path: Path) -> Kind | None:
         raise UserError(f"--config_file {path} is neither JSON nor YAML: {' '.join(str(error).split())}.") from error
     if path.suffix == ".json":
         return "DeepSpeed"
-    return "Accelerate" if isinstance(content, dict) and _ACCELERATE_KEYS & content.keys() else None
+    if not isinstance(content, dict) or not _ACCELERATE_KEYS & content.keys():
+        return None
+    require_entries(f"--config_file {path}", content, dict.fromkeys(_VARIABLE_OF_SECTION, dict | None))
+    return "Accelerate"
 
 
 def required_kind(path: Path) -> Kind:
@@ -84,7 +87,7 @@ def deepspeed_findings(path: Path) -> Iterator[Finding]:
         return
     section = settings["zero_optimization"]
     stage = section.get("stage", AUTO)
-    if stage not in (AUTO, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (AUTO, 1, 2, 3):
         says = f'"zero_optimization.stage": {json.dumps(stage)}: the deepspeed modes are stages 1, 2 and 3'
         yield Finding(path, "refused", says)
         return
@@ -137,7 +140,7 @@ def accelerate_findings(path: Path) -> Iterator[Finding]:
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             environ = launch_environment(path)
-    except (ValueError, TypeError, KeyError, OSError, SystemExit) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, SystemExit) as error:
         words = " ".join((str(error) or printed.getvalue()).split())
         yield Finding(path, "refused", f"accelerate launch refuses it ({words})")
         return
