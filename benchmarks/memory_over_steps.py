@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Do a run's memory and step time stay where they are? Trains through train_fp8.py and samples what its process holds as steps go by.
+"""Do a run's memory and step time stay where they are? Trains through train_fp8.py and samples what its process holds
+as steps go by.
 
     python benchmarks/memory_over_steps.py --output benchmarks/results/memory_over_steps_h200.json
     python benchmarks/memory_over_steps.py --steps 500 --output memory.json -- --model_name Llama-3.2-1B --random_init
@@ -8,8 +9,8 @@
 Without options behind `--` it trains Llama-57M in fp8 on a GPU, the embedded model on the CPU. Evaluations, checkpoints
 that replace one another and, on a GPU, the certificate are part of the run. A sample is taken whenever the run has read
 its numbers (--log_every), which is the same point of a step each time: host memory (RSS), tensors and reserved memory
-of the GPU, open files and sockets, threads, and the median step time since the last one. Growth is the slope of a least-squares line through the samples after the
-first tenth of the steps, per 1,000 steps.
+of the GPU, open files and sockets, threads, and the median step time since the last one. Growth is the slope of a
+least-squares line through the samples after the first tenth of the steps, per 1,000 steps.
 """
 
 from __future__ import annotations
