@@ -1,0 +1,126 @@
+"""Kills and signals at random moments of random runs on the CPU, each run resumed until it ends.
+
+    python -m tests.faults.kills --seed 0 --count 300 --output kills.json
+
+A run counts as `different` where its metrics (but for the clock) or final weights are not, bit for bit, those of the
+uninterrupted run, and as `torn` where a start after a kill ended with another code than 0, 130, 143 or the kill's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.train.checkpoint import LATEST
+from llm_fp8.utils.json_files import write_json_atomic
+from tests.support.processes import exit_code, start_training
+from tests.support.small import records, write_model, write_rows
+
+SCENARIOS: dict[str, list[str]] = {
+    "padded": [],
+    "packed": ["--packing", "--max_seq_length=256", "--batch_size=4"],
+    "accumulated": ["--batch_size=4", "--gradient_accumulation_steps=2"],
+    "bf16": ["--mixed_precision=bf16"],
+    "lora": ["--lora_rank=4", "--lora_dropout=0.1"],
+    "streamed": ["--streaming", "--eval_every=0", "--validation_fraction=0"],
+    "8-bit moments": ["--optimizer=adamw_8bit", "--mixed_precision=bf16"],
+}
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+CLEAN = {signal.SIGKILL: {-9}, signal.SIGTERM: {143, -15}, signal.SIGINT: {130}}
+"""Exit codes of a start that the signal ended; 0 where it came too late."""
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """What must not depend on kills: metrics without the clock, and the bytes of the exported weights."""
+    of_clock = ("time_s", "per_s", "per_s_per_gpu", "tflops")
+    kept = [{key: record[key] for key in record if not key.endswith(of_clock)} for record in records(folder)]
+    weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("final/*.safetensors")}
+    return kept, weights
+
+
+def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
+    """Send `count` signals to running trainings; returns what was sent, where it came, and what it broke."""
+    moments = random.Random(seed)
+    model, rows = write_model(scratch / "model"), write_rows(scratch / "rows.jsonl", 64)
+    log = scratch / "log"
+    references: dict[str, tuple[Any, float]] = {}
+    sent, codes, different, torn = Counter[str](), Counter[str](), [], []
+    num_runs = num_during_saves = 0
+
+    def start(scenario: str, folder: Path, *more: str) -> Any:
+        shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
+        often = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--learning_rate=1e-2"]
+        return start_training(log, *shared, *often, *SCENARIOS[scenario], f"--output_dir={folder}", *more)
+
+    while sum(sent.values()) < count:
+        scenario = moments.choice(list(SCENARIOS))
+        if scenario not in references:
+            whole, began = scratch / f"whole-{scenario}", time.monotonic()
+            if code := exit_code(start(scenario, whole)):
+                raise RuntimeError(f"{scenario} ends with {code}: {log.read_text()[-3000:]}")
+            references[scenario] = outcome(whole), time.monotonic() - began
+        expected, duration_s = references[scenario]
+        folder = scratch / f"run-{num_runs}"
+        num_runs += 1
+        for attempt in range(50):
+            resume = [f"--resume_from={LATEST}"] if (folder / "checkpoints" / LATEST).exists() else []
+            if not resume:
+                shutil.rmtree(folder, ignore_errors=True)  # as a user does who starts anew
+            process = start(scenario, folder, *resume)
+            number = None
+            if attempt < 3:
+                time.sleep(moments.uniform(0, duration_s))
+                if process.is_alive():
+                    number = moments.choice(SIGNALS)
+                    num_during_saves += any(folder.glob("checkpoints/.tmp-*"))
+                    os.kill(process.pid, number)
+                    sent[number.name] += 1
+            code = exit_code(process)
+            codes[str(code)] += 1
+            if code == 0:
+                break
+            if number is None or code not in CLEAN[number]:
+                torn.append({"scenario": scenario, "code": code, "said": log.read_text()[-2000:]})
+                break
+        if code == 0 and outcome(folder) != expected:
+            different.append({"scenario": scenario, "run": num_runs})
+        shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "seed": seed,
+        "num_runs": num_runs,
+        "sent": dict(sent),
+        "during_saves": num_during_saves,
+        "exit_codes": dict(codes),
+        "different": different,
+        "torn": torn,
+    }
+
+
+def main() -> None:
+    """Run a campaign and print what it found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=300, help="signals")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = campaign(options.seed, options.count, Path(scratch))
+    print(json.dumps(found, indent=1))
+    if options.output:
+        write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), **found})
+
+
+if __name__ == "__main__":
+    main()
