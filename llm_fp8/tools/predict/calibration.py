@@ -7,9 +7,9 @@ Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s81
 benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and without :fp8head_all, :flash3 (since removed)
 and :flash4, first rounds: the FLOPs or bytes that step_time.py counts for a class of kernels
 (llm_fp8/observability/kernel_trace.py), over its recorded time, the mean of the rows, rounded. Held out of one GPU:
-arms current and block of these, 3b, text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
+variants current and block of these, 3b, text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
 
-On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven arms of
+On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven variants of
 fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is named there. Held out: two GPUs, documents of 8,192 tokens,
 other models, ddp. `MEASURED_GPUS` and the notes of prediction.py follow from which rows there are.
 """
@@ -78,7 +78,7 @@ recomputation (levers_3b_x2_recompute_*.json)."""
 MEASURED_GPUS = {"ddp": (2,), "fsdp_grad": (2, 4), "fsdp_full": (2, 4)}
 """By mode: GPUs of one host in the records of today's code, but for steps that are not scored."""
 MAX_GPUS = 8
-"""Of one host; several hosts exchange over a network that no record has."""
+"""Of one host; several hosts communicate over a network that no record has."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rates:
     bf16_gemm_tflops: float = 715.0
     """Of bf16 runs."""
     bf16_head_tflops: float = 750.0
-    """Of the bf16 output head in an fp8 run, which leaves more of the power to it."""
+    """Of the bf16 lm_head in an fp8 run, which leaves more of the power to it."""
     fp8_gemm_tflops: dict[str, float] = field(
         default_factory=lambda: {"delayed": 1340.0, "current": 1340.0, "block": 1110.0}
     )

@@ -1,7 +1,7 @@
 """Time and memory of a step on a GPU by name.
 
-The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose ceilings are recorded
-(llm_fp8/tools/gemm_rates.py), or measured now, gets them scaled by the ratio of the ceilings. A GPU with neither has no
+The constants come from one GPU (`calibration.CALIBRATED_GPU`). Another GPU whose rates are recorded
+(llm_fp8/tools/gemm_rates.py), or measured now, gets them scaled by the ratio of the rates. A GPU with neither has no
 prediction.
 """
 
@@ -132,7 +132,7 @@ class Prediction:
         sentences = (
             (
                 not self.gpu.calibrated,
-                f"the constants are those of {CALIBRATED_GPU}, scaled by measured ceilings; no run on {self.gpu.name} "
+                f"the constants are those of {CALIBRATED_GPU}, scaled by measured rates; no run on {self.gpu.name} "
                 "checked them",
             ),
             (
@@ -167,7 +167,7 @@ class Prediction:
             ),
             (
                 several,
-                "several GPUs: the constants of the exchange come from one row of Llama-3.1-8B on four GPUs under "
+                "several GPUs: the constants of communication come from one row of Llama-3.1-8B on four GPUs under "
                 "fsdp modes; rows of ddp, of two GPUs and of longer documents check them",
             ),
             *(
@@ -201,7 +201,7 @@ def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
     """Time and memory of a step. Raises `UserError` where communication or the recipe was not measured on this GPU."""
     if scenario.num_gpus > 1 and not gpu.calibrated:
         raise UserError(
-            f"--num_gpus {scenario.num_gpus}: exchange between GPUs was measured on {CALIBRATED_GPU} only; leave it "
+            f"--num_gpus {scenario.num_gpus}: communication was measured on {CALIBRATED_GPU} only; leave it "
             f"out for {gpu.name}."
         )
     if not can_predict(gpu, scenario.recipe):

@@ -6,7 +6,7 @@
     passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
     casts        bytes of fp8 casts, transposes and amax of activations and gradients over theirs
     weights      bytes per parameter of the optimizer, gradients that no GEMM accumulates, FSDP's copies, weight casts
-    exchange     bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
+    exchange     communication: bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
     gap          a constant
 
 The GPU runs one kernel after the other, so a step is their sum; a host that launches too slowly is not in it. Bytes are

@@ -759,7 +759,7 @@ def test_another_gpu_is_scaled_by_its_ceilings(two_gpus):
         predict(scenario(recipe="block"), slow)
     with pytest.raises(UserError, match="recipe delayed was never measured on Old"):
         predict(scenario(), gpu_by_name("Old"))
-    with pytest.raises(UserError, match="--num_gpus 4: exchange between GPUs"):
+    with pytest.raises(UserError, match="--num_gpus 4: communication was measured"):
         predict(scenario(mode="ddp", num_gpus=4), slow)
 
 
