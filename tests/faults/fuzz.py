@@ -204,6 +204,7 @@ def main() -> int:
             tally = try_reader(READERS[reader], folder, options.seed, options.count)
             counts = {key: getattr(tally, key) for key in ("tried", "accepted", "refused", "tracebacks")}
             summary.append({"reader": reader, **counts, "kinds": dict(tally.kinds)})
+            print(f"{reader}: {counts}", file=sys.stderr, flush=True)
             for failure in tally.failures:
                 print(f"---- {reader} {failure}", file=sys.stderr, flush=True)
     print(json.dumps(summary, indent=1))

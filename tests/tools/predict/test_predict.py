@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, with_tables, workload_of
 from llm_fp8.config.options import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models.architectures import bundled_architectures, bundled_config
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
@@ -935,6 +936,16 @@ def run_command(monkeypatch, capsys):
 
 
 EIGHT_B = ("--model_name", "meta-llama/Llama-3.1-8B", "--batch_size", "8", "--gradient_accumulation_steps", "4")
+
+
+def test_brackets_in_a_name_are_no_markup(run_command, tmp_path):
+    (tmp_path / "[bold]1B").mkdir()
+    shutil.copy(bundled_config("Llama-3.2-1B"), tmp_path / "[bold]1B" / "config.json")
+    figures = tmp_path / "[red]" / "figures.json"
+    words = ("--model_name", str(tmp_path / "[bold]1B"), "--gpu", CALIBRATED_GPU, "--json", str(figures))
+    code, printed, said = run_command(*words)
+    assert code == 0, said
+    assert "[bold]1B" in printed.replace("\n", "") and "[red]/figures.json" in printed.replace("\n", "")
 
 
 def test_command(run_command):
