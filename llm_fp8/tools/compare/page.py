@@ -71,7 +71,7 @@ def _facts(comparison: Comparison) -> str:
     provenance = comparison.provenance
     first = provenance["of_first_run"]
     made = datetime.fromisoformat(provenance["made_utc"]).strftime("%Y-%m-%d %H:%M UTC")
-    gpus = [gpu["name"] for gpu in first.get("gpus", [])]
+    gpus = [gpu["name"] for gpu in first.get("gpus") or []]
     device = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
     num_runs = sum(variant.num_seeds for variant in comparison.arms)
     tokens = f", up to {provenance['tokens_seen']:,.0f} tokens" if provenance["tokens_seen"] else ""
@@ -80,18 +80,21 @@ def _facts(comparison: Comparison) -> str:
 
 
 def _provenance_lines(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    git = provenance.get("git") or {}
-    packages = {name: version for name, version in provenance.get("packages", {}).items() if version}
+    git, cpu = provenance.get("git") or {}, provenance.get("cpu") or {}
+    packages = {name: version for name, version in (provenance.get("packages") or {}).items() if version}
     lines = [
-        ("command", " ".join(provenance.get("command", []))),
+        ("command", " ".join(provenance.get("command") or [])),
         ("commit", f"{git.get('commit', '')}{' with uncommitted changes' if git.get('dirty') else ''}"),
-        ("GPUs", ", ".join(f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in provenance.get("gpus", [])) or "none"),
+        (
+            "GPUs",
+            ", ".join(f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in provenance.get("gpus") or []) or "none",
+        ),
         ("driver, CUDA, cuDNN", ", ".join(str(provenance.get(key) or "none") for key in ("driver", "cuda", "cudnn"))),
         ("python", str(provenance.get("python", ""))),
         ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
-        ("processor", f"{provenance.get('cpu', {}).get('model')}, {provenance.get('cpu', {}).get('num_cores')} cores"),
+        ("processor", f"{cpu.get('model')}, {cpu.get('num_cores')} cores"),
         ("system", str(provenance.get("os", ""))),
-        ("environment", ", ".join(f"{name}={value}" for name, value in provenance.get("environment", {}).items())),
+        ("environment", ", ".join(f"{name}={value}" for name, value in (provenance.get("environment") or {}).items())),
     ]
     return [(name, text) for name, text in lines if text.strip()] if provenance else []
 
