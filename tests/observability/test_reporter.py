@@ -235,7 +235,7 @@ from llm_fp8.observability import reporter as module
 from tests.support.reports import a_config, a_reporter, a_step
 from tests.support.wandb_server import TAKES_RUNS, served
 
-module.WANDB_START_S = module.WANDB_END_S = 4.0
+module.WANDB_START_S, module.WANDB_END_S = 1.0, 3.0
 config = a_config(Path({str(tmp_path)!r}), "--report_to", "all")
 if {answers_at_start}:
     with served(TAKES_RUNS) as (os.environ["WANDB_BASE_URL"], _):

@@ -238,14 +238,14 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_process_at_once(tmp_
 
 def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
     """Every other kill comes while a checkpoint is being written, the others at random."""
-    options = [*options, "--max_steps=40", "--save_every=1"]
+    options = [*options, "--max_steps=30", "--save_every=1"]
     whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
     train(*options, f"--output_dir={whole}")
     checkpoints = killed / "checkpoints"
     moments = random.Random(0)
     resume: list[str] = []
     num_during_a_save = 0
-    for kill in range(6):
+    for kill in range(4):
         before = (checkpoints / "latest").read_text() if resume else ""
         process = start_training(log, *options, f"--output_dir={killed}", *resume)
         # fmt: skip
@@ -261,12 +261,12 @@ def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
         assert exit_code(process) == -signal.SIGKILL, "it must have been killed, not have ended"
         num_during_a_save += any(checkpoints.glob(".tmp-step-*"))
         resume = ["--resume_from=latest"]
-    assert num_during_a_save >= 2
-    assert 2 < int((checkpoints / "latest").read_text().removeprefix("step-")) < 40
+    assert num_during_a_save >= 1
+    assert 2 < int((checkpoints / "latest").read_text().removeprefix("step-")) < 30
     assert train(*options, f"--output_dir={killed}", *resume) == 0
-    assert_same_run(whole, killed, last_step=40)
+    assert_same_run(whole, killed, last_step=30)
     assert not any(checkpoints.glob(".*"))
-    assert len(run_json(killed)["resumes"]) == 6
+    assert len(run_json(killed)["resumes"]) == 4
 
 
 # ---- what a resume keeps, and what it refuses ----
