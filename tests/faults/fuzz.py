@@ -1,6 +1,6 @@
 """Damages the files that users bring, a thousand ways, and counts what their readers make of it.
 
-    python -m tests.faults.fuzz --seed 1 --count 3000 [--readers config.json,latest]
+    python -m tests.faults.fuzz --seed 1 --count 3000 [--readers config.json,latest] [--output inputs.json]
 
 A reader may succeed or refuse: a `UserError` that names the file. Any other exception and more than `LIMIT_S` seconds
 are failures. The program prints a JSON summary, and the first failures of each reader with the seed that repeats them.
@@ -26,7 +26,9 @@ from typing import Any
 
 import transformers
 
+from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.limits import time_limit
 
 LIMIT_S = 20.0
@@ -191,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000, help="damaged files for each reader")
+    parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--readers", default=",".join(READERS))
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -208,6 +211,9 @@ def main() -> int:
             for failure in tally.failures:
                 print(f"---- {reader} {failure}", file=sys.stderr, flush=True)
     print(json.dumps(summary, indent=1))
+    if options.output:
+        record = {"provenance": collect_provenance(sys.argv), "seed": options.seed, "readers": summary}
+        write_json_atomic(options.output, record)
     return int(any(entry["tracebacks"] for entry in summary))
 
 
