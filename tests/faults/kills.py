@@ -50,35 +50,50 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return kept, weights
 
 
+class SmallRuns:
+    """Starts runs of twelve steps that save and evaluate, and knows what each scenario comes to undisturbed."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch, self.log = scratch, scratch / "log"
+        self._model, self._rows = write_model(scratch / "model"), write_rows(scratch / "rows.jsonl", 64)
+        self._undisturbed: dict[str, tuple[Any, float]] = {}
+
+    def start(self, scenario: str, folder: Path) -> Any:
+        """A process that trains in `folder`: resumed where there is a checkpoint, else anew, as a user would."""
+        resume = [f"--resume_from={LATEST}"] if (folder / "checkpoints" / LATEST).exists() else []
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        shared = [
+            f"--model_name={self._model}",
+            f"--dataset_name={self._rows}",
+            "--max_seq_length=128",
+            "--batch_size=8",
+        ]
+        often = ["--batch_size=8", "--max_steps=12", "--save_every=2", "--eval_every=5", "--learning_rate=1e-2"]
+        return start_training(self.log, *shared, *often, *SCENARIOS[scenario], f"--output_dir={folder}", *resume)
+
+    def undisturbed(self, scenario: str) -> tuple[Any, float]:
+        """`outcome` and seconds of the scenario."""
+        if scenario not in self._undisturbed:
+            whole, began = self.scratch / f"whole-{scenario}", time.monotonic()
+            if code := exit_code(self.start(scenario, whole)):
+                raise RuntimeError(f"{scenario} ends with {code}: {self.log.read_text()[-3000:]}")
+            self._undisturbed[scenario] = outcome(whole), time.monotonic() - began
+        return self._undisturbed[scenario]
+
+
 def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
     """Send `count` signals to running trainings; returns what was sent, where it came, and what it broke."""
-    moments = random.Random(seed)
-    model, rows = write_model(scratch / "model"), write_rows(scratch / "rows.jsonl", 64)
-    log = scratch / "log"
-    references: dict[str, tuple[Any, float]] = {}
+    moments, runs = random.Random(seed), SmallRuns(scratch)
     sent, codes, different, torn = Counter[str](), Counter[str](), [], []
     num_runs = num_during_saves = 0
-
-    def start(scenario: str, folder: Path, *more: str) -> Any:
-        shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
-        often = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--learning_rate=1e-2"]
-        return start_training(log, *shared, *often, *SCENARIOS[scenario], f"--output_dir={folder}", *more)
-
     while sum(sent.values()) < count:
         scenario = moments.choice(list(SCENARIOS))
-        if scenario not in references:
-            whole, began = scratch / f"whole-{scenario}", time.monotonic()
-            if code := exit_code(start(scenario, whole)):
-                raise RuntimeError(f"{scenario} ends with {code}: {log.read_text()[-3000:]}")
-            references[scenario] = outcome(whole), time.monotonic() - began
-        expected, duration_s = references[scenario]
+        expected, duration_s = runs.undisturbed(scenario)
         folder = scratch / f"run-{num_runs}"
         num_runs += 1
         for attempt in range(50):
-            resume = [f"--resume_from={LATEST}"] if (folder / "checkpoints" / LATEST).exists() else []
-            if not resume:
-                shutil.rmtree(folder, ignore_errors=True)  # as a user does who starts anew
-            process = start(scenario, folder, *resume)
+            process = runs.start(scenario, folder)
             number = None
             if attempt < 3:
                 time.sleep(moments.uniform(0, duration_s))
@@ -92,7 +107,7 @@ def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
             if code == 0:
                 break
             if number is None or code not in CLEAN[number]:
-                torn.append({"scenario": scenario, "code": code, "said": log.read_text()[-2000:]})
+                torn.append({"scenario": scenario, "code": code, "said": runs.log.read_text()[-2000:]})
                 break
         if code == 0 and outcome(folder) != expected:
             different.append({"scenario": scenario, "run": num_runs})
