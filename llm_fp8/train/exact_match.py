@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -69,19 +68,11 @@ class ExactMatchResult:
         return self.num_correct / len(self.answers)
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Wilson's interval of `share`."""
-        return wilson_interval(self.num_correct, len(self.answers), confidence)
+        """Wilson's score interval of `share`."""
+        from scipy import stats  # a second that a run without evaluation saves
 
-
-def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a share of `num_trials` > 0 independent trials (E. B. Wilson, JASA 22, 1927),
-    without continuity correction.
-    """
-    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
-    share, weight = num_successes / num_trials, z * z / num_trials
-    centre = (share + weight / 2) / (1 + weight)
-    half_width = math.sqrt(share * (1 - share) * weight + weight * weight / 4) / (1 + weight)
-    return max(0.0, centre - half_width), min(1.0, centre + half_width)
+        found = stats.binomtest(self.num_correct, len(self.answers)).proportion_ci(confidence, method="wilson")
+        return float(found.low), float(found.high)
 
 
 def score(problem: Problem, generated: str) -> Answer:

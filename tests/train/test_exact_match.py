@@ -21,7 +21,7 @@ from llm_fp8.data.split import Problem, problem_key
 from llm_fp8.models.architectures import bundled_config
 from llm_fp8.tools.evaluate_checkpoint import data_options, evaluate_exact_match_folder
 from llm_fp8.train import exact_match
-from llm_fp8.train.exact_match import answer_problems, wilson_interval
+from llm_fp8.train.exact_match import answer_problems
 from llm_fp8.train.generate import check_positions, copy_for_generation, default_batch_size, generate_greedy
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_jsonl
@@ -432,20 +432,6 @@ def test_the_data_are_those_of_the_runs_last_start_unless_said_otherwise(run, da
         False,
     )
     assert data_options(dataset, {}).dataset_name == "embedded", "no run made it"
-
-
-# ---- the interval ----
-
-
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    # Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilsons_interval_has_the_published_values(successes, trials, low, high):
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
-    mirrored = wilson_interval(trials - successes, trials)
-    assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
 def test_answers_come_back_in_the_order_of_their_rows(memorised, tokenizer, known):
