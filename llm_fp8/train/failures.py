@@ -26,8 +26,7 @@ def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) ->
         raise UserError(out_of_memory_advice()) from error
     except OSError as error:
         written = Path(error.filename) if isinstance(error.filename, str) else folder
-        existing = next(path for path in (written, *written.absolute().parents) if path.is_dir())
-        reason = reason_not_written(error, existing)
+        reason = reason_not_written(error, written)
         if reason is None:
             raise
         ours = written.is_relative_to(folder)

@@ -38,10 +38,9 @@ class FailedCheck(Exception):
     """
 
 
-def reason_not_written(error: OSError, folder: Path) -> str | None:
-    """Why a file below `folder`, which exists, could not be written, and what to do; None where the error says
-    something else.
-    """
+def reason_not_written(error: OSError, path: Path) -> str | None:
+    """Why `path` or a file below it could not be written, and what to do; None for an error of another kind."""
+    folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
     if error.errno == errno.EFBIG:
         return "a file would exceed this process's file size limit (ulimit -f) or the file system's; raise it"
     if error.errno == errno.ENOSPC:
