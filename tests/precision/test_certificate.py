@@ -475,7 +475,9 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
         number == 5 for number in range(1, 8)
     ]
     # A process that continues the run records a step of its own, also where there are fewer steps than it would wait.
-    again = options(tiny_model, rows, tmp_path / "run", "--max_steps=8", "--resume_from=latest")
+    again = options(
+        tiny_model, rows, tmp_path / "run", "--max_steps=8", "--allow_changed=total_steps", "--resume_from=latest"
+    )
     assert run_training(parse_config(again)) == 0
     assert "num_gemm_kernels" in steps(tmp_path / "run")[-1]
 
