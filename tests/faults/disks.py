@@ -21,7 +21,7 @@ from typing import Any
 
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.json_files import write_json_atomic
-from tests.faults.kills import SCENARIOS, SmallRuns, outcome
+from tests.faults.kills import SCENARIOS, SmallRuns, first_difference, outcome
 from tests.support.processes import exit_code
 
 NEEDED_MIB = 8.0
@@ -57,8 +57,8 @@ def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
             mount(f"remount,size={4 * int(NEEDED_MIB)}m,nr_inodes=10000", disk)
             if code and (code := exit_code(runs.start(scenario, disk / "run"))):
                 unexplained.append({"scenario": scenario, "room": "enough", "code": code})
-            elif outcome(disk / "run") != expected:
-                different.append({"scenario": scenario, "room": room, "run": number})
+            elif difference := first_difference(outcome(disk / "run"), expected):
+                different.append({"scenario": scenario, "room": room, "run": number, "difference": difference})
         finally:
             subprocess.run(["umount", str(disk)], check=True)
     return {

@@ -50,6 +50,15 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return kept, weights
 
 
+def first_difference(found: Any, expected: Any) -> Any:
+    """Of two outcomes: the first two records that differ, or what else does; None where they are the same."""
+    records = next(([one, two] for one, two in zip(found[0], expected[0], strict=False) if one != two), None)
+    counts = [len(found[0]), len(expected[0])]
+    if records or counts[0] != counts[1]:
+        return {"records": records, "num_records": counts}
+    return "final weights" if found[1] != expected[1] else None
+
+
 class SmallRuns:
     """Starts runs of twelve steps that save and evaluate, and knows what each scenario comes to undisturbed."""
 
@@ -92,6 +101,7 @@ def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
         expected, duration_s = runs.undisturbed(scenario)
         folder = scratch / f"run-{num_runs}"
         num_runs += 1
+        ends: list[Any] = []
         for attempt in range(50):
             process = runs.start(scenario, folder)
             number = None
@@ -104,13 +114,14 @@ def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
                     sent[number.name] += 1
             code = exit_code(process)
             codes[str(code)] += 1
+            ends.append([number.name if number else None, code])
             if code == 0:
                 break
             if number is None or code not in CLEAN[number]:
                 torn.append({"scenario": scenario, "code": code, "said": runs.log.read_text()[-2000:]})
                 break
-        if code == 0 and outcome(folder) != expected:
-            different.append({"scenario": scenario, "run": num_runs})
+        if code == 0 and (difference := first_difference(outcome(folder), expected)):
+            different.append({"scenario": scenario, "run": num_runs, "ends": ends, "difference": difference})
         shutil.rmtree(folder, ignore_errors=True)
     return {
         "seed": seed,
