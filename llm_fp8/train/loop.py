@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,7 +36,7 @@ from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, listed
 
 
 class NonFiniteLoss(UserError):
@@ -88,6 +89,8 @@ class PendingStep:
     epoch: float
     learning_rate: float
     loss: Tensor
+    own_loss: Tensor
+    """This rank's share of the sum."""
     grad_norm: Tensor
     tokens: Tensor
     """int64 [4]: all, real and supervised tokens and the sum of squared document lengths, over all ranks."""
@@ -224,7 +227,8 @@ class TrainingLoop:
                 step=self.step,
                 epoch=self.loader.epoch,
                 learning_rate=learning_rate,
-                loss=accelerator.reduce(loss_sum, reduction="sum"),
+                loss=accelerator.reduce(loss_sum.clone(), reduction="sum"),  # gloo reduces in place
+                own_loss=loss_sum,
                 grad_norm=grad_norm,
                 tokens=tokens,
                 row_ids=tuple(row for batch in batches for row in batch.row_ids),
@@ -304,9 +308,15 @@ class TrainingLoop:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
-        rows = ", ".join(map(str, taken.row_ids[:16])) + (", ..." if len(taken.row_ids) > 16 else "")
+        # Every rank is here: losses and norms are of all.
+        own = (self.accelerator.process_index, math.isfinite(taken.own_loss.item()), taken.row_ids)
+        ranks: list[tuple[int, bool, tuple[int, ...]]] = gather_object([own])
+        suspects = [rank for rank in ranks if not rank[1]] or ranks
+        rows = [", ".join(map(str, ids[:16])) + (", ..." if len(ids) > 16 else "") for _, _, ids in suspects]
+        if len(ranks) > 1:
+            rows = [f"{row} (rank {rank})" for row, (rank, _, _) in zip(rows, suspects, strict=True)]
         raise NonFiniteLoss(
             f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's "
-            f"dataset rows: {rows}. {self._last_good_checkpoint()} Lower --learning_rate, look at these rows, or in "
-            "fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
+            f"dataset rows: {listed(rows)}. {self._last_good_checkpoint()} Lower --learning_rate, look at these "
+            "rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
         )

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.faults import START_S, kill_one_rank_and_restart, kill_one_rank_in_a_save, signal_one_rank
 from tests.support.launches import Torchrun
+from tests.support.planted import SCALES, VALUES, check_that_the_run_stops
 from tests.support.small import assert_goes_on, run_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu
@@ -70,3 +71,9 @@ def test_a_checkpoint_saved_beside_training_holds_every_bit(options, tmp_path):
     train(resumed, *training, f"--resume_from={checkpoint}")
     assert run_json(resumed)["resumed_after_step"] == 2
     assert_goes_on(whole, resumed, completed=2)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("place", ["activation", "gradient", *SCALES])
+def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(options, tmp_path, place, value):
+    check_that_the_run_stops(tmp_path / "run", place, value, *options)

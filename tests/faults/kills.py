@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,13 @@ CLEAN = {signal.SIGKILL: {-9}, signal.SIGTERM: {143, -15}, signal.SIGINT: {130}}
 """Exit codes of a start that the signal ended; 0 where it came too late."""
 
 
-def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """What must not depend on kills: metrics without the clock, and the bytes of the exported weights."""
+def outcome(folder: Path, names: Sequence[str] = ()) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """What must not depend on kills: metrics (these, or all but the clock's), and the bytes of the exported weights."""
     of_clock = ("time_s", "per_s", "per_s_per_gpu", "tflops")
-    kept = [{key: record[key] for key in record if not key.endswith(of_clock)} for record in records(folder)]
+    kept = [
+        {key: record[key] for key in record if (key in names if names else not key.endswith(of_clock))}
+        for record in records(folder)
+    ]
     weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("final/*.safetensors")}
     return kept, weights
 
