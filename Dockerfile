@@ -26,6 +26,7 @@ RUN if ! getent group "${GROUP_ID}" > /dev/null; then groupadd --gid "${GROUP_ID
 COPY requirements.txt requirements-gpu.txt requirements-deepspeed.txt ./
 COPY llm_fp8/__init__.py llm_fp8/
 COPY llm_fp8/utils/__init__.py llm_fp8/utils/errors.py llm_fp8/utils/packages.py llm_fp8/utils/ranks.py llm_fp8/utils/
+COPY llm_fp8/config/shipped/requirements.txt llm_fp8/config/shipped/requirements-gpu.txt llm_fp8/config/shipped/requirements-deepspeed.txt llm_fp8/config/shipped/
 COPY llm_fp8/tools/__init__.py llm_fp8/tools/
 COPY llm_fp8/tools/verify/__init__.py llm_fp8/tools/verify/result.py llm_fp8/tools/verify/versions.py llm_fp8/tools/verify/
 COPY scripts/container_requirements.py scripts/

@@ -26,7 +26,7 @@ from llm_fp8.utils.errors import run_script
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
     config, idle_fp8_keys = parse_launch(
-        sys.argv[1:], os.environ, "train_multi_gpu.py", (__doc__ or "").split("\n\n")[0], parallel=True
+        sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True
     )
     # After the parser: --help and mistakes answer without loading the rest.
     from llm_fp8.tools.predict.after_run import compare_with_prediction

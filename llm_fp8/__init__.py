@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+__version__ = "0.1.0"
+
 
 def _quiet_import_of_torchao() -> None:
     """Drop what importing torchao says of kernels that nothing here uses; transformers imports it wherever it is

@@ -95,27 +95,67 @@ has_transformer_engine() {
     "$venv_python" -c 'import importlib.metadata as m; m.version("transformer-engine-torch")' >/dev/null 2>&1
 }
 
+# Runs the command behind $1 (a log file, which gets its output too) and says every minute that it goes on: pip is silent while it compiles.
+with_heartbeat() {
+    local log=$1 beat status=0 minutes=0
+    shift
+    while sleep 60 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "still at it after $((++minutes)) min"; done &
+    beat=$!
+    "$@" 2>&1 | tee "$log" || status=$?
+    kill "$beat" 2>/dev/null
+    return "$status"
+}
+
+# Whether nvcc lies where torch looks for it when it compiles.
+has_nvcc() { command -v nvcc >/dev/null || [[ -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]]; }
+
+# The sentence for what usually goes wrong in the log $1 of an installation of Transformer Engine.
+explain_te_failure() {
+    local cuda version again="rm $venv/installed-requirements-gpu.txt &&"
+    cuda=$("$venv_python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null) || cuda=13.0
+    version=$(sed -nE 's/.*detected CUDA version \(([0-9.]+)\).*/\1/p' "$1" | head -n 1)
+    if [[ -n $version ]]; then
+        printf '%s\n' "the CUDA toolkit is $version and torch needs $cuda; run: $again CUDA_HOME=/usr/local/cuda-$cuda $0"
+    elif grep -qiE '\bKilled\b|out of memory|cannot allocate memory' "$1"; then
+        printf '%s\n' "the compiler ran out of memory; compile one file at a time: $again MAX_JOBS=1 $0"
+    elif ! has_nvcc; then
+        printf '%s %s\n' "there is no nvcc, the compiler of the CUDA toolkit; install the toolkit of CUDA $cuda" \
+            "(with NVIDIA's apt repository: sudo apt-get install cuda-toolkit-${cuda/./-}), then: $again $0"
+    else
+        printf '%s\n' "mend what the message above names, then run: $again $0"
+    fi
+}
+
 # Transformer Engine where there is a GPU for it. Without it everything but fp8 works, so a failure is a warning; it is not tried
-# again by itself until requirements-gpu.txt changes, because each try may compile for minutes.
+# again by itself until requirements-gpu.txt changes, because each try may compile for minutes. pip keeps the wheel that it built in
+# its cache: the same version is not compiled again in another environment.
 install_gpu_requirements() {
-    local file=requirements-gpu.txt includes
+    local file=requirements-gpu.txt includes log=$venv/transformer-engine.log
     has_fp8_gpu || return 0
+    rm -f "$log"
     if ! changed "$file"; then
-        has_transformer_engine || warn "Transformer Engine is not installed, so no fp8; $file says how to install it."
+        has_transformer_engine || warn "Transformer Engine is not installed, so no fp8; try again: rm $venv/installed-$file && $0"
         return 0
     fi
-    say "installing $file (Transformer Engine, for fp8; compiles its PyTorch bindings, about ten minutes)"
-    command -v nvcc >/dev/null || [[ -n ${CUDA_HOME:-} ]] ||
-        warn "nvcc is not on the PATH; Transformer Engine needs the CUDA toolkit to compile."
+    if "$venv_python" -m pip cache list transformer_engine_torch 2>/dev/null </dev/null | grep -q '\.whl'; then
+        say "installing $file (Transformer Engine, for fp8; from the wheel that pip built before)"
+    else
+        say "installing $file (Transformer Engine, for fp8; compiles its PyTorch bindings once, about ten minutes; pip keeps the wheel)"
+    fi
+    has_nvcc || warn "nvcc is not found; Transformer Engine needs the CUDA toolkit to compile."
     # cuDNN's and NCCL's headers come with torch's own packages, where the compiler does not look by itself.
     includes=$("$venv_python" -c '
 import glob, os, sysconfig
 print(os.pathsep.join(sorted(glob.glob(os.path.join(sysconfig.get_paths()["purelib"], "nvidia", "*", "include")))))')
     if ! pip_install "${te_build_tools[@]}" ||
         ! CPLUS_INCLUDE_PATH=$includes${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH} \
-            pip_install --no-build-isolation -r "$file"; then
-        warn "Transformer Engine could not be installed, so no fp8 for now; mend what the message above names, then run:" \
-            "$venv_python -m pip install --no-build-isolation -r $file"
+            with_heartbeat "$log" pip_install --no-build-isolation -r "$file"; then
+        warn "Transformer Engine could not be installed, so no fp8 for now (all of pip's words: $log)."
+        [[ ! -e $log ]] || warn "$(explain_te_failure "$log")"
+    elif ! "$venv_python" -c 'import transformer_engine.pytorch' >"$log" 2>&1 </dev/null; then
+        warn "Transformer Engine is installed and does not load ($(tail -n 1 "$log")); a wheel in pip's cache may be of another torch:" \
+            "$venv_python -m pip cache remove transformer_engine_torch; $venv_python -m pip uninstall -y transformer_engine_torch;" \
+            "rm $venv/installed-$file && $0"
     fi
     remember "$file"
 }

@@ -19,7 +19,7 @@ import torch
 from llm_fp8.config.options import Config
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
-from llm_fp8.utils.packages import DEEPSPEED, REPOSITORY
+from llm_fp8.utils.packages import DEEPSPEED, SHIPPED
 
 AUTO = "auto"
 _ZERO = "zero_optimization"
@@ -70,7 +70,7 @@ _OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload
 
 def file_of(named: str | None, mode: str) -> Path:
     """The file `named` by --deepspeed_config; without one the mode's own."""
-    return Path(named) if named else REPOSITORY / "configs" / f"ds_z{zero_stage(mode)}.json"
+    return Path(named) if named else (SHIPPED / "configs").resolve() / f"ds_z{zero_stage(mode)}.json"
 
 
 def zero_stage(mode: str) -> int:

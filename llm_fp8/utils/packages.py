@@ -12,6 +12,9 @@ from types import ModuleType
 from llm_fp8.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+"""Of an installed package: the folder it lies in, with te_llama.py and the training scripts."""
+SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
+"""configs/ and the requirements files: in the repository links to them, in a wheel files."""
 
 
 def package_version(name: str) -> str | None:

@@ -174,3 +174,56 @@ def test_fp8_gpus_are_told_by_compute_capability(capabilities: str, expected: bo
     tool.chmod(0o755)
     done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout.strip() == ("yes" if expected else "no")
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (
+            "The detected CUDA version (12.4) mismatches the version that was used to compile\nPyTorch (13.0)",
+            "the CUDA toolkit is 12.4 and torch needs 13.0; run: AGAIN && CUDA_HOME=/usr/local/cuda-13.0 bash\n",
+        ),
+        (
+            "g++: fatal error: Killed signal terminated program cc1plus",
+            "one file at a time: AGAIN && MAX_JOBS=1 bash\n",
+        ),
+        (
+            "nvcc: No such file or directory",
+            "there is no nvcc, the compiler of the CUDA toolkit; install the toolkit of CUDA 13.0 (with NVIDIA's apt "
+            "repository: sudo apt-get install cuda-toolkit-13-0), then: AGAIN && bash\n",
+        ),
+    ],
+)
+def test_usual_failures_of_the_long_compilation_come_with_the_command_that_mends_them(log, expected, tmp_path):
+    (tmp_path / "log").write_text(log)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\necho 13.0\n")  # torch's CUDA version
+    python.chmod(0o755)
+    code = f"has_nvcc() {{ false; }}; explain_te_failure {tmp_path / 'log'}"
+    again = f"rm {tmp_path}/installed-requirements-gpu.txt"
+    assert run_bash(code, VENV_DIR=str(tmp_path)).stdout.endswith(expected.replace("AGAIN", again))
+
+
+def test_a_long_command_keeps_its_exit_code_and_its_words(tmp_path):
+    code = (
+        f"sleep() {{ command sleep 0.05; }}; with_heartbeat {tmp_path / 'log'} bash -c 'sleep 0.2; echo said; exit 3'"
+    )
+    done = run_bash(f"{code} || echo code $?")
+    assert "still at it after 1 min" in done.stdout and done.stdout.endswith("said\ncode 3\n")
+    assert (tmp_path / "log").read_text() == "said\n"
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"), [("x.whl", "from the wheel that pip built before"), ("", "ten minutes")]
+)
+def test_transformer_engine_says_first_how_long_it_takes(cached, expected, tmp_path):
+    """With pip replaced by a program that fails."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\ncase \"$*\" in *cache*) echo '{cached}';; *install*) echo Killed; exit 1;; esac\n")
+    python.chmod(0o755)
+    code = "has_fp8_gpu() { true; }; te_build_tools=(); pip_install() { [[ $# == 0 ]] || { echo Killed; return 1; }; }"
+    done = run_bash(f"{code}; install_gpu_requirements", VENV_DIR=str(tmp_path))
+    assert done.returncode == 0 and expected in done.stdout, done.stderr
+    assert "&& MAX_JOBS=1 bash\n" in done.stderr and (tmp_path / "installed-requirements-gpu.txt").exists()

@@ -5,19 +5,18 @@ really trains.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare import cli
 from llm_fp8.tools.compare.launch import plan_runs
 from llm_fp8.utils.errors import UserError
 from tests.support.made_up_runs import made_up_run, write_run_folder
@@ -110,14 +109,6 @@ def test_an_interpreter_that_is_not_there_is_one_sentence():
 # ---- the comparison ----
 
 
-def compare_script() -> ModuleType:
-    """scripts/compare_performance.py as a module."""
-    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPTS / "compare_performance.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("options", "num_runs", "optimizer"),
     [
@@ -129,7 +120,7 @@ def compare_script() -> ModuleType:
 def test_one_command_compares_the_8b_pair(options, num_runs, optimizer, stand_in, tmp_path):
     words = words_of("compare_llama_8b", stand_in, *options)
     assert words[0] == str(SCRIPTS / "compare_performance.py")
-    parsed = compare_script().parse(words[1:])
+    parsed = cli.parse(words[1:])
     assert (parsed.arms, parsed.output) == ("bf16,fp8", str(ROOT / "runs" / "compare_llama_8b"))
     plan = plan_runs(parsed.train, parsed.arms.split(","), range(1, parsed.seeds + 1), 1, tmp_path)
     assert len(plan.runs) == num_runs
@@ -141,17 +132,16 @@ def test_one_command_compares_the_8b_pair(options, num_runs, optimizer, stand_in
 
 
 def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
-    script = compare_script()
-    assert [folder.relative_to(ROOT).as_posix() for folder in script.PAIR] == ["runs/train_bf16", "runs/train_fp8"]
-    monkeypatch.setattr(script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8"))
-    write_run_folder(script.PAIR[0], made_up_run("bf16"))
-    options = script.parse([])
+    assert [folder.relative_to(ROOT).as_posix() for folder in cli.PAIR] == ["runs/train_bf16", "runs/train_fp8"]
+    monkeypatch.setattr(cli, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8"))
+    write_run_folder(cli.PAIR[0], made_up_run("bf16"))
+    options = cli.parse([])
     with pytest.raises(UserError, match=r"or run scripts/train_fp8.sh first"):
-        script.check(options)
-    write_run_folder(script.PAIR[1], made_up_run("delayed", rate=130_000.0))
+        cli.check(options)
+    write_run_folder(cli.PAIR[1], made_up_run("delayed", rate=130_000.0))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare_performance.py"])
-    assert script.main() == 0
+    assert cli.main() == 0
     comparison = json.loads((tmp_path / "compare_train" / "comparison.json").read_text())
     assert [arm["arm"] for arm in comparison["arms"]] == ["bf16", "delayed"]
 

@@ -1,4 +1,4 @@
-"""scripts/verify_fp8.py: the command line, the terminal and JSON output, and the exit code."""
+"""`llm-fp8 verify` and scripts/verify_fp8.py: the command line, the terminal and JSON output, and the exit code."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ def exit_code(rows: list[Row], has_gpu: bool) -> int:
     return 0 if has_gpu else EXIT_NO_GPU
 
 
-def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     """The options, checked. Raises `UserError`."""
-    parser = OneSentenceParser(
-        prog="verify_fp8.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     names = [check.name for check in CHECKS]
     add(
@@ -86,7 +84,7 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str], description: str = "") -> int:
+def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
     """Run the checks; returns the exit code.
 
     Variables that a launcher left in the shell are removed from the process's environment: the check of the variables

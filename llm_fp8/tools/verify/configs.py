@@ -24,9 +24,9 @@ import yaml
 from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import YAML_ERRORS, require_entries
-from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.packages import SHIPPED
 
-FOLDER = REPOSITORY / "configs"
+FOLDER = (SHIPPED / "configs").resolve()
 
 Kind = Literal["DeepSpeed", "Accelerate"]
 _ACCELERATE_KEYS = set(

@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import FLASH_ATTENTION_4, REPOSITORY
+from llm_fp8.utils.packages import FLASH_ATTENTION_4, SHIPPED
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
@@ -81,7 +81,7 @@ def pins_of(text: str, file: str) -> list[Pin]:
 
 def read_pins() -> list[Pin]:
     """Those of all `REQUIREMENTS`."""
-    return [pin for file in REQUIREMENTS for pin in pins_of((REPOSITORY / file).read_text(), file)]
+    return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text(), file)]
 
 
 def installed(names: Iterable[str]) -> dict[str, Installed]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare import cli
 from llm_fp8.tools.compare.differences import Difference, find_differences
 from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
 from llm_fp8.tools.compare.launch import (
@@ -629,14 +629,6 @@ def test_runs_in_slots_of_their_own_see_their_gpu_and_a_failure_stops_no_other(t
     assert launch(shared, [("4",)], said.append)[1] == [("bf16 seed 8", "delayed seed 8")], "remembered"
 
 
-def load_script() -> Any:
-    """scripts/compare_performance.py as a module."""
-    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder(tmp_path, monkeypatch, capsys):
     """SIGTERM to the script, whose run is a stand-in that saves on SIGTERM; a second script in the folder meanwhile."""
     stand_in = (
@@ -648,8 +640,8 @@ def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder
         "llm_fp8.tools.compare.launch.command_line",
         lambda plan, run: [sys.executable, "-c", stand_in, str(plan.run_folder(run))],
     )
-    script, run = load_script(), tmp_path / "runs" / "bf16-seed1"
-    monkeypatch.setattr(script, "usable_gpus", lambda given: [])
+    run = tmp_path / "runs" / "bf16-seed1"
+    monkeypatch.setattr(cli, "usable_gpus", lambda given: [])
     options = [
         "--train",
         "--use_te",
@@ -680,7 +672,7 @@ def test_a_signal_stops_the_runs_before_the_script_and_no_two_work_in_one_folder
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    assert script.main() == 143
+    assert cli.main() == 143
     thread.join()
     assert (
         (run / "saved").exists() and refused and "stopped by SIGTERM; the same command again" in capsys.readouterr().out
@@ -717,15 +709,14 @@ def run_script(*options: str, cwd: Path, environment: dict[str, str] | None = No
 
 def test_the_help_gives_each_default_once(capsys):
     with pytest.raises(SystemExit):
-        load_script().parse(["--help"])
+        cli.parse(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "(default: bf16,fp8)" in said and "(default: None)" not in said and "(default: False)" not in said
 
 
 def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
-    script = load_script()
     monkeypatch.setattr(
-        script, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8")
+        cli, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8")
     )  # which this repository may hold
     (tmp_path / "a file").touch()
     for options, words in (
@@ -743,7 +734,7 @@ def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(sys, "argv", ["compare_performance.py", *options])
         with pytest.raises(UserError, match=words):
-            script.main()
+            cli.main()
     assert not (tmp_path / "out").exists()
     done = run_script("--runs", str(tmp_path / "none"), cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: --runs") and done.stderr.count("\n") == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.compare_performance import usable_gpus
+from llm_fp8.tools.compare.cli import usable_gpus
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import io
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from llm_fp8.tools.compare import cli
 from llm_fp8.tools.compare.launch import claim_folder, plan_runs
 from llm_fp8.tools.compare.report import compare
 from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
@@ -38,9 +38,6 @@ def script_says(python: str, *options: str, cwd: Path) -> tuple[int, str]:
     """Exit code and words of the script, called in this process; the runs that it starts with `python` are processes
     of their own.
     """
-    spec = importlib.util.spec_from_file_location("compare_performance", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.chdir(cwd)
@@ -48,10 +45,10 @@ def script_says(python: str, *options: str, cwd: Path) -> tuple[int, str]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         for name in [name for name in os.environ if "WANDB" in name and "SERVICE" in name]:
             patch.delenv(name)  # W&B in this process, which a run would otherwise join
-        patch.setattr(script, "usable_gpus", lambda given: [])
+        patch.setattr(cli, "usable_gpus", lambda given: [])
         patch.setattr(sys, "argv", [str(SCRIPT), *options])
         patch.setattr(sys, "executable", python)
-        return script.main(), said.getvalue()
+        return cli.main(), said.getvalue()
 
 
 def train_here(folder: Path, name: str) -> None:

@@ -22,6 +22,7 @@ from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
 from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.tools import gemm_rates
 from llm_fp8.tools.gemm_rates import MeasuredRates
+from llm_fp8.tools.predict import cli as command
 from llm_fp8.tools.predict.after_run import compare, compare_with_prediction, describe_comparison, mean_length
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
@@ -50,7 +51,6 @@ from llm_fp8.tools.predict.step_time import (
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 from llm_fp8.train.run_record import RunOutcome
 from llm_fp8.utils.errors import UserError, run_script
-from scripts import predict as command
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"

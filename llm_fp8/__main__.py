@@ -1,0 +1,45 @@
+"""`llm-fp8 COMMAND ...`: the programs under one name. A launcher starts them as `torchrun -m llm_fp8 train ...`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from llm_fp8 import __version__
+from llm_fp8.utils.errors import OneSentenceParser, run_script
+
+PROGRAMS = {
+    "train": ("train_fp8", "fine-tune; in a process that torchrun or accelerate launch started, on several GPUs"),
+    "verify": ("llm_fp8.tools.verify.cli", "whether this machine is fit to train in fp8"),
+    "predict": ("llm_fp8.tools.predict.cli", "time and memory of a step in each recipe, before it is run"),
+    "compare": ("llm_fp8.tools.compare.cli", "bf16 and fp8 runs that differ in nothing else"),
+    "diagnose": ("llm_fp8.tools.diagnose.cli", "where a step's precision, time and memory go"),
+    "evaluate": ("llm_fp8.tools.evaluate_cli", "the share of held-out problems that a model answers right"),
+}
+"""Command -> module whose `main()` reads `sys.argv` and returns the exit code, and what it does."""
+
+
+def main() -> None:
+    """Run one of `PROGRAMS` and exit with its code."""
+    parser = OneSentenceParser(
+        prog="llm-fp8",
+        usage="llm-fp8 COMMAND [OPTIONS]",
+        description="\n".join(f"  {name:9} {what}" for name, (_, what) in PROGRAMS.items()),
+        epilog="'llm-fp8 COMMAND --help' lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"llm-fp8 {__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=PROGRAMS, help=argparse.SUPPRESS)
+    command = parser.parse_args(sys.argv[1:2]).command
+    module = PROGRAMS[command][0]
+    if command == "train" and "RANK" in os.environ:
+        module = "train_multi_gpu"
+    sys.argv[:2] = [f"llm-fp8 {command}"]
+    run_script(importlib.import_module(module).main)
+
+
+if __name__ == "__main__":
+    main()

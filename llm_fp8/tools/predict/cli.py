@@ -1,0 +1,270 @@
+"""What a step will take in each recipe, in time and in memory, before it is run. No GPU needed.
+
+`llm-fp8 predict` and scripts/predict.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llm_fp8.config.options import Config, ModelConfig
+from llm_fp8.config.recipes import token_multiple
+from llm_fp8.config.validation import check_flash_attention, check_fp8_params, fp8_params_recipes
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
+from llm_fp8.utils.errors import OneSentenceParser, UserError
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
+
+if TYPE_CHECKING:
+    from llm_fp8.tools.predict.prediction import Prediction
+    from llm_fp8.tools.predict.workload import StepWorkload
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; the options have the names and defaults of train_fp8.py's."""
+    defaults = Config()
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--model_name",
+        required=True,
+        help=f"hub id, local folder, or a bundled one: {', '.join(bundled_architectures())}",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=defaults.data.batch_size,
+        help="rows of a micro-batch per GPU (default %(default)s)",
+    )
+    parser.add_argument(
+        "--max_seq_length", type=int, default=defaults.data.max_seq_length, help="tokens of a row (default %(default)s)"
+    )
+    parser.add_argument(
+        "--mean_length",
+        type=float,
+        help="document length, averaged over tokens, where rows are packed (default: the row)",
+    )
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a step (default %(default)s)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=["auto", "adamw_fp32", "adamw_master", "adamw_8bit"],
+        default="auto",
+        help="(default %(default)s)",
+    )
+    parser.add_argument(
+        "--fp8_lm_head",
+        choices=["none", "gradients", "all"],
+        default="none",
+        help="of the fp8 recipes (default %(default)s)",
+    )
+    parser.add_argument(
+        "--attn_implementation",
+        choices=["auto", "flash_attention_4"],
+        default="auto",
+        help="auto is cuDNN's (default %(default)s)",
+    )
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
+    parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
+    parser.add_argument(
+        "--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch"
+    )
+    parser.add_argument(
+        "--fp8_params",
+        action="store_true",
+        help="weights are gathered in fp8; of delayed and current, under an fsdp mode",
+    )
+    parser.add_argument(
+        "--gpu",
+        help=f"as torch.cuda.get_device_name has it, for example {CALIBRATED_GPU} (default: this machine's, or that "
+        "one)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each row to this JSON file")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise `UserError` for values that cannot be."""
+    for name in ("batch_size", "max_seq_length", "gradient_accumulation_steps", "num_gpus"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    if options.mean_length is not None and not 1 <= options.mean_length <= options.max_seq_length:
+        raise UserError(
+            f"--mean_length {options.mean_length:g} must be from 1 to --max_seq_length {options.max_seq_length}."
+        )
+    if options.num_gpus > MAX_GPUS:
+        raise UserError(
+            f"--num_gpus {options.num_gpus}: several hosts were never measured; give at most {MAX_GPUS}, the GPUs of "
+            "one host."
+        )
+    if options.num_gpus > 1 and options.sharding_mode is None:
+        raise UserError(f"--num_gpus {options.num_gpus} needs --sharding_mode: {', '.join(MODES[1:])}.")
+    if options.num_gpus == 1 and (options.sharding_mode or options.sync_every_micro_batch):
+        flag = "--sharding_mode" if options.sharding_mode else "--sync_every_micro_batch"
+        raise UserError(f"{flag} has no effect on one GPU; add --num_gpus or drop it.")
+    if options.optimizer == "adamw_8bit" and (options.sharding_mode or "").startswith("fsdp"):
+        raise UserError(
+            f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp."
+        )
+    if options.fp8_params and not (options.sharding_mode or "").startswith("fsdp"):
+        raise UserError(
+            "--fp8_params needs --sharding_mode fsdp_grad or fsdp_full, whose weights are split over GPUs; add it or "
+            "drop --fp8_params."
+        )
+    if options.fp8_params and options.optimizer not in ("auto", "adamw_fp32"):
+        raise UserError(
+            f"--fp8_params keeps fp32 master weights, which --optimizer {options.optimizer} does not have; use auto or "
+            "adamw_fp32."
+        )
+    if options.json is not None:
+        require_writable("--json", options.json)
+
+
+def workload_of(options: argparse.Namespace) -> StepWorkload:
+    """What the command line describes, in bf16."""
+    from llm_fp8.distributed.sharding_mode import default_optimizer
+    from llm_fp8.models.source import load_config, resolve_source
+    from llm_fp8.tools.predict.workload import ModelSize, StepWorkload
+    from te_llama import layer_weight_shapes
+
+    model_name = options.model_name
+    bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
+    model_options = ModelConfig(model_name=model_name, random_init=bundled)  # a bundled config needs no hub
+    hf_config = load_config(model_options, resolve_source(model_options))
+    model = ModelSize.from_config(hf_config)
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions is not None and options.max_seq_length > positions:
+        raise UserError(
+            f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} "
+            "(max_position_embeddings); lower it."
+        )
+    flash = options.attn_implementation == "flash_attention_4"
+    if flash:
+        check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
+    mode = options.sharding_mode or "single"
+    optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
+    if options.fp8_params:
+        check_fp8_params("delayed", layer_weight_shapes(model.spec), options.num_gpus)
+    return StepWorkload(
+        model=model,
+        recipe="bf16",
+        micro_batch_tokens=options.batch_size * options.max_seq_length,
+        micro_batches=options.gradient_accumulation_steps,
+        mean_length=options.mean_length or options.max_seq_length,
+        optimizer=optimizer,
+        mode=mode,
+        num_gpus=options.num_gpus,
+        sync_every_micro_batch=options.sync_every_micro_batch,
+        recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
+        fp8_lm_head=options.fp8_lm_head,
+        flash_attention_4=flash,
+        fp8_params=options.fp8_params,
+    )
+
+
+def speed_up(found: Prediction, predictions: list[Prediction]) -> float:
+    """Over the first of the predictions."""
+    return predictions[0].step_time_s / found.step_time_s
+
+
+def figures(predictions: list[Prediction]) -> list[dict[str, Any]]:
+    """The rows of the table for a JSON file: seconds, tokens/s, GiB; `parts_s` are the step's, as in the document."""
+    return [
+        {
+            "recipe": found.scenario.recipe,
+            "step_time_s": found.step_time_s,
+            "tokens_per_s": found.tokens_per_s,
+            "speed_up": speed_up(found, predictions),
+            "peak_memory_gib": found.peak_memory_gib,
+            "fits": found.fits,
+            "tight": found.tight,
+            "host_s": found.host_s,
+            "parts_s": dataclasses.asdict(found.time),
+            "notes": found.notes,
+        }
+        for found in predictions
+    ]
+
+
+def table(predictions: list[Prediction], title: str) -> Table:
+    """One line per recipe; the first is what speed-ups are over."""
+    result = Table(title=title, title_justify="left")
+    for column in ("recipe", "s a step", "tokens/s", "speed-up", "memory GiB", "fits"):
+        result.add_column(column, justify="left" if column == "recipe" else "right")
+    for found in predictions:
+        result.add_row(
+            found.scenario.recipe,
+            f"{found.step_time_s:.3f}",
+            f"{found.tokens_per_s:,.0f}",
+            f"{speed_up(found, predictions):.2f}",
+            f"{found.peak_memory_gib:.1f}",
+            ("tight" if found.tight else "yes") if found.fits else "no",
+        )
+    return result
+
+
+def main() -> int:
+    """Print the table and what it leaves out."""
+    options = parse(sys.argv[1:])
+    check(options)
+    # After the parser: --help and mistakes answer without loading torch.
+    from llm_fp8.observability.provenance import collect_provenance
+    from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name, predict
+    from llm_fp8.tools.predict.workload import PREDICTED
+
+    gpu = gpu_by_name(options.gpu)
+    scenario = workload_of(options)
+    tokens = scenario.micro_batch_tokens
+    recipes = [name for name in PREDICTED if can_predict(gpu, name)]
+    if scenario.fp8_params:
+        recipes = [name for name in recipes if name in ("bf16", *fp8_params_recipes())]
+    odd = {name: token_multiple(name) for name in recipes if tokens % token_multiple(name)}
+    predictions = [predict(scenario.with_recipe(recipe), gpu) for recipe in recipes if recipe not in odd]
+    where = gpu.name if scenario.num_gpus == 1 else f"{scenario.num_gpus} x {gpu.name}, {scenario.mode}"
+    title = (
+        f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, "
+        f"{scenario.optimizer}\n{where} ({gpu.memory_gib:.1f} GiB): predicted"
+    )
+    console = Console(markup=False)  # names may hold brackets
+    console.print(table(predictions, title))
+    for note in dict.fromkeys(note for found in predictions for note in found.notes):
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    for name, multiple in odd.items():
+        console.print(
+            f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True
+        )
+    console.print(
+        f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/when_fp8_pays.md",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if scenario.fp8_params:
+        console.print(
+            f"note: --fp8_params is of {' and '.join(fp8_params_recipes())} alone; bf16 is predicted without it",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if missing := [name for name in PREDICTED if not can_predict(gpu, name)]:
+        console.print(
+            f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True
+        )
+    if options.json is not None:
+        content = {
+            "options": vars(options),
+            "gpu": gpu.name,
+            "gpu_memory_gib": gpu.memory_gib,
+            "optimizer": scenario.optimizer,
+            "tokens_per_step": scenario.tokens_per_step,
+            "rows": figures(predictions),
+        }
+        write_json_atomic(options.json, {"provenance": collect_provenance(sys.argv), **content})
+        console.print(f"figures in {options.json}", highlight=False, soft_wrap=True)
+    return 0
