@@ -36,9 +36,36 @@ WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field that becomes a command-line option with this default and help text."""
-    return field(default=default, metadata={"help": help})
+MOST_USED = (
+    "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
+    "batch_size", "gradient_accumulation_steps", "learning_rate", "num_epochs", "max_steps", "sharding_mode",
+)  # fmt: skip
+"""Options that --help explains; --help-all explains all."""
+
+OTHER_MEANING = {
+    "bf16": "use --mixed_precision bf16",
+    "fp16": "use --mixed_precision fp16",
+    "deepspeed": "use --sharding_mode deepspeed_1, _2 or _3, or --deepspeed_config",
+    "eval_strategy": "--eval_every says when to evaluate",
+    "fsdp": "use --sharding_mode",
+    "logging_strategy": "--log_every says when to log",
+    "optim": "use --optimizer, which has names of its own",
+    "per_device_eval_batch_size": "evaluation has the --batch_size of training",
+    "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
+    "run_name": "use --wandb_run_name, which names the W&B run alone",
+    "save_strategy": "--save_every says when to save",
+    "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
+    "warmup_steps": "use --num_warmup_steps, of which a run uses at most a tenth of its steps",
+}
+"""Options of transformers' TrainingArguments that mean something else here or do not exist -> what to use."""
+
+
+def option(default: Any, help: str, alias: str | None = None) -> Any:
+    """A dataclass field that becomes a command-line option with this default and help text; `alias` is its name in
+    transformers, where the meaning is exactly the same.
+    """
+    aliases = [] if alias is None else [f"--{alias}", f"--{alias.replace('_', '-')}"]
+    return field(default=default, metadata={"help": help, "aliases": aliases})
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,7 @@ class ModelConfig:
     model_name: str = option(
         EMBEDDED,
         "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository.",
+        alias="model_name_or_path",
     )
     use_te: bool = option(
         False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
@@ -154,7 +182,7 @@ class DataConfig:
         False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split)."
     )
     max_seq_length: int = option(1024, "Tokens of a sequence; --overlong says what happens to longer samples.")
-    batch_size: int = option(8, "Sequences of a micro-batch per GPU.")
+    batch_size: int = option(8, "Sequences of a micro-batch per GPU.", alias="per_device_train_batch_size")
     packing: bool | None = option(
         None,
         "Pack whole samples into sequences of max_seq_length tokens; attention stays inside each sample. Default: on "
@@ -172,7 +200,7 @@ class DataConfig:
 class OptimConfig:
     """Optimizer, schedule and length of the training."""
 
-    num_epochs: int = option(1, "Passes over the training rows.")
+    num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs")
     max_steps: int | None = option(
         None, "Stop after this many optimizer steps, whatever --num_epochs says (default: after --num_epochs)."
     )
@@ -184,7 +212,7 @@ class OptimConfig:
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
     num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
     lr_scheduler: Literal["linear", "cosine", "constant"] = option(
-        "cosine", "Shape of the learning rate after warm-up."
+        "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type"
     )
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.")
     adam_beta1: float = option(0.9, "Decay of the first moment.")
@@ -217,10 +245,12 @@ class RunConfig:
         "With --resume_from: options that decide what is trained and may differ from the checkpoint's run, separated "
         "by commas (learning_rate,total_steps). Default: none, and a difference is an error.",
     )
-    save_every: int = option(0, "Optimizer steps between checkpoints; 0 saves none during training.")
+    save_every: int = option(
+        0, "Optimizer steps between checkpoints; 0 saves none during training.", alias="save_steps"
+    )
     save_total_limit: int = option(2, "Checkpoints kept; the oldest are deleted first.")
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.")
+    eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps")
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
     eval_exact_match: int = option(
         0,
@@ -233,7 +263,9 @@ class RunConfig:
         "Record the GPU kernels of one early step, compare them with the precision that was asked for, and end the "
         "run with exit code 1 where they differ. Default: on with an NVIDIA GPU.",
     )
-    log_every: int = option(10, "Optimizer steps between log lines; every step reaches metrics.jsonl.")
+    log_every: int = option(
+        10, "Optimizer steps between log lines; every step reaches metrics.jsonl.", alias="logging_steps"
+    )
     use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")

@@ -20,6 +20,8 @@ from llm_fp8.config.accelerate_env import (
 from llm_fp8.config.options import (
     EMBEDDED,
     LORA_LEARNING_RATE,
+    MOST_USED,
+    OTHER_MEANING,
     SCRATCH_LEARNING_RATE,
     SECTIONS,
     Config,
@@ -38,7 +40,15 @@ def _sections(parallel: bool) -> dict[str, type]:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help that ends with the default, unless the text itself says it, as it must where the default is None."""
+    """Help that ends with the default, unless the text itself says it, as it must where the default is None; without
+    the spelling of a name with hyphens.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        known = action.option_strings
+        names = [name for name in known if "-" not in name[2:] or f"--{name[2:].replace('-', '_')}" not in known]
+        value = self._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
+        return ", ".join(names) + (f" {value}" if value else "")
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -48,12 +58,24 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
+class _HelpAll(argparse.Action):
+    """Print the help of every option and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *words: object) -> NoReturn:
+        print(parser.format_help(everything=True), end="")  # type: ignore[call-arg]
+        parser.exit()
+
+
 class _Parser(OneSentenceParser, HfArgumentParser):
     """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
 
+    full_help = "--help-all"
+
     def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
         kwargs = {"formatter_class": _HelpFormatter, "allow_abbrev": False, **kwargs}
-        super().__init__(list(sections.values()), **kwargs)  # type: ignore[arg-type]
+        super().__init__(list(sections.values()), usage="%(prog)s [--option value ...]", **kwargs)  # type: ignore[arg-type]
+        self.sections = sections
+        self.add_argument("--help-all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         for section in sections.values():
             for name, hint in get_type_hints(section).items():
                 if bool in get_args(hint):
@@ -61,6 +83,8 @@ class _Parser(OneSentenceParser, HfArgumentParser):
         for action in self._actions:
             if action.option_strings[0].startswith("--no_"):
                 action.help, action.default = f"Turn --{action.dest} off.", argparse.SUPPRESS
+            if action.dest == "mixed_precision":
+                action.type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML reads no as False
             if action.dest == "fp8_scenario":
                 action.choices = (DEFAULT, *recipe_names())
                 action.help = f"{describe_recipes()} {action.help}"
@@ -71,17 +95,36 @@ class _Parser(OneSentenceParser, HfArgumentParser):
         action.nargs, action.const = "?", True
         self.add_argument(f"--no_{name}", dest=name, action="store_false")
 
-    origin = ""
-    """Begins an error about words that are not from the command line."""
+    def hint(self, option: str) -> str:
+        name = option[2:].replace("-", "_")
+        if name in OTHER_MEANING:
+            return f" ({option}: {OTHER_MEANING[name]})"
+        if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
+            return " (options of sharding belong to train_multi_gpu.py)"
+        return super().hint(option)
 
-    def error(self, message: str) -> NoReturn:
-        message = self.origin + message
-        if any(f"--{option.name}" in message.split() for option in dataclasses.fields(ParallelConfig)):
-            message += " (options of sharding belong to train_multi_gpu.py)"
-        super().error(message)
+    def format_help(self, everything: bool = False) -> str:
+        """The most used options and the names of all others; the help of those too if `everything`."""
+        others = {
+            str(section.__doc__): [each.name for each in dataclasses.fields(section) if each.name not in MOST_USED]
+            for section in self.sections.values()
+        }
+        explained = {"most used options": MOST_USED, **(others if everything else {})}
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, [], [])
+        formatter.add_text(self.description)
+        for title, names in {**explained, "this help, and a file of options": ("help", "help_all", "config")}.items():
+            formatter.start_section(title.rstrip("."))
+            formatter.add_arguments([action for name in names for action in self._actions if action.dest == name])
+            formatter.end_section()
+        if not everything:
+            formatter.add_text("Further options, which --help-all explains:")
+            for title, names in others.items():
+                formatter.add_text(f"{title.rstrip('.')}: {', '.join(f'--{name}' for name in names)}")
+        return formatter.format_help()
 
 
-def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
+def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
     file = Path(path)
     if not file.is_file():
@@ -96,11 +139,14 @@ def _yaml_arguments(path: str, sections: dict[str, type]) -> list[str]:
         return []
     if not isinstance(entries, dict):
         raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
-    known = {f.name for section in sections.values() for f in dataclasses.fields(section)}
+    fields = [each for section in parser.sections.values() for each in dataclasses.fields(section)]
+    known = {name for each in fields for name in (f"--{each.name}", *each.metadata["aliases"])}
     words: list[str] = []
     for key, value in entries.items():
-        if key not in known:
-            raise UserError(f"--config {path}: '{key}' is not an option; --help lists them.")
+        if f"--{key}" not in known:
+            raise UserError(
+                f"--config {path}: '{key}' is not an option{parser.hint(f'--{key}')}; {parser.full_help} lists them."
+            )
         if isinstance(value, (list, dict, set)):
             raise UserError(f"--config {path}: '{key}' must have one value, not a {type(value).__name__}.")
         if value is not None:
@@ -150,7 +196,7 @@ def _read(argv: list[str], prog: str | None, description: str | None, parallel: 
     """The options as they were given, unchecked."""
     parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
-    words = _yaml_arguments(path, _sections(parallel)) if path else []
+    words = _yaml_arguments(path, parser) if path else []
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
     parser.origin = ""

@@ -19,10 +19,19 @@ _RECENT_STEPS = 50
 """Steps whose median gives the time left: a single slow one does not count."""
 
 
-def format_step(record: Mapping[str, float], total_steps: int, time_left_s: float | None) -> str:
-    """One step as text; figures that `record` lacks are left out."""
-    width = len(str(total_steps))
-    parts = [f"step {int(record['step']):>{width}}/{total_steps}"]
+_MAX_COLUMNS = 100
+"""Of a line that no terminal shows."""
+_LEFT_OUT_FIRST = ("model_tflops", "learning_rate", "grad_norm", "peak_memory_gib", "tokens_per_s")
+"""Of a line that would be too long, in this order; metrics.jsonl has them."""
+
+
+def format_step(
+    record: Mapping[str, float], total_steps: int, time_left_s: float | None, columns: int = _MAX_COLUMNS
+) -> str:
+    """One step as text of at most `columns` characters where that is possible; figures that `record` lacks are left
+    out.
+    """
+    texts = {"step": f"step {int(record['step']):>{len(str(total_steps))}}/{total_steps}"}
     shown = {
         "loss": "loss {:.4f}",
         "grad_norm": "grad norm {:.3g}",
@@ -31,10 +40,13 @@ def format_step(record: Mapping[str, float], total_steps: int, time_left_s: floa
         "model_tflops": "{:.3g} TFLOP/s",
         "peak_memory_gib": "{:.1f} GiB",
     }
-    parts += [template.format(record[key]) for key, template in shown.items() if key in record]
+    texts |= {key: template.format(record[key]) for key, template in shown.items() if key in record}
     if time_left_s is not None:
-        parts.append(f"{timedelta(seconds=round(time_left_s))} left")
-    return "  ".join(parts)
+        texts["time_left"] = f"{timedelta(seconds=round(time_left_s))} left"
+    for key in _LEFT_OUT_FIRST:
+        if len("  ".join(texts.values())) > columns:
+            texts.pop(key, None)
+    return "  ".join(texts.values())
 
 
 class ProgressDisplay:
@@ -50,10 +62,11 @@ class ProgressDisplay:
         self._console = console or Console(highlight=False)
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._bar: Progress | None = None
+        self._bar_columns = min(16, self._console.width // 10)
         if self._console.is_terminal:
             self._bar = Progress(
                 # On a narrow terminal the text wraps; otherwise it would push the bar out and lose its end.
-                BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=self._bar_columns, table_column=Column(no_wrap=True)),
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=False)),
                 console=self._console,
             )
@@ -66,7 +79,8 @@ class ProgressDisplay:
         if "step_time_s" in record:
             self._recent_s.append(record["step_time_s"])
         time_left_s = statistics.median(self._recent_s) * (self._total_steps - step) if self._recent_s else None
-        text = format_step(record, self._total_steps, time_left_s)
+        columns = _MAX_COLUMNS if self._bar is None else self._console.width - self._bar_columns - 1
+        text = format_step(record, self._total_steps, time_left_s, columns)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._log_every == 0 or step in (self._first_step + 1, self._total_steps):

@@ -65,8 +65,8 @@ class PrecisionPlan:
 
     @property
     def name(self) -> str:
-        """A short name for tables: 'bf16', 'fp8 delayed', ..."""
-        return f"fp8 {self.effective_scenario}" if self.effective == "fp8" else self.effective
+        """A short name for tables: 'fp32', 'bf16', 'fp8 delayed', ..."""
+        return precision_name(self.effective, self.effective_scenario)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
@@ -80,6 +80,11 @@ class PrecisionPlan:
             "backend": self.backend,
             "emulated": self.emulated,
         }
+
+
+def precision_name(mixed_precision: str, scenario: str | None) -> str:
+    """A --mixed_precision and --fp8_scenario in words: 'no' is 'fp32'."""
+    return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
 def describe_device(device: torch.device) -> str:
@@ -97,7 +102,7 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         requested = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
     if requested != "fp8":
         if requested == "fp16" and device.type != "cuda":
-            raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no on the CPU.")
+            raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
     if options.fp8_backend == "torchao":
         return _resolve_torchao(options, device)

@@ -39,7 +39,7 @@ from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.convert import convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
+from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.machine import gather_facts
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -169,7 +169,7 @@ def announce(plan: RunPlan) -> None:
     precision, sharding, say = plan.precision, plan.sharding, plan.say
     if plan.ranks.world_size > 1:
         say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
-    asked = f"{precision.requested} {precision.requested_scenario or ''}".rstrip()
+    asked = precision_name(precision.requested, precision.requested_scenario)
     if precision.fallback_reason:
         say(
             f"WARNING: --fp8_scenario {precision.requested_scenario} FELL BACK to {precision.effective_scenario}: "

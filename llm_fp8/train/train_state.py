@@ -63,7 +63,7 @@ def run_fingerprint(
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": optimizer_kind,
         "saved_by": strategy.mode if strategy.saves_itself else _BY_NAME,
-        "precision": plan.name,
+        "precision": plan.name if plan.effective == "fp8" else plan.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
         **(_lora_fingerprint(config) if config.lora.lora_rank else {}),

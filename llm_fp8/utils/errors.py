@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import difflib
 import errno
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import sys
@@ -61,13 +63,35 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
+def did_you_mean(wrong: str, known: Iterable[object]) -> str:
+    """' (did you mean X?)' with the name in `known` that is nearest to `wrong`; empty where none is near."""
+    near = difflib.get_close_matches(wrong, map(str, known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 class OneSentenceParser(argparse.ArgumentParser):
     """A command line parser that reports a mistake in one sentence with code 2, without listing all options."""
 
+    full_help = "--help"
+    """The option that lists all of them."""
+    origin = ""
+    """Begins an error about words that are not from the command line."""
+
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, once for all processes of a launch, and exit."""
-        text = f"error: {message}; '{self.prog} --help' lists the options.\n"
+        """Say what is wrong, once for all processes of a launch, with what was probably meant, and exit."""
+        if message.startswith("unrecognized arguments: "):
+            words = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            message += "".join(dict.fromkeys(map(self.hint, words)))
+        elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
+            of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
+            message += "".join(did_you_mean(choice[2], action.choices or ()) for action in of)
+        message = re.sub(r"/--\w+(-\w+)+", "", message)  # the spelling with hyphens
+        text = f"error: {self.origin}{message}; '{self.prog} {self.full_help}' lists the options.\n"
         self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
+
+    def hint(self, option: str) -> str:
+        """What to add to an error about an unknown `option`, ' (...)' or nothing."""
+        return did_you_mean(option, self._option_string_actions)
 
 
 def run_script(main: Callable[[], int]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
-from llm_fp8.config.options import EMBEDDED, SECTIONS, Config
+from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, Config
 from llm_fp8.config.parser import build_parser, parse_config
 from llm_fp8.utils.errors import UserError
 from tests.support.documented_commands import COMMANDS, config_of, options_of
@@ -66,11 +68,11 @@ def test_the_choices_and_defaults_that_were_promised():
 
 def test_help_explains_every_option_with_its_default(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_config(["--help"], prog="train_fp8.py")
+        parse_config(["--help-all"], prog="train_fp8.py")
     assert ended.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
     for action in build_parser()._actions:
-        if action.dest == "help":
+        if action.dest in ("help", "help_all"):
             continue
         assert action.option_strings[0] in printed
         assert action.help and action.help in printed
@@ -84,6 +86,75 @@ def test_help_explains_every_option_with_its_default(capsys):
     assert "(default: 1e-5, 0.0002 with --lora_rank, or 0.001 for weights that start random). --" in printed, (
         "no default is said twice"
     )
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_short_help_begins_with_the_most_used_options_and_names_all_others(parallel):
+    text = build_parser("train_fp8.py", parallel=parallel).format_help()
+    first, others = text.split("Further options, which --help-all explains:")
+    most_used, _ = first.split("this help, and a file of options:")
+    explained = re.findall(r"^  --(\w+)", most_used, re.MULTILINE)
+    assert explained == [name for name in MOST_USED if parallel or name != "sharding_mode"]
+    assert len(explained) == 12 + parallel
+    names = flat(Config())
+    sharding = {field.name for field in dataclasses.fields(Config().parallel)}
+    expected = set(names) - set(explained) - (set() if parallel else sharding)
+    assert set(re.findall(r"--(\w+)", others)) == expected
+    assert max(map(len, text.splitlines())) <= 120 and len(text.splitlines()) < 110
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--num_train_epochs 3", "num_epochs", 3),
+        ("--num-train-epochs=3", "num_epochs", 3),
+        ("--per_device_train_batch_size 2", "batch_size", 2),
+        ("--gradient_accumulation_steps 2", "gradient_accumulation_steps", 2),
+        ("--logging_steps 5", "log_every", 5),
+        ("--save_steps 5", "save_every", 5),
+        ("--eval_steps 5", "eval_every", 5),
+        ("--lr_scheduler_type linear", "lr_scheduler", "linear"),
+        ("--model_name_or_path x", "model_name", "x"),
+        ("--mixed_precision fp32", "mixed_precision", "no"),
+    ],
+)
+def test_the_trainers_names_are_names_of_the_same_options(words, name, value, tmp_path):
+    assert flat(parse_config(words.split()))[name] == value
+    key, _, text = words.removeprefix("--").replace("=", " ").partition(" ")
+    (tmp_path / "run.yaml").write_text(f"{key}: {text}\n")
+    assert flat(parse_config(["--config", str(tmp_path / "run.yaml")]))[name] == value
+
+
+def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
+    """Each alias is an option of TrainingArguments today; none of those with another meaning is one of ours."""
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path", "warmup_ratio"}
+    fields = [field for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    aliases = {alias[2:] for field in fields for alias in field.metadata["aliases"] if "_" in alias}
+    assert aliases and aliases <= theirs
+    assert set(OTHER_MEANING) <= theirs and not set(OTHER_MEANING) & (aliases | set(flat(Config())))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--bach_size 8", "unrecognized arguments: --bach_size 8 (did you mean --batch_size?);"),
+        ("--lora_rnk=8", "(did you mean --lora_rank?);"),
+        ("--fp8_scenario dealyed", "(did you mean delayed?);"),
+        ("--lr_scheduler_type cosin", "argument --lr_scheduler/--lr_scheduler_type: invalid choice: 'cosin' "),
+        ("--qqqqqqq", "unrecognized arguments: --qqqqqqq;"),
+        ("--warmup_ratio 0.1", "(--warmup_ratio: use --num_warmup_steps, in optimizer steps);"),
+        ("--bf16", "(--bf16: use --mixed_precision bf16);"),
+    ],
+)
+def test_a_mistake_comes_with_what_was_probably_meant(words, said, capsys, tmp_path):
+    message = exit_message(capsys, words.split())
+    assert said in message and message.endswith("'train_fp8.py --help-all' lists the options.")
+
+
+def test_an_unknown_key_of_a_file_comes_with_what_was_probably_meant(tmp_path):
+    (tmp_path / "run.yaml").write_text("bach_size: 8\n")
+    with pytest.raises(UserError, match=r"'bach_size' is not an option \(did you mean --batch_size\?\); --help-all"):
+        parse_config(["--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.slow
@@ -283,7 +354,9 @@ RUN_FILES = [
 
 @pytest.mark.parametrize("path", sorted(RUN_FILES), ids=lambda path: path.stem)
 def test_every_example_file_is_a_configuration(path):
-    assert parse_config(["--config", str(path)]).model.model_name != EMBEDDED
+    config = parse_config(["--config", str(path)])
+    assert config.model.model_name != EMBEDDED
+    assert config.trackers == [], "an example runs without an account"
 
 
 def test_an_option_of_the_other_script_is_told_as_such(capsys):

@@ -408,14 +408,35 @@ def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
     assert "a line" in out.getvalue()
 
 
-def test_a_narrow_terminal_keeps_the_bar_and_all_figures() -> None:
+LONG_STEP = {
+    "step": 100_000,
+    "loss": 10.1234,
+    "grad_norm": 0.0123,
+    "learning_rate": 1e-5,
+    "tokens_per_s": 1_117_704.0,
+    "model_tflops": 1234.0,
+    "peak_memory_gib": 128.1,
+    "step_time_s": 0.4,
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_narrow_terminal_keeps_the_bar_and_the_line_of_a_step_in_one_line(width: int) -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=80, color_system=None)
-    display = ProgressDisplay(total_steps=25, log_every=10, console=console)
-    display.step({**a_step(12), "peak_memory_gib": 41.2})
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    display = ProgressDisplay(total_steps=100_000, log_every=10, console=console)
+    display.step(LONG_STEP)
     display.close()
-    assert "\u2501" * 7 in out.getvalue()
-    assert "GiB" in out.getvalue() and "left" in out.getvalue()
+    (shown,) = {line.rstrip() for line in out.getvalue().splitlines() if "loss 10.1234" in line}
+    assert "\u2501" * (width // 10) in shown and shown.endswith("0:00:00 left")
+    assert len(shown.removeprefix("\x1b[2K")) <= width
+    assert ("tokens/s" in shown) == (width >= 80) and ("GiB" in shown) == (width >= 100)
+
+
+def test_the_line_of_a_step_fits_100_columns() -> None:
+    text = format_step(LONG_STEP, 100_000, 36_000.0)
+    assert len(text) <= 100
+    assert text == "step 100000/100000  loss 10.1234  grad norm 0.0123  1,117,704 tokens/s  128.1 GiB  10:00:00 left"
 
 
 def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:
@@ -428,7 +449,7 @@ def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:
         "model_tflops": 867.4,
     }
     text = "step   7/100  loss 1.2346  grad norm 0.5  lr 1.00e-05  18,912 tokens/s  867 TFLOP/s  41.2 GiB  1:02:03 left"
-    assert format_step(full | {"peak_memory_gib": 41.23}, 100, 3723.2) == text
+    assert format_step(full | {"peak_memory_gib": 41.23}, 100, 3723.2, columns=160) == text
     assert format_step({"step": 7, "loss": 1.0}, 100, None) == "step   7/100  loss 1.0000"
 
 

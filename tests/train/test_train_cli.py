@@ -145,7 +145,7 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
 
     lines = done.stdout.splitlines()
     assert not any("\r" in line or "%|" in line or "arning" in line for line in lines)
-    assert lines[0].startswith("precision: no")
+    assert lines[0].startswith("precision: fp32 (asked for: fp32)")
     for expected in (
         r"data: embedded, split train, evaluated on split validation, padded sequences of 128 tokens",
         r"  300 rows read, \d+ used, 0 held out, \d+ dropped as longer than 128 tokens, 0 truncated to that, 0 empty",
@@ -153,7 +153,7 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
         r"step  1/12  loss \d\.\d{4}  grad norm .*",
         r"step 12/12  loss \d\.\d{4}  grad norm .*",
         r"evaluation at step 12: eval_loss .*",
-        r"done: 12 steps in \d+ s, precision no",
+        r"done: 12 steps in \d+ s, precision fp32",
     ):
         assert any(re.fullmatch(expected, line) for line in lines), expected
 

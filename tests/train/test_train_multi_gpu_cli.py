@@ -39,7 +39,7 @@ def test_the_documented_command(tmp_path, tiny_model):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--sharding_mode=fsdp_ful"], "--sharding_mode/--sharding-mode: invalid choice: 'fsdp_ful'"),
+        (["--sharding_mode=fsdp_ful"], "--sharding_mode: invalid choice: 'fsdp_ful'"),
         (
             ["--sharding_mode=ddp", "--hybrid_shard_size=2"],
             "--hybrid_shard_size 2 has no effect with --sharding_mode ddp",

@@ -47,7 +47,7 @@ def main() -> int:
     """Diagnose, print, write; returns the exit code."""
     parser = own_parser()
     own, rest = parser.parse_known_args(sys.argv[1:])
-    if {"-h", "--help"} & set(rest):
+    if {"-h", "--help", "--help-all"} & set(rest):
         print(parser.format_help())
     num_processes = launch_ranks(os.environ).world_size
     if num_processes > 1:

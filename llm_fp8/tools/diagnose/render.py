@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.diagnose.gemm_operands import PASSES
 from llm_fp8.utils.errors import EXIT_NO_GPU
 
@@ -23,10 +24,9 @@ _STAGES = {
 def render(found: dict[str, Any], console: Console) -> None:
     """Print what `result.findings` returned; problems come last, where a reader's eye is."""
     precision, has_gpu = found["precision"], found["exit_code"] != EXIT_NO_GPU
-    scenario = precision["effective_scenario"]
+    name = precision_name(precision["effective"], precision["effective_scenario"])
     console.print(
-        f"{found['device']}; precision {precision['effective']}{f' {scenario}' if scenario else ''}; attention: "
-        f"{found['attention'] or 'not seen'}",
+        f"{found['device']}; precision {name}; attention: {found['attention'] or 'not seen'}",
         markup=False,
     )
     if found["layers"]:

@@ -11,7 +11,7 @@ from llm_fp8.config.options import Config, PrecisionConfig
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.coverage import Fp8Coverage
-from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.plan import PrecisionPlan, precision_name
 from llm_fp8.precision.torchao import num_fp8_gemms_of
 from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, ranked_bottlenecks
 from llm_fp8.tools.diagnose.gemm_operands import PASSES, ModuleGemms, group_layers, is_low_precision
@@ -108,7 +108,11 @@ def precision_problems(
             for name, module in found.items()
             if any(is_low_precision(pair) for gemm_pass in PASSES for pair in module.passes[gemm_pass])
         ]
-        return [f"{listed(in_fp8)}: fp8 GEMMs in a run that asked for {plan.requested}"] if in_fp8 else []
+        return (
+            [f"{listed(in_fp8)}: fp8 GEMMs in a run that asked for {precision_name(plan.requested, None)}"]
+            if in_fp8
+            else []
+        )
     problems = []
     if plan.fallback_reason:
         problems.append(
