@@ -31,7 +31,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.models.weight_shards import is_te_model, local_shard
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import PEFT
+from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 _STAGES: dict[str, int] = {
@@ -139,7 +139,7 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     except ImportError as error:  # PEFT 0.18 with a newer torchao
         raise UserError(
             f"--lora_rank {options.lora_rank}: the installed PEFT does not go with another package ({error}); run: "
-            "pip install -r requirements.txt"
+            f"pip install -r {BASE_REQUIREMENTS}"
         ) from error
     for name, module in model.named_modules():
         if is_adapter(name):

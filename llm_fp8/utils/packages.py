@@ -16,6 +16,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
 """configs/ and the requirements files: in the repository links to them, in a wheel files."""
 
+_IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
+# As a command names them that is meant to be copied: in the repository, or where the package is installed.
+BASE_REQUIREMENTS, GPU_REQUIREMENTS, DEEPSPEED_REQUIREMENTS = (
+    name if _IN_REPOSITORY else str(SHIPPED / name)
+    for name in ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
+)
+VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
+DIAGNOSE = "python scripts/diagnose_fp8.py" if _IN_REPOSITORY else "llm-fp8 diagnose"
+
 
 def package_version(name: str) -> str | None:
     """Version of an installed distribution, None where it is not installed; imports nothing."""
@@ -60,7 +69,7 @@ class OptionalPackage:
 
 
 TRANSFORMER_ENGINE = OptionalPackage(
-    "Transformer Engine", "transformer_engine.pytorch", "pip install --no-build-isolation -r requirements-gpu.txt"
+    "Transformer Engine", "transformer_engine.pytorch", f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}"
 )
 FLASH_ATTENTION_4 = OptionalPackage(
     "flash-attn-4",
@@ -71,6 +80,6 @@ FLASH_ATTENTION_4 = OptionalPackage(
 """For --attn_implementation flash_attention_4 (`llm_fp8.kernels.flash_attention`); the command is for CUDA 13."""
 TORCHAO = OptionalPackage("torchao", "torchao.float8", "pip install torchao")
 TRITON = OptionalPackage("Triton", "triton", "pip install triton")
-PEFT = OptionalPackage("PEFT", "peft", "pip install -r requirements.txt")
-DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", "pip install -r requirements-deepspeed.txt")
+PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")
+DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {DEEPSPEED_REQUIREMENTS}")
 TENSORBOARD = OptionalPackage("the tensorboard package", "tensorboard", "pip install tensorboard")

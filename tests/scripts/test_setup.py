@@ -88,6 +88,8 @@ def test_a_version_that_stands_in_two_places_is_the_same() -> None:
     script = (REPOSITORY / "scripts" / "_setup.sh").read_text()
     tools = re.search(r"te_build_tools=\((.*?)\)", script)
     assert tools and f"pip install {tools[1]}\n" in (REPOSITORY / "requirements-gpu.txt").read_text()
+    (setuptools,) = re.findall(r"^setuptools==\S+", (REPOSITORY / "requirements-dev.txt").read_text(), re.MULTILINE)
+    assert setuptools in tools[1].split()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_fp8.tools.verify.processes import Ended, start_probe
 from llm_fp8.tools.verify.result import Problems, Result, Setup, model_config
+from llm_fp8.utils.packages import VERIFY
 
 if TYPE_CHECKING:
     from llm_fp8.data.collate import Batch
@@ -137,13 +138,13 @@ def judge_attention(ended: Ended, seen: dict[str, Any] | None, shape: str) -> Re
     details = [f"{kind}: {reason}" for kind, given in reasons.items() for reason in given]
     facts = {"seen": seen, "selected": selected, "reasons": reasons, "shape": shape, **ended.facts}
     if seen is None or ended.code != 0:
-        again = "python scripts/verify_fp8.py --only attention --verbose"
+        again = f"{VERIFY} --only attention --verbose"
         problems.fail(f"no attention ran ({shape}): {ended.why()}", again)
         return problems.result("", ended.evidence, facts)
     backend = seen["backend"]
     if backend not in FAST:
         fixes = [
-            "python scripts/verify_fp8.py --only cudnn --verbose",
+            f"{VERIFY} --only cudnn --verbose",
             "MAX_JOBS=4 python -m pip install --no-build-isolation flash-attn==2.8.3.post2",
         ]
         if any("NVTE_" in reason for reason in details):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from llm_fp8.tools.verify.processes import Ended, Started, shown, start_probe
 from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.utils.json_files import read_json, write_json_atomic
-from llm_fp8.utils.packages import package_version
+from llm_fp8.utils.packages import DEEPSPEED_REQUIREMENTS, VERIFY, package_version
 from llm_fp8.utils.subprocesses import torchrun
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def judge_run(run: ShardedRun, problems: Problems) -> str:
     if certificate.get("verdict") == "undetermined":
         problems.warn(f"{mode}: the run could not be certified: {'; '.join(certificate['reasons'])}", command)
     if summary.get("attention_backend") == "unfused":
-        problems.warn(f"{mode}: attention ran unfused", "python scripts/verify_fp8.py --only attention,cudnn")
+        problems.warn(f"{mode}: attention ran unfused", f"{VERIFY} --only attention,cudnn")
     loss = f"loss {losses[0]:.2f} to {losses[-1]:.2f}" if losses else "no loss"
     verdict = f", {certificate['verdict']}" if certificate else ""
     ran = f", GEMM kernels {kernels}" if kernels else ""
@@ -113,7 +113,7 @@ def modes_left_out(setup: Setup) -> dict[str, str]:
     """Mode of --engines -> why it cannot be tried."""
     if package_version("deepspeed") is not None:
         return {}
-    reason = "deepspeed is not installed (pip install -r requirements-deepspeed.txt)"
+    reason = f"deepspeed is not installed (pip install -r {DEEPSPEED_REQUIREMENTS})"
     return {mode: reason for mode in setup.engines if mode.startswith("deepspeed")}
 
 

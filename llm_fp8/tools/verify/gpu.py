@@ -14,6 +14,7 @@ from llm_fp8.config.recipes import recipe_names
 from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.tools.verify.versions import reinstall
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import GPU_REQUIREMENTS
 from llm_fp8.utils.subprocesses import output_of
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def judge_recipes(available: Mapping[str, str | None], device: str, torchao: str
     missing = {name: reason for name, reason in available.items() if reason is not None}
     details = tuple(f"{name}: {reason}" for name, reason in missing.items())
     if len(missing) == len(available):
-        fixes = ("python -m pip install --no-build-isolation -r requirements-gpu.txt", TRAIN_IN_BF16)
+        fixes = (f"python -m pip install --no-build-isolation -r {GPU_REQUIREMENTS}", TRAIN_IN_BF16)
         return Result("failed", f"{device} runs no fp8 recipe", details, fixes, facts)
     summary = ", ".join(name for name in available if name not in missing)
     if missing:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from llm_fp8.tools.verify.result import Result, Setup, first_line
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import VERIFY
 
 Answer = TypeVar("Answer")
 _THREAD = "verify"
@@ -127,7 +128,7 @@ def run_check(check: Check, setup: Setup) -> Row:
 
 
 def _crashed(check: Check, error: Exception) -> Result:
-    again = f"python scripts/verify_fp8.py --only {check.name} --json verify.json   # with the traceback in its details"
+    again = f"{VERIFY} --only {check.name} --json verify.json   # with the traceback in its details"
     if isinstance(error, TimeLimit):
         driver = "nvidia-smi   # whether the driver answers, and who uses the GPU"
         return Result("failed", f"the check {error}", error.stack, (again, driver))

@@ -26,6 +26,7 @@ from llm_fp8.tools.verify.gpu import availability, torchao_problem
 from llm_fp8.tools.verify.processes import Ended, start_probe
 from llm_fp8.tools.verify.result import Problems, Result, Setup, model_config
 from llm_fp8.tools.verify.versions import reinstall
+from llm_fp8.utils.packages import BASE_REQUIREMENTS, DIAGNOSE, GPU_REQUIREMENTS, VERIFY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ CHECKS: dict[Backend, str] = {"te": "steps", "torchao": "torchao_steps"}
 TIMEOUT_S: dict[Backend, float] = {"te": 180.0, "torchao": 300.0}
 """torchao's is longer: torch.compile compiles the decoder layer for each recipe."""
 REINSTALL: dict[Backend, str] = {
-    "te": "python -m pip install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
+    "te": f"python -m pip install --no-build-isolation --force-reinstall --no-deps -r {GPU_REQUIREMENTS}",
     "torchao": reinstall("torchao"),
 }
 BASELINE = "bf16"
@@ -86,7 +87,7 @@ def _listed(kernels: dict[str, int]) -> str:
 
 def judge_kernels(name: str, found: Evidence, problems: Problems, backend: Backend) -> None:
     """fp8 kernels in fp8, none in bf16."""
-    again = f"python scripts/verify_fp8.py --only {CHECKS[backend]} --verbose"
+    again = f"{VERIFY} --only {CHECKS[backend]} --verbose"
     low = sum(found.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION)
     ran = _listed(found.gemm_kernels)
     if name == BASELINE:
@@ -110,7 +111,7 @@ def judge_kernels(name: str, found: Evidence, problems: Problems, backend: Backe
 
 def judge_numbers(name: str, found: Evidence, baseline: Evidence, problems: Problems) -> None:
     """Losses are finite and near bf16's, the gradient points where bf16's does."""
-    compare = "python scripts/diagnose_fp8.py"
+    compare = DIAGNOSE
     if not all(map(math.isfinite, found.losses)):
         problems.fail(f"{name}: the loss is not finite ({found.losses})", compare)
         return
@@ -155,14 +156,14 @@ def judge_probe(ended: Ended, seen: dict[str, Any] | None, backend: Backend = "t
         return result
     before = (result.summary, *result.details) if found else ()
     summary = f"{seen['under_way'] or 'before the first'}: the steps did not end: {ended.why()}"
-    again = f"python scripts/verify_fp8.py --only imports,{CHECKS[backend]} --verbose"
+    again = f"{VERIFY} --only imports,{CHECKS[backend]} --verbose"
     return Result("failed", summary, (*before, *ended.evidence), (again,), result.facts)
 
 
 def judge_cpu_steps(losses: list[float], gradient_norm: float, vocab_size: int) -> Result:
     """Losses in nats per token of bf16 steps from random weights, and the gradient's norm after them."""
     problems, expected = Problems(), math.log(vocab_size)
-    fix = "python -m pip install --force-reinstall -r requirements.txt"
+    fix = f"python -m pip install --force-reinstall -r {BASE_REQUIREMENTS}"
     if not all(abs(loss / expected - 1) < MAX_CPU_LOSS_DIFFERENCE for loss in losses):  # false for NaN too
         problems.fail(f"losses {losses}, and random weights over {vocab_size} tokens should give {expected:.2f}", fix)
     if not 0 < gradient_norm < math.inf:

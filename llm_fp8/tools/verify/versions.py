@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import FLASH_ATTENTION_4, SHIPPED
+from llm_fp8.utils.packages import BASE_REQUIREMENTS, FLASH_ATTENTION_4, GPU_REQUIREMENTS, SHIPPED
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
@@ -135,7 +135,7 @@ def judge_versions(
             "parts of Transformer Engine differ in version: "
             + ", ".join(f"{name} {version}" for name, version in te_parts.items()),
             f"{_PIP} uninstall -y {' '.join(te_parts)}",
-            f"{_PIP} install --no-build-isolation -r requirements-gpu.txt",
+            f"{_PIP} install --no-build-isolation -r {GPU_REQUIREMENTS}",
         )
     facts = {name: there._asdict() for name, there in found.items()}
     return problems.result("" if problems.failures or problems.warnings else "as pinned", details, facts)
@@ -179,7 +179,7 @@ def judge_imports(outcomes: dict[str, str | None], printed: str = "") -> Result:
     """
     problems = Problems()
     fixes = {
-        _TE_MODULE: f"{_PIP} install --no-build-isolation --force-reinstall --no-deps -r requirements-gpu.txt",
+        _TE_MODULE: f"{_PIP} install --no-build-isolation --force-reinstall --no-deps -r {GPU_REQUIREMENTS}",
         "flash_attn": f"{_PIP} uninstall -y flash-attn   # or install it again for this torch",
         "flash_attn.cute": f"{sys.executable} -m {FLASH_ATTENTION_4.install}",
     }
@@ -188,7 +188,7 @@ def judge_imports(outcomes: dict[str, str | None], printed: str = "") -> Result:
         if error is not None and name in _OPTIONAL_MODULES:
             problems.warn(f"{sentence} ({OPTIONAL[_OPTIONAL_MODULES[name]]})", fixes.get(name) or reinstall(name))
         elif error is not None:
-            problems.fail(sentence, fixes.get(name, f"{_PIP} install --force-reinstall -r requirements.txt"))
+            problems.fail(sentence, fixes.get(name, f"{_PIP} install --force-reinstall -r {BASE_REQUIREMENTS}"))
     loaded = [name for name, error in outcomes.items() if error is None]
     facts = {"outcomes": outcomes, "said": printed}
     return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=facts)
