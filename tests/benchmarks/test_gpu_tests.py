@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +26,13 @@ def test_two():
 
 
 @pytest.fixture
-def record(tmp_path):
+def record(tmp_path, warm_python):
     """A function: run the named tests at a commit and give the record, in which each test has its outcome alone."""
 
     def run(commit: str, *names: tuple[str, ...], two: str = "True", options: tuple[str, ...] = ()) -> tuple[int, dict]:
         (tmp_path / "test_small.py").write_text(TESTS.format(two=two))
         command = [
-            sys.executable,
+            warm_python,
             str(ROOT / "benchmarks" / "gpu_tests.py"),
             "--output",
             str(tmp_path / "record.json"),
@@ -179,16 +178,19 @@ def test_whole_machine():
 
 
 @pytest.fixture
-def several(tmp_path):
+def several(tmp_path, warm_python):
     """A function: run tests of every kind as on a machine with these GPUs; exit code, and entries of the record by
     name.
     """
 
     def run(gpus: list[str], workers: int, exclusive: list, whole: str = "True"):
         (tmp_path / "test_several.py").write_text(SEVERAL.format(exclusive=exclusive, whole=whole))
-        program = f"from benchmarks import gpu_tests as g; g.visible_gpus = lambda: {gpus}; g.sys.exit(g.main())"
+        program = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks import gpu_tests as g; "
+            f"g.visible_gpus = lambda: {gpus}; sys.exit(g.main())"
+        )
         done = subprocess.run(
-            [sys.executable, "-c", program, "--output", "record.json", f"--workers={workers}", "test_several.py"],
+            [warm_python, "-c", program, "--output", "record.json", f"--workers={workers}", "test_several.py"],
             cwd=tmp_path,
             env=os.environ
             | {"LLM_FP8_COMMIT": "1" * 40, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(ROOT)},
