@@ -40,7 +40,7 @@ MODES: dict[str, list[str]] = {
     "fsdp_full": ["--sharding_mode=fsdp_full"],
     "fsdp_grad, saved beside training": ["--sharding_mode=fsdp_grad", "--async_save"],
     "ddp, accumulated": ["--sharding_mode=ddp", "--gradient_accumulation_steps=2"],
-    "fsdp_full, block, 8-bit moments": ["--sharding_mode=fsdp_full", "--fp8_scenario=block", "--optimizer=adamw_8bit"],
+    "fsdp_full, block, recomputed": ["--sharding_mode=fsdp_full", "--fp8_scenario=block", "--gradient_checkpointing"],
 }
 MOMENTS = ("collective", "save", "recorded step")
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "epoch", "eval_loss")
