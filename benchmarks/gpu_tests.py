@@ -157,6 +157,15 @@ def missing_tests(paths: list[str], outcomes: Outcomes) -> list[str]:
     return [name for name in names if not outcomes.has_passed(name)]
 
 
+def of_gpus(paths: list[str]) -> list[str]:
+    """`paths` with the files of GPU tests (*_gpu.py) in place of folders: the others are the CPU's, and fail on GPUs."""
+    return [
+        str(file)
+        for path in paths
+        for file in (sorted(Path(path).rglob("*_gpu.py")) if Path(path).is_dir() else [path])
+    ]
+
+
 def workers_that_see(visible: list[list[str]]) -> list[str]:
     """pytest's options for one worker per entry, the GPUs that it sees; set before it imports anything."""
     return [word for gpus in visible for word in ("--tx", f"popen//env:CUDA_VISIBLE_DEVICES={','.join(gpus)}")]
@@ -204,13 +213,13 @@ def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
-    files = sorted(str(path) for path in Path("tests").rglob("*_gpu.py"))
-    parser.add_argument("tests", nargs="*", default=files, help="what to run (default: every tests/**/*_gpu.py)")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="tests, files or folders (default: all of tests)")
     parser.add_argument("--missing", action="store_true", help="run only what --output does not hold as passed")
     options = parser.parse_args()
     require_writable("--output", options.output)
     outcomes = Outcomes(options.output, options.tests)
-    tests = missing_tests(options.tests, outcomes) if options.missing else options.tests
+    files = of_gpus(options.tests)
+    tests = missing_tests(files, outcomes) if options.missing else files
     if not tests:
         print(f"{options.output} holds all of these tests as passed")
         return 0
