@@ -158,7 +158,7 @@ def missing_tests(paths: list[str], outcomes: Outcomes) -> list[str]:
 
 
 def of_gpus(paths: list[str]) -> list[str]:
-    """`paths` with the files of GPU tests (*_gpu.py) in place of folders: the others are the CPU's, and fail on GPUs."""
+    """`paths` with the GPU tests (*_gpu.py) in place of folders: the other files are for machines without a GPU."""
     return [
         str(file)
         for path in paths

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -137,13 +139,8 @@ def kill_and_resume(runs: TwoGpuRuns, number: int, seed: int, wholes: dict[str, 
     return {**found, "difference": first_difference(outcome(folder, SAME), wholes[mode])}
 
 
-def campaign(seed: int, count: int, starts: int, parallel: int, scratch: Path) -> dict[str, Any]:
-    """`count` kills and `starts` further starts, so many at a time; returns what was tried and what it broke."""
-    runs = TwoGpuRuns(scratch)
-    with ThreadPoolExecutor(parallel) as pool:
-        wholes = dict(zip(MODES, pool.map(runs.whole, MODES), strict=True))
-        kills = list(pool.map(lambda number: kill_and_resume(runs, number, seed, wholes), range(count)))
-        bad_starts = [said for said in pool.map(runs.starts_well, range(starts)) if said]
+def summary(seed: int, runs: TwoGpuRuns, kills: list[dict[str, Any]], bad_starts: list[str]) -> dict[str, Any]:
+    """What was tried so far, and what it broke."""
     sent = [kill for kill in kills if kill["killed"]]
     return {
         "seed": seed,
@@ -159,6 +156,41 @@ def campaign(seed: int, count: int, starts: int, parallel: int, scratch: Path) -
     }
 
 
+def campaign(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """All kills and further starts, so many at a time, until the deadline; --output is written after each."""
+    began, runs, lock = time.monotonic(), TwoGpuRuns(scratch), threading.Lock()
+    kills: list[dict[str, Any]] = []
+    bad_starts: list[str] = []
+    provenance = collect_provenance(sys.argv)
+
+    def keep() -> None:
+        if options.output:
+            found = summary(options.seed, runs, kills, bad_starts)
+            write_json_atomic(options.output, {"provenance": provenance, **found})
+
+    def kill(number: int) -> None:
+        if time.monotonic() - began < options.deadline_s:
+            found = kill_and_resume(runs, number, options.seed, wholes)
+            with lock:
+                kills.append(found)
+                keep()
+
+    def start(number: int) -> None:
+        if time.monotonic() - began < options.deadline_s:
+            said = runs.starts_well(number)
+            with lock:
+                bad_starts.extend([said] if said else [])
+                keep()
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        wholes = dict(zip(MODES, pool.map(runs.whole, MODES), strict=True))
+        for _ in pool.map(kill, range(options.count)):
+            pass
+        for _ in pool.map(start, range(options.starts)):
+            pass
+    return summary(options.seed, runs, kills, bad_starts)
+
+
 def main() -> None:
     """Run a campaign and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,13 +198,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=21, help="kills")
     parser.add_argument("--starts", type=int, default=60, help="further starts")
     parser.add_argument("--parallel", type=int, default=4, help="runs at a time on the same two GPUs")
+    parser.add_argument("--deadline_s", type=float, default=math.inf, help="begin no run after so many seconds")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        found = campaign(options.seed, options.count, options.starts, options.parallel, Path(scratch))
-    print(json.dumps(found, indent=1))
-    if options.output:
-        write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), **found})
+        print(json.dumps(campaign(options, Path(scratch)), indent=1))
 
 
 if __name__ == "__main__":
