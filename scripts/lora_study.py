@@ -16,7 +16,6 @@ so. See docs/lora.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.tools.bench.variants import HEADS, LORA, Variant, parse_variants, precisions
 from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from scripts.benchmark import measure_and_print
 
 REFERENCE = "bf16"
@@ -186,7 +185,7 @@ def main() -> int:
     entries = speed_ups(rows)
     print_speed_ups(entries)
     if options.output is not None:
-        write_json_atomic(options.output, {**json.loads(options.output.read_text()), "speed_ups": entries})
+        write_json_atomic(options.output, {**read_json(options.output), "speed_ups": entries})
     return 0
 
 

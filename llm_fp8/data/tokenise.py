@@ -10,10 +10,12 @@ damaged or cut would train on other tokens without a word, so it is made anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -263,31 +265,45 @@ def tokenise(
     key = cache_key(dataset._fingerprint, tokenizer, options)
     optional = [TOOLS] if options.form == "messages" and TOOLS in dataset.column_names else []
     columns = [*COLUMNS[options.form], *optional]
-    folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
+    root = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
+    folder = root / f"tokenised-{key}"
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"tokenised-{key}*.arrow"):
-        if _checksum_file(path).is_file() and _checksum_file(path).read_text() == _checksum(path):
-            continue
-        print(f"the token cache {path} is damaged or incomplete, and is made anew", flush=True)
-        path.unlink()
-        _checksum_file(path).unlink(missing_ok=True)
-    tokenised = dataset.select_columns(columns).map(
-        _tokenise_columns,
-        batched=True,
-        with_indices=True,
-        fn_kwargs={"tokenizer": tokenizer, "options": options},
-        remove_columns=columns,
-        features=FEATURES,
-        num_proc=num_workers if num_workers > 1 else None,
-        new_fingerprint=key,
-        cache_file_name=str(folder / f"tokenised-{key}.arrow"),
-        load_from_cache_file=True,
-        desc="tokenising",
-    )
-    for path in {Path(file["filename"]) for file in tokenised.cache_files}:  # none where there are no rows
-        if not _checksum_file(path).is_file():
-            write_text_atomic(_checksum_file(path), _checksum(path))
+    with _only_writer_in(folder):
+        for path in folder.glob("*.arrow"):
+            if _checksum_file(path).is_file() and _checksum_file(path).read_text() == _checksum(path):
+                continue
+            print(f"the token cache {path} is damaged or incomplete, and is made anew", flush=True)
+            path.unlink()
+            _checksum_file(path).unlink(missing_ok=True)
+        tokenised = dataset.select_columns(columns).map(
+            _tokenise_columns,
+            batched=True,
+            with_indices=True,
+            fn_kwargs={"tokenizer": tokenizer, "options": options},
+            remove_columns=columns,
+            features=FEATURES,
+            num_proc=num_workers if num_workers > 1 else None,
+            new_fingerprint=key,
+            cache_file_name=str(folder / "rows.arrow"),
+            load_from_cache_file=True,
+            desc="tokenising",
+        )
+        for path in {Path(file["filename"]) for file in tokenised.cache_files}:  # none where there are no rows
+            if not _checksum_file(path).is_file():
+                write_text_atomic(_checksum_file(path), _checksum(path))
     return tokenised
+
+
+@contextlib.contextmanager
+def _only_writer_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes to `folder`, and remove what killed ones left half written."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # read-only, or a file system without locks
+            lock = stack.enter_context(open(folder / ".lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for path in folder.glob("tmp*"):
+                path.unlink()
+        yield
 
 
 def _checksum_file(path: Path) -> Path:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.torch_internals import fp8_gemm
 
@@ -143,12 +143,15 @@ def measure_rates(device: torch.device) -> MeasuredRates:
     return MeasuredRates(bf16, fast, split, copied)
 
 
+_ENTRIES = {"gpu": str, "ceilings": dict, "provenance.gpus.*.memory_gib": float}
+
+
 @functools.cache
 def _recorded(folder: Path) -> dict[str, KnownRates]:
     """GPU name -> what the files of `folder` say of it."""
     known = {}
     for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
+        record = read_json(path, _ENTRIES)
         source = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
         memory_gib = record["provenance"]["gpus"][0]["memory_gib"]
         known[record["gpu"]] = KnownRates(MeasuredRates(**record["ceilings"]), source, memory_gib)

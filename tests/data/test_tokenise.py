@@ -93,10 +93,20 @@ def test_a_second_run_reads_the_cache(
     same = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path))
     assert calls == [4]
     assert first[:] == again[:] == same[:]
-    assert len(list(tmp_path.glob("tokenised-*.arrow"))) == 1
+    assert len(list(tmp_path.glob("tokenised-*/*.arrow"))) == 1
     tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=65), str(tmp_path))
     assert calls == [4, 4]
-    assert len(list(tmp_path.glob("tokenised-*.arrow"))) == 2
+    assert len(list(tmp_path.glob("tokenised-*/*.arrow"))) == 2
+
+
+def test_what_a_killed_process_left_in_the_cache_goes(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    sound = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path))[:]
+    (made,) = tmp_path.glob("tokenised-*/*.arrow")
+    left = made.with_name("tmpabcd1234")  # as datasets names what it writes
+    left.write_bytes(b"half")
+    assert tokenise(dataset, tokenizer, OPTIONS, str(tmp_path))[:] == sound and not left.exists()
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -105,7 +115,7 @@ def test_a_damaged_cache_is_made_anew(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys, damage: str, num_workers: int
 ) -> None:
     sound = tokenise(dataset, tokenizer, OPTIONS, str(tmp_path), num_workers)[:]
-    first, *_ = sorted(tmp_path.glob("tokenised-*.arrow"))
+    first, *_ = sorted(tmp_path.glob("tokenised-*/*.arrow"))
     content = first.read_bytes()
     half = len(content) // 2
     if damage == "zeros in the middle":
@@ -114,7 +124,7 @@ def test_a_damaged_cache_is_made_anew(
         first.write_bytes(content[:half])
     elif damage == "another dataset's":
         tokenise(dataset.select([0]), tokenizer, OPTIONS, str(tmp_path / "other"))
-        first.write_bytes(next((tmp_path / "other").glob("*.arrow")).read_bytes())
+        first.write_bytes(next((tmp_path / "other").glob("*/*.arrow")).read_bytes())
     elif damage == "empty":
         first.write_bytes(b"")
     else:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
-import json
 import os
 import statistics
 import sys
@@ -41,7 +40,7 @@ from llm_fp8.tools.bench.worker import (
 from llm_fp8.tools.bench.workload import Workload, parse_workloads
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.ranks import LaunchRanks, first_to_say
 
 EXIT_VARIANT_FAILED = 3
@@ -132,8 +131,7 @@ class ResultsFile:
 
     def read(self) -> dict[str, Any]:
         """Its entries; empty without a file. `measuring`, after a new start, had no row written when all ended."""
-        record: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
-        return record
+        return read_json(self._path, {"rows": list}) if self._path.exists() else {}
 
     def begin(self, subject: dict[str, Any]) -> None:
         """Note what is being measured; `subject` becomes part of its row."""
