@@ -4,7 +4,8 @@
 #   scripts/test.sh [--quick] [options of pytest]
 #
 # --quick leaves out the tests marked `slow`, which take more than about a second, start processes or train.
-# All checks run, also after one failed; the exit code says whether all passed.
+# All checks run, also after one failed; the exit code says whether all passed. pytest has three workers for two cores:
+# much of what tests do is wait.
 
 # shellcheck source=scripts/_setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
@@ -28,7 +29,7 @@ check "ruff check ." -m ruff check .
 check "ruff format --check ." -m ruff format --check .
 check "mypy llm_fp8" -m mypy llm_fp8
 check "lint-imports" -c "from importlinter.cli import lint_imports_command as lint; lint()"
-check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 2 "$@"
+check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 3 "$@"
 
 if ((${#failed[@]} > 0)); then
     say "failed:"
