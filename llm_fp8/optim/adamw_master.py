@@ -7,7 +7,7 @@
     exp_avg_sq             fp32     4       v, the running mean of squared gradients
 
 fp32 parameters are their own master weights and have no remainder. m is rounded to bf16 for storage only; why it may be
-and v may not: docs/numerics.md.
+and v may not: docs/precision.md.
 
 bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
 

@@ -114,7 +114,7 @@ def test_bytes_per_parameter():
 
 
 def test_documented_bytes_are_the_tables():
-    document = (Path(__file__).resolve().parents[2] / "docs" / "numerics.md").read_text()
+    document = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
     for kind in get_args(OptimizerKind):
         parts = bytes_per_parameter(kind)
         values = [parts.weight, parts.gradient, parts.master, parts.first_moment, parts.second_moment, parts.total]
