@@ -10,7 +10,7 @@ its figures.
     python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh
 
 Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes
-comparison.json and comparison.html to the output folder. docs/compare.md explains every figure. Exit code 0, or 1 where
+comparison.json and comparison.html to the output folder. docs/tools.md explains every figure. Exit code 0, or 1 where
 a run failed. Ctrl-C and SIGTERM let the runs save and stop first.
 """
 

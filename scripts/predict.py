@@ -5,7 +5,7 @@
     --gradient_accumulation_steps 4
     python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --num_gpus 4 --sharding_mode fsdp_full
 
-For the TE decoder (--use_te). How far to trust it: docs/when_fp8_pays.md. Without --gpu it is this machine's GPU, or
+For the TE decoder (--use_te). How far to trust it: docs/tools.md. Without --gpu it is this machine's GPU, or
 else the one that the constants were measured on.
 """
 

@@ -7,7 +7,7 @@
     python scripts/verify_fp8.py --only configs --config_file my_ds.json --config_file my_accelerate.yaml
 
 Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was
-checked, 130 or 143 stopped by Ctrl-C or SIGTERM. docs/verify.md
+checked, 130 or 143 stopped by Ctrl-C or SIGTERM. docs/tools.md
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def main() -> int:
             f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True
         )
     console.print(
-        f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/when_fp8_pays.md",
+        f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/tools.md",
         highlight=False,
         soft_wrap=True,
     )
