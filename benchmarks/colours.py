@@ -1,6 +1,9 @@
-"""The colours of the plots: one for what a variant trains in, on one GPU and on several."""
+"""What the plots share: a colour for what a variant trains in, the message as title, labels at the ends of lines."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from matplotlib.colors import to_rgb
 
@@ -51,3 +54,31 @@ def colours_of(variants: list[str]) -> list[tuple[float, float, float]]:
         found.append((red, green, blue))
         seen.append(name)
     return found
+
+
+def write_message(figure: Any, message: str, what: str) -> None:
+    """What the plot shows as its title; at its foot, what was measured."""
+    figure.suptitle(message, x=0.01, ha="left", fontsize=12, weight="bold")
+    figure.supxlabel(what, x=0.01, ha="left", fontsize=9, color="#555555")
+
+
+def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: float) -> None:
+    """Labels to the right of the lines that end at `x`.
+
+    Args:
+        ends: label -> height of the line's end, colour.
+        gap: least distance of two labels, in the units of the axis.
+    """
+    height = float("-inf")
+    for label, (end, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
+        height = max(end, height + gap)
+        axis.annotate(
+            label, (x, height), (6, 0), textcoords="offset points", va="center", color=colour, fontsize=10,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a PNG of twice the size that it is read at, on white, which reads on a light page and on a dark one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200, facecolor="white")

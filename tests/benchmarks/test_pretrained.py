@@ -66,4 +66,4 @@ def test_a_plot_is_drawn_of_pairs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plot", str(tmp_path / "record.json"), "--output", str(output)])
     assert plot_pretrained.main() == 0 and output.stat().st_size > 10_000
     lines = {line.get_label(): list(line.get_xydata()[:, 1]) for line in plt.gcf().axes[0].get_lines()}
-    assert lines["fp8 block"] == [pytest.approx(0.1)] and lines["fp8 delayed"] == []
+    assert lines["block"] == [pytest.approx(100)] and "delayed" not in lines, "in thousandths of a nat"
