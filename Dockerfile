@@ -2,8 +2,19 @@
 # The environment to train and test fp8 in, on NVIDIA's PyTorch image, whose torch and Transformer Engine stay as they are.
 #
 #   docker build --build-arg USER_ID="$(id -u)" --build-arg GROUP_ID="$(id -g)" --build-arg LLM_FP8_COMMIT="$(git rev-parse HEAD)" -t llm-fp8:latest .
+#   mkdir -p checkpoints
+#   docker run -it --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 \
+#     -v "$(pwd)/checkpoints:/workspace/checkpoints" llm-fp8:latest [bash scripts/train_fp8.sh]
 #
-# docs/containers.md
+# docker-compose.yml holds the same settings. Needed: the NVIDIA Container Toolkit and a driver for CUDA 13. Without a command the container
+# runs scripts/verify_fp8.py.
+#   results              runs/ is /workspace/checkpoints, the mounted folder; files belong to USER_ID and GROUP_ID
+#   models, data sets    HF_HOME is /cache/huggingface: -v "$HOME/.cache/huggingface:/cache/huggingface" shares the host's
+#   HF_TOKEN and others  docker run -e HF_TOKEN -e WANDB_API_KEY
+#   your configs/        -v "$(pwd)/configs:/workspace/configs"
+#
+# This image has not been built or run: no Docker daemon was at hand. hadolint passes, and tests/scripts/test_containers.py holds the files
+# against the repository. The image's own Transformer Engine is used, which may differ from the measured 2.20.2; the verifier says so.
 
 FROM nvcr.io/nvidia/pytorch:26.07-py3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -19,8 +18,7 @@ from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.tools.bench.variants import HEADS, REMOVED_OPTIONS
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
-from llm_fp8.tools.predict.prediction import Gpu, Prediction, known_gpu, predict
-from llm_fp8.tools.predict.step_time import StepTime
+from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,7 +38,7 @@ their variants do not name, or with so few tokens that the step is launch-bound.
 
 TODAYS_SINCE = "2026-11-22"
 """Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels
-(docs/performance_log.md), and those on several GPUs also before GEMMs added up their gradients and `fsdp_grad` kept
+(benchmarks/LOG.md), and those on several GPUs also before GEMMs added up their gradients and `fsdp_grad` kept
 weights for a step."""
 
 _FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -231,21 +229,14 @@ def _all_rows(folder: Path) -> tuple[Recorded, ...]:
 
 
 # --- tables ----------------------------------------------------------------------------------------------
-# The tables of docs/when_fp8_pays.md, so that the document cannot drift from the prediction.
+# The tables of docs/results.md, so that the document cannot drift from the prediction.
 #
-#     python -m benchmarks.prediction_records docs/when_fp8_pays.md     # writes them anew between their marks
+#     python -m benchmarks.prediction_records docs/results.md     # writes them anew between their marks
 #
 # A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 _MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
-_ROW_LENGTHS = (1024, 2048, 4096, 8192, 16384)
 _MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def _gpu() -> Gpu:
-    gpu = known_gpu(CALIBRATED_GPU)
-    assert gpu is not None
-    return gpu
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -253,67 +244,11 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _scenario(model: str, tokens: int, micro_batches: int, length: int) -> StepWorkload:
-    return StepWorkload(bundled_size(model), "bf16", tokens, micro_batches, length)
-
-
-def _by_recipe(scenario: StepWorkload) -> dict[str, Prediction]:
-    return {recipe: predict(scenario.with_recipe(recipe), _gpu()) for recipe in PREDICTED}
-
-
-def accuracy() -> str:
-    """The rows of today's code with their predictions."""
-    return _accuracy([record for record in recorded_rows() if record.todays])
-
-
-def older() -> str:
-    """The rows of the decoder before, on one GPU."""
-    return _accuracy([record for record in recorded_rows() if not record.todays])
-
-
-def memory_before() -> str:
-    """The rows of several GPUs whose time is not today's, but whose memory is."""
-    rows = []
-    for record in rows_for_memory_alone():
-        row = record.row
-        shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
-        figures = [
-            f"{row['peak_memory_gib']:.1f}",
-            f"{record.prediction.peak_memory_gib:.1f}",
-            f"{record.memory_error:+.1%}",
-        ]
-        rows.append([f"`{record.file}`", row["model"], shape, str(record.num_gpus), record.variant, *figures])
-    return _table(["file", "model", "rows x length x micro-batches", "GPUs", "arm", "GiB", "predicted", "error"], rows)
-
-
-def _accuracy(records: list[Recorded]) -> str:
-    rows = []
-    for record in records:
-        row, found = record.row, record.prediction
-        shape = f"{row['batch_size']} x {row['seq_length']:,} x {row['micro_batches']}"
-        gpus = str(row.get("num_gpus", 1))
-        name = (
-            f"`{record.file}`"
-            + (f", {row['row']}" if "row" in row else "")
-            + ("" if record.held_out or not record.todays else " (fitted)")
-        )
-        expected = f"{found.peak_memory_gib:.1f}"
-        if record.out_of_memory:
-            measured = ["out of memory", f"{found.step_time_s:.3f}", "", "", expected, ""]
-            rows.append([name, row["model"], shape, gpus, record.variant, *measured])
-            continue
-        error = f"{record.time_error:+.1%}" + (f" ({record.not_scored})" if record.not_scored else "")
-        measured = [
-            f"{record.step_time_s:.3f}",
-            f"{found.step_time_s:.3f}",
-            error,
-            f"{row['peak_memory_gib']:.1f}",
-            expected,
-        ]
-        rows.append([name, row["model"], shape, gpus, record.variant, *measured, f"{record.memory_error:+.1%}"])
-    columns = ("step s", "predicted", "error", "GiB", "predicted", "error")
-    header = ["file", "model", "rows x length x micro-batches", "GPUs", "arm", *columns]
-    return _table(header, rows)
+def _by_recipe(model: str, length: int) -> dict[str, Prediction]:
+    """Of four micro-batches of 8,192 tokens in documents of `length`, on the calibrated GPU."""
+    gpu, scenario = known_gpu(CALIBRATED_GPU), StepWorkload(bundled_size(model), "bf16", 8192, 4, length)
+    assert gpu is not None
+    return {recipe: predict(scenario.with_recipe(recipe), gpu) for recipe in PREDICTED}
 
 
 def bounds() -> str:
@@ -326,7 +261,7 @@ def bounds() -> str:
         for several in (False, True)
         for held_out in (True, False)
     }
-    groups["decoder before, one GPU"] = [r for r in measured if not r.todays]
+    groups["older decoder, one GPU"] = [r for r in measured if not r.todays]
     rows = []
     for name, records in groups.items():
         if not records:
@@ -343,90 +278,17 @@ def bounds() -> str:
     return _table(["", "rows", "step time, median error", "from, to", "memory, median error", "worst"], rows)
 
 
-def _gain(own: float, bf16: float) -> str:
-    return f"{bf16 / own:.2f}"
-
-
-def models() -> str:
-    """Speed-up over bf16 by model and tokens of a micro-batch, four micro-batches a step."""
+def speedups() -> str:
+    """Speedup over bf16 by model and document length."""
     rows = []
-    for model in _MODELS:
-        for tokens in (4096, 8192, 16384):
-            found = _by_recipe(_scenario(model, tokens, 4, 1024))
-            gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
-            rows.append([model, f"{tokens:,}", f"{found['bf16'].tokens_per_s:,.0f}", *gains])
-    return _table(["model", "tokens per micro-batch", "bf16 tokens/s", *PREDICTED[1:]], rows)
+    for model, length in [*((model, 1024) for model in _MODELS), ("Llama-3.1-8B", 8192)]:
+        found = _by_recipe(model, length)
+        gains = [f"{found['bf16'].step_time_s / found[recipe].step_time_s:.2f}" for recipe in PREDICTED[1:]]
+        rows.append([model, f"{length:,}", *gains])
+    return _table(["model", "document length", *PREDICTED[1:]], rows)
 
 
-def lengths() -> str:
-    """Speed-up over bf16 by document length at 16,384 tokens in a micro-batch, Llama-3.1-8B."""
-    rows = []
-    for length in _ROW_LENGTHS:
-        found = _by_recipe(_scenario("Llama-3.1-8B", 16384, 4, length))
-        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
-        bf16 = found["bf16"].time
-        rows.append([f"{length:,}", f"{bf16.attention_s / bf16.total_s:.0%}", *gains])
-    return _table(["document length", "attention's share of bf16", *PREDICTED[1:]], rows)
-
-
-def micro_batches() -> str:
-    """Speed-up over bf16 by micro-batches of a step, Llama-3.1-8B with 4,096 tokens each."""
-    rows = []
-    for number in (1, 2, 4, 8, 32):
-        found = _by_recipe(_scenario("Llama-3.1-8B", 4096, number, 1024))
-        gains = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
-        bf16 = found["bf16"].time
-        rows.append([str(number), f"{bf16.weights_s / bf16.total_s:.0%}", *gains])
-    return _table(["micro-batches", "weights' share of bf16", *PREDICTED[1:]], rows)
-
-
-def parts() -> str:
-    """Milliseconds of the parts of a step, 1B and 8B, 8,192 tokens in each of four micro-batches."""
-    names = [field.name for field in dataclasses.fields(StepTime) if field.name != "exchange_s"]
-    rows = []
-    for model in ("Llama-3.2-1B", "Llama-3.1-8B"):
-        for recipe, found in _by_recipe(_scenario(model, 8192, 4, 1024)).items():
-            rows.append(
-                [
-                    model,
-                    recipe,
-                    *(f"{1e3 * getattr(found.time, name):.0f}" for name in names),
-                    f"{1e3 * found.step_time_s:.0f}",
-                ]
-            )
-    return _table(["model", "recipe", *(name.removesuffix("_s") for name in names), "step"], rows)
-
-
-def adapters() -> str:
-    """Arithmetic for LoRA: a frozen base has no weight gradients, optimizer or repeated weight casts."""
-    rows = []
-    for model in _MODELS:
-        found = _by_recipe(_scenario(model, 8192, 4, 1024))
-        times = {recipe: adapter_time_s(prediction) for recipe, prediction in found.items()}
-        full = [_gain(found[recipe].step_time_s, found["bf16"].step_time_s) for recipe in PREDICTED[1:]]
-        rows.append([model, *full, *(_gain(times[recipe], times["bf16"]) for recipe in PREDICTED[1:])])
-    return _table(["model", *(f"full, {r}" for r in PREDICTED[1:]), *(f"LoRA, {r}" for r in PREDICTED[1:])], rows)
-
-
-def adapter_time_s(found: Prediction) -> float:
-    """Seconds of a step that trains adapters of no size: two of three GEMMs, no work on weights; what adapters take
-    comes on top.
-    """
-    time = found.time
-    return 2 / 3 * time.gemm_s + time.attention_s + time.passes_s + time.casts_s + time.gap_s
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "bounds": bounds,
-    "accuracy": accuracy,
-    "older": older,
-    "memory_before": memory_before,
-    "models": models,
-    "lengths": lengths,
-    "micro_batches": micro_batches,
-    "parts": parts,
-    "adapters": adapters,
-}
+TABLES: dict[str, Callable[[], str]] = {"bounds": bounds, "speedups": speedups}
 
 
 def with_tables(text: str) -> str:

@@ -13,7 +13,7 @@ N GPUs, each on as many as it needs: on 4, two rows of 2 at a time. Rows that ne
 those that need more than there are, are left out and named.
 
 Rows on real documents: the same documents packed by ours and padded to the row's length by the baseline, at equal
-weights; figures are real tokens/s and the loss per token that is predicted. docs/benchmark.md says how to read the
+weights; figures are real tokens/s and the loss per token that is predicted. docs/tools.md says how to read the
 file.
 
 Exit code: 0; 1 where --time_limit_s left something to be measured (run the same command again); 2 for a mistake.

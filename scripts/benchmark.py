@@ -23,7 +23,7 @@ which ours packs and the others pad to LENGTH. Variants:
 The variants take turns --rounds times, each time in a process of its own, so that nothing of one is left in the next.
 Steps before --warmup are left out; figures are over the other steps of all rounds. One more step of each round is
 recorded, for the kernels that ran. A variant that fails or runs out of memory is a row that says so. The results are
-rewritten after every measurement; the same command with --resume goes on from them. See docs/benchmark.md.
+rewritten after every measurement; the same command with --resume goes on from them. See docs/tools.md.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
     """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
 
     TE's own RMSNorm is tuned for `TUNED_WIDTHS`; other hidden sizes take a general kernel: on an H200, 16,384 tokens of
-    width 3,072, forward and backward with quantisation, 316 us against cuDNN's 117 (docs/performance_log.md). cuDNN
+    width 3,072, forward and backward with quantisation, 316 us against cuDNN's 117 (benchmarks/LOG.md). cuDNN
     plans each number of tokens anew, up to a second each, which small models would not earn back. The forward pass
     under current scaling stays TE's, whose kernel computes the amax on the way. TE reads both variables once, at its
     first norm.

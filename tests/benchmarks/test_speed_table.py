@@ -80,7 +80,7 @@ def test_the_projects_table(tmp_path):
 
 
 def test_the_targets_of_the_log_are_those_of_the_table():
-    text = (ROOT / "docs" / "performance_log.md").read_text()
+    text = (ROOT / "benchmarks" / "LOG.md").read_text()
     targets = {row.name: row.targets for row in read_table(TABLE, 6) if row.targets}
     table = text.partition("## Targets")[2].partition("\n## ")[0]
     lines = {match[1]: match[2] for match in re.finditer(r"^\| `(\w+)` \|[^|]*\| ([^|]*?) \|", table, re.M)}

@@ -20,7 +20,7 @@ from tests.support.documented_commands import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "LOG.md"]
 WRITTEN_BY_RUNS = {
     "adapter_config.json",
     "certificate.json",

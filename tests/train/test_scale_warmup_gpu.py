@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_SUPERVISED = 65_536
 """Of a step of the size that is trained; the batch of the test has far fewer."""
 FP8_DIFFERENCE = 0.25
-"""Relative difference of a step's gradient in fp8 from bf16's; with settled scales 0.13 (`docs/performance_log.md`)."""
+"""Relative difference of a step's gradient in fp8 from bf16's; with settled scales 0.13 (`benchmarks/LOG.md`)."""
 
 
 def first_gradients(options, use_te, device, find: bool) -> dict[str, torch.Tensor]:

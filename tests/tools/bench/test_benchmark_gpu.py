@@ -92,7 +92,7 @@ def test_kernels_of_an_arm(name, workload, first_loss, device, record_property):
 
 def test_accelerates_own_fp8_unties_and_freezes_a_tied_output_head(tmp_path, device):
     """What Accelerate 1.15 does, and what the row then says. Should it stop doing so, this fails and
-    docs/benchmark.md has to change.
+    docs/tools.md has to change.
     """
     tied = write_architecture(tmp_path / "tied", tie_word_embeddings=True)
     found = measure(Workload.parse(tied, 2), parse_variant("accelerate_te"), 1, device)
