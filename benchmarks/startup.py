@@ -8,8 +8,8 @@
 
 Writes a folder as the hub lays it out (random weights, the embedded tokenizer), then starts the training command on it,
 `--repeats` times, with what stands behind `--`. The phases are those that the run measures itself (`phases_s` of its
-summary.json, docs/metrics.md). The files were just written, so they are read from the page cache: the first start after
-a reboot also waits for the disk.
+summary.json, docs/monitoring.md). The files were just written, so they are read from the page cache: the first start
+after a reboot also waits for the disk.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ communication, certificate.
         what offline runs hold, and how to send them
 
 Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with
---group. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/wandb.md. With --offline the
-output folders are read on this machine: it lists the runs that W&B has not got yet, says which of the dashboard's
+--group. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/monitoring.md. With --offline
+the output folders are read on this machine: it lists the runs that W&B has not got yet, says which of the dashboard's
 figures they lack, and prints the commands that send them.
 
 The project's tests build the view with W&B's own client and check what is sent to a stand-in of the server on this

@@ -9,7 +9,7 @@ Three sources that do not know of each other are compared:
 
 The kernels decide. A GEMM whose name does not tell its types counts for neither side; a kernel that no rule knows may
 be a GEMM too. The verdict is "undetermined" where such kernels could be the missing fp8 ones and no module denies that
-it computed in fp8, or where they could be fp8 ones in a run without fp8. docs/certificate.md says what each source can
+it computed in fp8, or where they could be fp8 ones in a run without fp8. docs/monitoring.md says what each source can
 and cannot see.
 """
 

@@ -1,4 +1,4 @@
-"""FLOPs against the matrices of real models, peaks, and the keys' table in docs/metrics.md."""
+"""FLOPs against the matrices of real models, peaks, and the keys' table in docs/monitoring.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llm_fp8.observability.metrics import (
     step_flops,
 )
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -188,6 +188,6 @@ def test_perplexity() -> None:
 
 
 def test_the_document_lists_every_key_with_its_unit_and_meaning() -> None:
-    table = DOCUMENT.read_text().partition("## ")[0]
+    table = DOCUMENT.read_text().partition("## Metrics\n")[2].partition("## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     assert rows == [f"| `{key}` | {metric.unit} | {metric.description} |" for key, metric in METRICS.items()]

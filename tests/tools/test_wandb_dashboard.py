@@ -35,7 +35,7 @@ from tests.support.small import train
 from tests.support.wandb_file import the_wandb_run
 from tests.support.wandb_server import VIEWER, StandIn, served
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 
 
 def the_spec(group: str | None = None) -> dict[str, Any]:
