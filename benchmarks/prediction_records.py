@@ -261,7 +261,6 @@ def bounds() -> str:
         for several in (False, True)
         for held_out in (True, False)
     }
-    groups["older decoder, one GPU"] = [r for r in measured if not r.todays]
     rows = []
     for name, records in groups.items():
         if not records:
@@ -275,7 +274,7 @@ def bounds() -> str:
             f"{max(memory):.1%}",
         ]
         rows.append([name, str(len(times)), *errors])
-    return _table(["", "rows", "step time, median error", "from, to", "memory, median error", "worst"], rows)
+    return _table(["", "rows", "time: median error", "from, to", "memory: median error", "worst"], rows)
 
 
 def speedups() -> str:

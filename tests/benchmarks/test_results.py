@@ -92,7 +92,7 @@ def figures_of(name: str) -> set[str]:
 
 def test_tables_hold_the_figures_of_the_files_that_they_name():
     """Every figure of a thousand and more in a table stands in one of the files that its line names; in results.md,
-    where it names none, that the paragraph above the table names.
+    where it names none, in one that the paragraph above the table names.
     """
     checked = 0
     for document in DOCUMENTS:
@@ -318,7 +318,7 @@ def test_memory_over_steps(name):
         # Host memory of a process with hundreds of threads moves by what their allocators keep: a few jumps of a MiB
         # or two.
         limit = 0 if figure.startswith("gpu_") else 0.002 * found["first"]
-        assert abs(found["growth_per_1000_steps"]) <= limit, "docs/monitoring.md says that it does not grow"
+        assert abs(found["growth_per_1000_steps"]) <= limit, "docs/metrics.md says that it does not grow"
 
 
 @files("data_pipeline*.json")
