@@ -15,7 +15,7 @@ taking turns --rounds times:
 
 A step's time is what lies between two logged steps, which every variant logs one by one; the first --warmup steps are
 left out, the recorded step of the certificate among them. A variant that fails, a failed certificate too, is a row that
-says so. See docs/accelerate.md.
+says so. See docs/multi_gpu.md.
 """
 
 from __future__ import annotations

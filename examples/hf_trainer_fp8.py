@@ -9,7 +9,7 @@ nothing here is about fp8.
         --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M --max_seq_length 1024 --learning_rate 1e-5
 
 Every option of transformers' TrainingArguments is one of this script; leave --bf16 and --fp16 out, they take the place
-of the launcher's fp8 (docs/accelerate.md). CertificateCallback proves in what one step was computed; it is the only
+of the launcher's fp8 (docs/multi_gpu.md). CertificateCallback proves in what one step was computed; it is the only
 thing here that is not transformers'.
 """
 

@@ -25,7 +25,7 @@ STATE_SHARE = 0.6
 """Share of a GPU's memory that weights, gradients and optimizer state may take."""
 
 _DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3": (16, 0)}
-"""Sharded, unsharded: see docs/deepspeed.md."""
+"""Sharded, unsharded: see docs/multi_gpu.md."""
 _GATHERED_WEIGHT_BYTES = 2
 _ACCUMULATED_GRADIENT_BYTES = 4
 

@@ -5,7 +5,7 @@
 It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's,
 and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the output folder. A
 failed certificate ends the run with exit code 1. The evidence and its limits: docs/monitoring.md; what Accelerate does
-to a Trainer: docs/accelerate.md.
+to a Trainer: docs/multi_gpu.md.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.support import made_up_te
 from tests.support.small import forget_accelerator, train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENT = REPOSITORY / "docs" / "accelerate.md"
+DOCUMENT = REPOSITORY / "docs" / "multi_gpu.md"
 OTHER = {
     "backend": "TE",
     "fp8_format": "E4M3",
