@@ -318,7 +318,7 @@ def test_memory_over_steps(name):
         # Host memory of a process with hundreds of threads moves by what their allocators keep: a few jumps of a MiB
         # or two.
         limit = 0 if figure.startswith("gpu_") else 0.002 * found["first"]
-        assert abs(found["growth_per_1000_steps"]) <= limit, "docs/metrics.md says that it does not grow"
+        assert abs(found["growth_per_1000_steps"]) <= limit, "docs/monitoring.md says that it does not grow"
 
 
 @files("data_pipeline*.json")

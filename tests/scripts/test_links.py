@@ -21,6 +21,8 @@ from tests.support.documented_commands import (
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "LOG.md"]
+SUFFIXES = {".py", ".sh", ".yaml", ".sbatch"}
+"""Of what names documents, beside the files at the top."""
 WRITTEN_BY_RUNS = {
     "adapter_config.json",
     "certificate.json",
@@ -80,6 +82,15 @@ def test_every_result_and_program_that_is_named_is_there(document):
     folders = ("benchmarks/results", "configs")
     assert [name for name in sorted(programs) if not (ROOT / name).is_file()] == []
     assert [name for name in sorted(results) if not any((ROOT / folder / name).is_file() for folder in folders)] == []
+
+
+def test_every_document_that_the_code_names_is_there():
+    folders = ("llm_fp8", "scripts", "benchmarks", "configs", "examples", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    files += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
+    named = {(name, path) for path in files for name in re.findall(r"\bdocs/\w+\.md\b", path.read_text())}
+    assert len(named) > 10
+    assert [f"{path.relative_to(ROOT)}: {name}" for name, path in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
