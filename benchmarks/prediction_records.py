@@ -7,7 +7,6 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,31 +227,15 @@ def _all_rows(folder: Path) -> tuple[Recorded, ...]:
     return tuple(found)
 
 
-# --- tables ----------------------------------------------------------------------------------------------
-# The tables of docs/results.md, so that the document cannot drift from the prediction.
+# --- the table of docs/results.md ---
 #
-#     python -m benchmarks.prediction_records docs/results.md     # writes them anew between their marks
-#
-# A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+#     python -m benchmarks.prediction_records docs/results.md     # writes it anew between its marks
 
-_MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
-_MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- errors of the prediction -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _by_recipe(model: str, length: int) -> dict[str, Prediction]:
-    """Of four micro-batches of 8,192 tokens in documents of `length`, on the calibrated GPU."""
-    gpu, scenario = known_gpu(CALIBRATED_GPU), StepWorkload(bundled_size(model), "bf16", 8192, 4, length)
-    assert gpu is not None
-    return {recipe: predict(scenario.with_recipe(recipe), gpu) for recipe in PREDICTED}
-
-
-def bounds() -> str:
-    """The errors of the recorded rows by kind, the times of those that are not scored left out."""
+def errors() -> str:
+    """A table of the recorded rows by kind, the times of those that are not scored left out."""
     measured = [record for record in recorded_rows() if not record.out_of_memory]
     groups: dict[str, list[Recorded]] = {
         f"{'held out' if held_out else 'fitted'}, {'several GPUs' if several else 'one GPU'}": [
@@ -267,34 +250,22 @@ def bounds() -> str:
             continue
         times = [record.time_error for record in records if not record.not_scored]
         memory = [abs(record.memory_error) for record in records]
-        errors = [
+        figures = [
             f"{statistics.median(times):+.1%}",
             f"{min(times):+.1%} to {max(times):+.1%}",
             f"{statistics.median(memory):.1%}",
             f"{max(memory):.1%}",
         ]
-        rows.append([name, str(len(times)), *errors])
-    return _table(["", "rows", "time: median error", "from, to", "memory: median error", "worst"], rows)
+        rows.append([name, str(len(times)), *figures])
+    header = ["", "rows", "time: median error", "from, to", "memory: median error", "worst"]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *rows))
 
 
-def speedups() -> str:
-    """Speedup over bf16 by model and document length."""
-    rows = []
-    for model, length in [*((model, 1024) for model in _MODELS), ("Llama-3.1-8B", 8192)]:
-        found = _by_recipe(model, length)
-        gains = [f"{found['bf16'].step_time_s / found[recipe].step_time_s:.2f}" for recipe in PREDICTED[1:]]
-        rows.append([model, f"{length:,}", *gains])
-    return _table(["model", "document length", *PREDICTED[1:]], rows)
-
-
-TABLES: dict[str, Callable[[], str]] = {"bounds": bounds, "speedups": speedups}
-
-
-def with_tables(text: str) -> str:
-    """`text` with every table between marks made anew. Raises KeyError for a name that is none of `TABLES`."""
-    return _MARK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+def with_errors(text: str) -> str:
+    """`text` with the table of errors between its marks made anew."""
+    return _MARKED.sub(lambda match: match[1] + errors() + match[2], text)
 
 
 if __name__ == "__main__":
     document = Path(sys.argv[1])
-    document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
+    document.write_text(with_errors(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, with_tables, workload_of
+from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, with_errors, workload_of
 from llm_fp8.config.options import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.models.architectures import bundled_architectures, bundled_config
 from llm_fp8.models.build import count_parameters
@@ -440,10 +440,11 @@ def test_recipes_come_out_in_the_measured_order():
         assert [row.variant for row in by_measured] == [row.variant for row in by_predicted]
 
 
-def test_the_document_holds_what_the_functions_give():
+def test_the_document_holds_what_the_function_gives():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert text.count("<!-- table: ") == text.count("<!-- end -->") == 2
-    assert text == with_tables(text), "run: python -m benchmarks.prediction_records docs/results.md"
+    assert with_errors(re.sub(r"held out, one GPU.*", "", text)) == text, (
+        "run: python -m benchmarks.prediction_records docs/results.md"
+    )
 
 
 def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
