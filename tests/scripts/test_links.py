@@ -1,5 +1,5 @@
-"""What the documents point at is there: files, headings, results whose figures they give, and the options of their
-training commands.
+"""What the documents point at is there: files, headings, results whose figures they give, and the options that they
+name, in commands and in prose.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tests.support.documented_commands import (
     script_of,
     training_commands,
 )
+from tests.support.documented_options import command_lines, parse_command, wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "LOG.md"]
@@ -97,6 +98,51 @@ def test_every_document_that_the_code_names_is_there():
 def test_every_training_command_parses(document):
     for command in training_commands(document):
         config_of(command)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_option_is_one_of_the_program_it_is_said_of(document):
+    assert wrong_options(document.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("Give `--use_tea`, `--use_te` or `--adam_*`.", ["--use_tea"]),
+        ("Give `--adma_*`.", ["--adma_*"]),
+        ("`--rounds 3`", ["--rounds"]),
+        ("`scripts/benchmark.py` takes `--rounds 3`.\n\n## Next\n\n`--rounds`", ["--rounds"]),
+        ("`scripts/benchmark.py --rounds 3 --use_te`", ["--use_te"]),
+        ("```bash\npython scripts/predict.py --gpus 2 \\\n  --num_gpus 2  # --any\n```", ["--gpus"]),
+        ("`llm-fp8 diagnose --use_te --quality --rounds 3`", ["--rounds"]),
+        ("`torchrun --nproc_per_nodes=2 train_multi_gpu.py --fp8_params`", ["--nproc_per_nodes"]),
+        ("`torchrun --max_restart=3`, `torchrun --max_restarts=3`", ["--max_restart"]),
+        ("`scripts/launch_multi_node.sh --dry_run --use_tea`", ["--use_tea"]),
+    ],
+)
+def test_a_wrong_option_is_found(text, wrong):
+    assert wrong_options(text) == wrong
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_command_parses(document):
+    for command in command_lines(document.read_text()):
+        parse_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python scripts/evaluate.py --models runs/x",
+        "python scripts/evaluate.py --num_problems 5",
+        "llm-fp8 predict --num_gpus two",
+        "llm-fp8 diagnose --quality --use_tea",
+    ],
+)
+def test_a_command_that_does_not_parse_is_found(command):
+    assert command_lines(f"```bash\n{command}\n```\n") == [command]
+    with pytest.raises(SystemExit, match="2"):
+        parse_command(command)
 
 
 def test_the_readmes_commands_are_found():
