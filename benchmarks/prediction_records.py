@@ -235,19 +235,11 @@ _MARKED = re.compile(r"(<!-- errors of the prediction -->\n).*?(<!-- end -->)", 
 
 
 def errors() -> str:
-    """A table of the recorded rows by kind, the times of those that are not scored left out."""
+    """A table of the held-out rows on one GPU and on several, the times of those that are not scored left out."""
     measured = [record for record in recorded_rows() if not record.out_of_memory]
-    groups: dict[str, list[Recorded]] = {
-        f"{'held out' if held_out else 'fitted'}, {'several GPUs' if several else 'one GPU'}": [
-            r for r in measured if r.todays and r.held_out == held_out and (r.num_gpus > 1) == several
-        ]
-        for several in (False, True)
-        for held_out in (True, False)
-    }
     rows = []
-    for name, records in groups.items():
-        if not records:
-            continue
+    for name, several in (("one GPU", False), ("several GPUs", True)):
+        records = [r for r in measured if r.todays and r.held_out and (r.num_gpus > 1) == several]
         times = [record.time_error for record in records if not record.not_scored]
         memory = [abs(record.memory_error) for record in records]
         figures = [
