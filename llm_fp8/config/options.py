@@ -248,9 +248,16 @@ class RunConfig:
     save_every: int = option(
         0, "Optimizer steps between checkpoints; 0 saves none during training.", alias="save_steps"
     )
-    save_total_limit: int = option(2, "Checkpoints kept; the oldest are deleted first.")
+    save_total_limit: int = option(
+        2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never."
+    )
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps")
+    keep_best: bool = option(
+        False,
+        "Save a checkpoint whenever --eval_every finds the lowest eval loss so far, keep the best one, and export "
+        "final/ from it, not from the last step (as transformers' load_best_model_at_end).",
+    )
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
     eval_exact_match: int = option(
         0,

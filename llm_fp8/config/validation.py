@@ -104,6 +104,9 @@ def check_options(config: Config) -> None:
                 f"--allow_changed: '{name}' is not among {', '.join(TRAINING_OPTIONS)}.": name not in TRAINING_OPTIONS
                 for name in config.allowed_changes
             },
+            "--keep_best compares evaluations during training and needs --eval_every; add it.": (
+                run.keep_best and run.eval_every == 0
+            ),
             f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.": (
                 run.eval_exact_match == 0 and run.eval_max_new_tokens != RunConfig.eval_max_new_tokens
             ),

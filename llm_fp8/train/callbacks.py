@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 import te_llama
 from llm_fp8.data import PreparedData
@@ -64,15 +64,17 @@ class RunCallbacks:
         if sentence := describe_gpu_idle(idle, self.loop.accelerator.num_processes):
             reporter.print(f"so far {sentence}")
 
-    def evaluate(self, step: int) -> None:
-        """Eval loss and, where asked for, exact match, reported."""
+    def evaluate(self, step: int) -> float | None:
+        """Eval loss and, where asked for, exact match, reported; returns the main rank's eval loss."""
         if self.data.eval is None:
-            return
+            return None
         loop = self.loop
         figures = evaluate_loss(loop.accelerator, loop.model, loop.precision, self.data.eval)
         if self.exact_match is not None:
             figures |= self.exact_match.evaluate(step)
         loop.reporter.evaluation({"step": step, **figures})
+        eval_loss: list[float] = broadcast_object_list([figures["eval_loss"]])  # what follows must be so on all ranks
+        return eval_loss[0]
 
     def save(self, step: int) -> Path:
         """Write a checkpoint."""

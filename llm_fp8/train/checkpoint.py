@@ -117,6 +117,7 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         strategy: DistributedStrategy | None = None,
+        best_step: int | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder; collective. A checkpoint of the same step is replaced.
 
@@ -125,13 +126,16 @@ class CheckpointManager:
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: the main process's entries for `meta.json`.
             strategy: one that saves state itself (`save_state`), to a folder of its own in the checkpoint.
+            best_step: the step whose checkpoint is not deleted, whatever the limit.
 
         Raises `UserError` where the disk has no room; earlier checkpoints stay, nothing incomplete does.
         """
         self.finish()
-        return self._save(step, tensors, meta, group=None, strategy=strategy)
+        return self._save(step, tensors, meta, group=None, strategy=strategy, best_step=best_step)
 
-    def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+    def save_in_background(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best_step: int | None = None
+    ) -> Path:
         """As `save`, but return once the tensors are copied to the host; a thread writes the copies.
 
         Waits for an earlier save first. Write errors are raised by the next `save_in_background` or `finish`.
@@ -141,8 +145,18 @@ class CheckpointManager:
             self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
         copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
         meta = json.loads(json.dumps(meta))  # a copy too
-        self._background = _Background(lambda: self._save(step, copies, meta, self._background_group))
+        self._background = _Background(
+            lambda: self._save(step, copies, meta, self._background_group, best_step=best_step)
+        )
+        return self.of_step(step)
+
+    def of_step(self, step: int) -> Path:
+        """The folder of this step's checkpoint, whether it exists or not."""
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
+
+    def holds(self, step: int) -> bool:
+        """Whether there is a complete checkpoint of this step."""
+        return self.of_step(step) in self._newest_first()
 
     def finish(self) -> None:
         """Wait for a save in the background; raises what it raised."""
@@ -157,13 +171,15 @@ class CheckpointManager:
         meta: Mapping[str, Any],
         group: Any,
         strategy: DistributedStrategy | None = None,
+        best_step: int | None = None,
     ) -> Path:
-        final = self.folder / f"{_STEP_PREFIX}{step:08d}"
+        final = self.of_step(step)
+        best = None if best_step is None else self.of_step(best_step)
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
         if strategy is not None:
             needed_bytes += strategy.state_bytes()
         try:
-            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, strategy)
+            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, strategy, best)
         except BaseException as error:
             explained = self._explained(error, final, needed_bytes)  # the disk as it is
             if self.is_main:
@@ -181,6 +197,7 @@ class CheckpointManager:
         meta: Mapping[str, Any],
         group: Any,
         strategy: DistributedStrategy | None,
+        best: Path | None,
     ) -> None:
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
@@ -199,7 +216,7 @@ class CheckpointManager:
             _write_synced(temporary / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
             _sync_folder(temporary)
             self._publish(temporary, final)
-            self._prune(keep=final)
+            self._prune(final, best)
 
         self._on_main(prepare, final, group)
         writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
@@ -252,10 +269,12 @@ class CheckpointManager:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def _prune(self, keep: Path) -> None:
-        """Delete the oldest complete checkpoints beyond the limit, but never `keep`."""
-        others = [path for path in self._newest_first() if path != keep]
+    def _prune(self, newest: Path, best: Path | None) -> None:
+        """Delete the oldest complete checkpoints beyond the limit, but never these two."""
+        others = [path for path in self._newest_first() if path != newest]
         for path in others[self.limit - 1 :]:
+            if path == best:
+                continue
             # Renamed first, so that a kill in the middle leaves no half checkpoint under a checkpoint's name.
             doomed = self.folder / f"{_TEMPORARY_PREFIX}deleting-{path.name}"
             path.rename(doomed)

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
+from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.utils.errors import UserError, listed
 
 
@@ -55,8 +56,10 @@ class Callbacks(Protocol):
     def after_report(self, step: int) -> None:
         """After all steps up to `step` are reported, on every rank."""
 
-    def evaluate(self, step: int) -> None:
-        """Evaluate and report; all losses so far are finite."""
+    def evaluate(self, step: int) -> float | None:
+        """Evaluate, report and return the eval loss, the same on every rank; all losses so far are finite. None where
+        no row is held out.
+        """
 
     def save(self, step: int) -> Path:
         """Write a checkpoint and return its folder; all losses so far are finite."""
@@ -131,6 +134,7 @@ class TrainingLoop:
     fp8_linear_flop_share: float
     step: int = 0
     tokens_seen: int = 0
+    history: EvalHistory = field(default_factory=EvalHistory)
     last_checkpoint: Path | None = None
     evaluation_due: bool = False
     """A signal came in a step behind which an evaluation was due; the resumed run begins with it."""
@@ -154,8 +158,9 @@ class TrainingLoop:
         if self.step >= end:
             return  # resumed after the last step, for evaluation and export
         if self.evaluation_due:
-            callbacks.evaluate(self.step)
             self.evaluation_due = False
+            if self.evaluate(callbacks):
+                self.save(callbacks)
         self.model.train()
         first = self.step + 1
         stamp = self._restart_clocks()
@@ -177,15 +182,27 @@ class TrainingLoop:
                 self._read_pending()
                 callbacks.after_report(self.step)
             if evaluate:
-                callbacks.evaluate(self.step)
+                save = self.evaluate(callbacks) or save
             self.evaluation_due = self._due(options.eval_every) and stopping and self.step < options.total_steps
             if save:
-                self.require_finite_weights()
-                self.last_checkpoint = callbacks.save(self.step)
+                self.save(callbacks)
             if last:
                 return
             if evaluate or save:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
+
+    def evaluate(self, callbacks: Callbacks) -> bool:
+        """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
+        eval_loss = callbacks.evaluate(self.step)
+        if eval_loss is None:
+            return False
+        self.history.add(self.step, eval_loss)
+        return self.history.best_step == self.step
+
+    def save(self, callbacks: Callbacks) -> None:
+        """Write a checkpoint, unless the weights are not finite."""
+        self.require_finite_weights()
+        self.last_checkpoint = callbacks.save(self.step)
 
     def _after_profiled_step(self, profile: StepProfile, callbacks: Callbacks, num_micro_batches: int) -> Any:
         """Report the profiled step and call back; returns a new stamp, so that time and energy leave profiling out."""

@@ -22,7 +22,7 @@ from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.context_parallel import ContextGroup
-from llm_fp8.distributed.process_group import end_process_group, start_process_group
+from llm_fp8.distributed.process_group import end_process_group, largest, start_process_group
 from llm_fp8.models.build import decoder_layers, decoder_size
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.lora import num_adapter_parameters
@@ -34,6 +34,7 @@ from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.schedule import build_scheduler
 from llm_fp8.train.callbacks import RunCallbacks
 from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.generate import check_positions
@@ -42,6 +43,7 @@ from llm_fp8.train.loop import LoopOptions, TrainingLoop
 from llm_fp8.train.run_dir import check_free_space, is_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
     Predict,
+    Progress,
     RunResults,
     closing_words,
     export_final,
@@ -136,14 +138,20 @@ def run_training(
                 state.finish_save()
             if loop.step < loop.options.total_steps:
                 stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
-                reporter.finish({**summary_of(setup, loop, results, None, predict), **stopped})
+                figures = summary_of(setup, loop, results, None, predict)
+                reporter.finish({**figures, **_best_record(state, loop), **stopped})
                 plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
                 exit_code = stop.exit_code
             else:
                 loop.require_finite_weights()
-                callbacks.evaluate(loop.step)
-                exported = export_final(setup, tokenizer, loop) if config.run.export else None
-                summary = reporter.finish(summary_of(setup, loop, results, exported, predict))
+                if loop.evaluate(callbacks):
+                    loop.save(callbacks)
+                    state.finish_save()
+                exported, best = None, _best_record(state, loop)
+                if config.run.export:
+                    holds = _restore_best(plan, state, loop)
+                    exported, best = export_final(setup, tokenizer, holds), {**best, "exported_step": holds.step}
+                summary = reporter.finish({**summary_of(setup, loop, results, exported, predict), **best})
                 closing_words(setup, results, summary, exported)
                 exit_code = 0
     accelerator = plan.accelerator
@@ -186,7 +194,8 @@ def build_loop(
         background=config.parallel.async_save,
     )
     num_steps = total_steps(config, data)
-    done = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
+    done: dict[str, Any] = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
+    history = _restored_history(plan, checkpoints, done.pop("evaluations", None))
     step = done["step"]
     if resume_path is not None:
         plan.say(f"resumed from {resume_path} after step {step}")
@@ -217,10 +226,57 @@ def build_loop(
         size=decoder_size(plan.hf_config, num_adapter_parameters(setup.model)),
         peak=device_peak_tflops(plan.device),
         fp8_linear_flop_share=setup.coverage.fp8_linear_flop_share,
+        history=history,
         last_checkpoint=resume_path,
         **done,
     )
     return loop, state
+
+
+def _restored_history(plan: RunPlan, checkpoints: CheckpointManager, saved: dict[str, Any] | None) -> EvalHistory:
+    """What the evaluations before the checkpoint came to, of which a new run and earlier versions have nothing."""
+    history = EvalHistory(keeps_best=plan.config.run.keep_best)
+    if saved is not None:
+        history.load_state_dict(saved)
+    if not history.keeps_best:
+        history.forget_best()
+    elif history.best_step is not None and not _is_held(checkpoints, history.best_step):
+        plan.say(
+            f"--keep_best: the best step so far, {history.best_step}, has no checkpoint in {checkpoints.folder}; the "
+            "best is looked for among the evaluations to come"
+        )
+        history.forget_best()
+    return history
+
+
+def _is_held(checkpoints: CheckpointManager, step: int) -> bool:
+    """Whether every rank sees a complete checkpoint of `step`. Collective."""
+    return not largest(not checkpoints.holds(step))
+
+
+def _restore_best(plan: RunPlan, state: RunState, loop: TrainingLoop) -> Progress:
+    """Put the best step's weights into the model where --keep_best kept them; returns what the model holds then."""
+    best = loop.history.best_step
+    last = Progress(loop.step, loop.tokens_seen)
+    if best is None or best == loop.step:
+        return last
+    if not _is_held(state.checkpoints, best):
+        plan.say(
+            f"WARNING: {state.checkpoints.of_step(best)}, the checkpoint with the lowest eval loss, is gone or "
+            f"damaged: final/ will hold the weights of the last step, {loop.step}"
+        )
+        return last
+    done = state.restore(state.checkpoints.of_step(best), loop.optimizer)
+    return Progress(done["step"], done["tokens_seen"])
+
+
+def _best_record(state: RunState, loop: TrainingLoop) -> dict[str, Any]:
+    """The entry `best` of summary.json, where --keep_best found a best step."""
+    history = loop.history
+    if history.best_step is None:
+        return {}
+    checkpoint = str(state.checkpoints.of_step(history.best_step))
+    return {"best": {"step": history.best_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}}
 
 
 def _checked_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:

@@ -51,6 +51,14 @@ class RunResults:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far weights were trained."""
+
+    step: int
+    tokens_seen: int
+
+
+@dataclass(frozen=True)
 class RunOutcome:
     """A completed run on GPUs, for comparison with its prediction."""
 
@@ -135,16 +143,18 @@ def exports_adapter(setup: TrainingSetup) -> bool:
     return options.lora_rank > 0 and setup.weights_loaded and not options.lora_merge
 
 
-def export_final(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, loop: TrainingLoop) -> Path:
-    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
+def export_final(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, holds: Progress) -> Path:
+    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card, which says how far the
+    weights that the model `holds` were trained. Collective.
+    """
     plan = setup.plan
     config, folder = plan.config, plan.folder / "final"
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
         "precision": plan.precision.name,
-        "optimizer steps": loop.step,
-        "tokens": loop.tokens_seen,
+        "optimizer steps": holds.step,
+        "tokens": holds.tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
     }
@@ -231,8 +241,12 @@ def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, 
     say(f"  figures of every step   {folder / 'metrics.jsonl'}")
     say(f"  configuration, versions {folder / 'run.json'}")
     say(f"  summary                 {folder / 'summary.json'}")
+    if best := summary.get("best"):
+        say(f"  best checkpoint         {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
     if exported is not None:
         say(f"  {'PEFT adapter           ' if exports_adapter(setup) else 'Hugging Face checkpoint'} {exported}")
+        if best:
+            say(f"  weights in final/       of step {summary['exported_step']}")
 
 
 def memory_advice(plan: RunPlan, results: RunResults) -> str:

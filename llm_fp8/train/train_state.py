@@ -152,7 +152,7 @@ def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]
     )
 
 
-_LOOP_STATE = ("step", "tokens_seen", "evaluation_due")
+_LOOP_STATE = ("step", "tokens_seen", "evaluation_due", "evaluations")
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,7 @@ class RunState:
             "step": loop.step,
             "tokens_seen": loop.tokens_seen,
             "evaluation_due": loop.evaluation_due,
+            "evaluations": loop.history.state_dict(),
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
@@ -197,16 +198,20 @@ class RunState:
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
         tensors = self._tensors(loop.optimizer) | rng_state(self.accelerator.process_index)
+        best_step = loop.history.best_step
         if self.background:
-            return self.checkpoints.save_in_background(loop.step, tensors, meta)
-        return self.checkpoints.save(loop.step, tensors, meta, self.strategy if self.strategy.saves_itself else None)
+            return self.checkpoints.save_in_background(loop.step, tensors, meta, best_step)
+        strategy = self.strategy if self.strategy.saves_itself else None
+        return self.checkpoints.save(loop.step, tensors, meta, strategy, best_step)
 
     def finish_save(self) -> None:
         """Wait for a checkpoint that is being written in the background; collective."""
         self.checkpoints.finish()
 
     def restore(self, path: Path, optimizer: Any) -> dict[str, Any]:
-        """Restore everything in place; returns the checkpoint's `step`, `tokens_seen` and `evaluation_due`."""
+        """Restore everything in place; returns the checkpoint's `step`, `tokens_seen`, `evaluation_due` and, for
+        `EvalHistory`, `evaluations`, which checkpoints of earlier versions lack.
+        """
         if self.strategy.saves_itself:
             self.strategy.load_state(path / STRATEGY_STATE)
         else:
