@@ -258,6 +258,14 @@ class RunConfig:
         "Save a checkpoint whenever --eval_every finds the lowest eval loss so far, keep the best one, and export "
         "final/ from it, not from the last step (as transformers' load_best_model_at_end).",
     )
+    early_stopping_patience: int = option(
+        0,
+        "End the run, with evaluation and export as after its last step, when this many evaluations of --eval_every in "
+        "a row did not improve the eval loss; 0: never.",
+    )
+    early_stopping_threshold: float = option(
+        0.0, "With --early_stopping_patience: the eval loss must fall by more than this, in nats per token, to improve."
+    )
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
     eval_exact_match: int = option(
         0,

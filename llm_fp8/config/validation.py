@@ -39,6 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a finite number that is not negative",
         lambda value: 0 <= value < math.inf,
         "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every eval_exact_match "
+        "early_stopping_patience early_stopping_threshold "
         "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank",
     ),
     (
@@ -106,6 +107,12 @@ def check_options(config: Config) -> None:
             },
             "--keep_best compares evaluations during training and needs --eval_every; add it.": (
                 run.keep_best and run.eval_every == 0
+            ),
+            f"--early_stopping_patience {run.early_stopping_patience} counts evaluations during training and needs "
+            "--eval_every; add it.": run.early_stopping_patience > 0 and run.eval_every == 0,
+            f"--early_stopping_threshold {run.early_stopping_threshold:g} has no effect without "
+            "--early_stopping_patience; add it.": (
+                run.early_stopping_threshold != 0 and run.early_stopping_patience == 0
             ),
             f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.": (
                 run.eval_exact_match == 0 and run.eval_max_new_tokens != RunConfig.eval_max_new_tokens

@@ -106,11 +106,19 @@ class RunReporter:
     end, the trackers: after an error their exit hooks show the run as crashed.
     """
 
-    def __init__(self, accelerator: Accelerator, config: Config, total_steps: int, resume_step: int = 0) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        total_steps: int,
+        resume_step: int = 0,
+        evaluates_again: bool = False,
+    ) -> None:
         """Open the files in `config.run.output_dir`; `start_trackers` starts the trackers.
 
         `accelerator` was made with `**accelerator_tracking(config)`. `resume_step` is the checkpoint's step; at 0
-        metrics.jsonl begins anew.
+        metrics.jsonl begins anew. `evaluates_again`: the run had ended early there and repeats its last evaluation, as
+        one does that is resumed at `total_steps`.
         """
         self._accelerator = accelerator
         self._config = config
@@ -125,7 +133,7 @@ class RunReporter:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
-            truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps)
+            truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps and not evaluates_again)
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)

@@ -136,6 +136,8 @@ class TrainingLoop:
     tokens_seen: int = 0
     history: EvalHistory = field(default_factory=EvalHistory)
     last_checkpoint: Path | None = None
+    evaluated_step: int | None = None
+    """The step of this process's last evaluation."""
     evaluation_due: bool = False
     """A signal came in a step behind which an evaluation was due; the resumed run begins with it."""
     first_step_s: float | None = None
@@ -150,17 +152,20 @@ class TrainingLoop:
         """By step: the profile's entries of its record."""
 
     def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
-        """Train to step `until` (default: `total_steps`), or until `stop_requested()`, which saves a checkpoint too.
+        """Train to step `until` (default: `total_steps`), or until evaluations say to stop early, or until
+        `stop_requested()`, which saves a checkpoint too.
         The loader has no end of its own.
         """
         options = self.options
         end = options.total_steps if until is None else until
-        if self.step >= end:
+        if self.step >= end or self.history.stops_early:
             return  # resumed after the last step, for evaluation and export
         if self.evaluation_due:
             self.evaluation_due = False
             if self.evaluate(callbacks):
                 self.save(callbacks)
+            if self.history.stops_early:
+                return
         self.model.train()
         first = self.step + 1
         stamp = self._restart_clocks()
@@ -183,6 +188,8 @@ class TrainingLoop:
                 callbacks.after_report(self.step)
             if evaluate:
                 save = self.evaluate(callbacks) or save
+                last = self.history.stops_early
+                save = save or (last and options.save_every > 0)
             self.evaluation_due = self._due(options.eval_every) and stopping and self.step < options.total_steps
             if save:
                 self.save(callbacks)
@@ -191,9 +198,15 @@ class TrainingLoop:
             if evaluate or save:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left to take."""
+        return self.step >= self.options.total_steps or self.history.stops_early
+
     def evaluate(self, callbacks: Callbacks) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
         eval_loss = callbacks.evaluate(self.step)
+        self.evaluated_step = self.step
         if eval_loss is None:
             return False
         self.history.add(self.step, eval_loss)

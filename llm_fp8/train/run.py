@@ -136,7 +136,7 @@ def run_training(
                 loop.train(callbacks, stop.agreed)
             finally:
                 state.finish_save()
-            if loop.step < loop.options.total_steps:
+            if not loop.is_complete:
                 stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
                 figures = summary_of(setup, loop, results, None, predict)
                 reporter.finish({**figures, **_best_record(state, loop), **stopped})
@@ -144,14 +144,15 @@ def run_training(
                 exit_code = stop.exit_code
             else:
                 loop.require_finite_weights()
-                if loop.evaluate(callbacks):
+                if loop.evaluated_step != loop.step and loop.evaluate(callbacks):
                     loop.save(callbacks)
                     state.finish_save()
                 exported, best = None, _best_record(state, loop)
                 if config.run.export:
                     holds = _restore_best(plan, state, loop)
                     exported, best = export_final(setup, tokenizer, holds), {**best, "exported_step": holds.step}
-                summary = reporter.finish({**summary_of(setup, loop, results, exported, predict), **best})
+                why = {"stopped_early": loop.history.describe_stop()} if loop.history.stops_early else {}
+                summary = reporter.finish({**summary_of(setup, loop, results, exported, predict), **best, **why})
                 closing_words(setup, results, summary, exported)
                 exit_code = 0
     accelerator = plan.accelerator
@@ -204,6 +205,11 @@ def build_loop(
                 f"--resume_from {resume_path}: it has {step} steps behind it, and the run that was asked for has "
                 f"{num_steps}; to train on, raise --max_steps or --num_epochs and add --allow_changed total_steps."
             )
+        if history.stops_early and is_finished(plan.folder, step):
+            raise UserError(
+                f"--resume_from {resume_path}: that run stopped early and is finished: {history.describe_stop()}; to "
+                "train on, raise --early_stopping_patience or drop it."
+            )
     loop = TrainingLoop(
         accelerator=accelerator,
         strategy=strategy,
@@ -212,7 +218,7 @@ def build_loop(
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config.optim, num_steps, step),
         loader=data.train,
-        reporter=RunReporter(accelerator, config, num_steps, step),
+        reporter=RunReporter(accelerator, config, num_steps, step, evaluates_again=history.stops_early),
         options=LoopOptions(
             total_steps=num_steps,
             max_grad_norm=config.optim.max_grad_norm,
@@ -235,7 +241,7 @@ def build_loop(
 
 def _restored_history(plan: RunPlan, checkpoints: CheckpointManager, saved: dict[str, Any] | None) -> EvalHistory:
     """What the evaluations before the checkpoint came to, of which a new run and earlier versions have nothing."""
-    history = EvalHistory(keeps_best=plan.config.run.keep_best)
+    history = EvalHistory.of_run(plan.config.run)
     if saved is not None:
         history.load_state_dict(saved)
     if not history.keeps_best:

@@ -230,6 +230,8 @@ def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, 
     plan = setup.plan
     say, folder = plan.say, plan.folder
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
+    if "stopped_early" in summary:
+        say(f"stopped early: {summary['stopped_early']}")
     if results.prediction_line is not None:
         say(results.prediction_line)
     if idle := describe_gpu_idle(summary["gpu_waiting"], plan.accelerator.num_processes):

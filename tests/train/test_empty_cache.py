@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
 
 
@@ -29,6 +30,7 @@ def test_the_cache_is_emptied_every_so_many_steps(
         step=0,
         model=SimpleNamespace(train=nothing),
         evaluation_due=False,
+        history=EvalHistory(),
         loader=[[]] * 10,
         accelerator=SimpleNamespace(device=torch.device(device)),
         _restart_clocks=nothing,
