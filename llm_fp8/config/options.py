@@ -246,7 +246,12 @@ class RunConfig:
         "by commas (learning_rate,total_steps). Default: none, and a difference is an error.",
     )
     save_every: int = option(
-        0, "Optimizer steps between checkpoints; 0 saves none during training.", alias="save_steps"
+        0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps"
+    )
+    save_minutes: float = option(
+        30.0,
+        "Save a checkpoint, beside those of --save_every, when the last one is this many minutes old; looked at every "
+        "--log_every steps. 0: never.",
     )
     save_total_limit: int = option(
         2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never."

@@ -39,7 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a finite number that is not negative",
         lambda value: 0 <= value < math.inf,
         "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every eval_exact_match "
-        "early_stopping_patience early_stopping_threshold "
+        "early_stopping_patience early_stopping_threshold save_minutes "
         "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank",
     ),
     (

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
 
 import te_llama
 from llm_fp8.data import PreparedData
+from llm_fp8.distributed.process_group import largest
+from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_stats import WARMUP_STEPS
 from llm_fp8.precision.certificate import attention_library, certify, worst
 from llm_fp8.train.evaluate import evaluate_loss
 from llm_fp8.train.exact_match import ExactMatchEvaluation
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.train.run_record import RunResults, parallel_record
+from llm_fp8.train.run_record import RunResults, exported_bytes, parallel_record
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import FailedCheck
 from llm_fp8.utils.json_files import write_json_atomic
+
+
+@dataclasses.dataclass
+class SaveTimer:
+    """The time since the last checkpoint, or since training began in this process."""
+
+    minutes: float
+    """After which the next checkpoint is due; 0: never."""
+    _since_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    def is_over(self) -> bool:
+        """Whether a checkpoint is due."""
+        return self.minutes > 0 and time.monotonic() - self._since_s >= 60 * self.minutes
+
+    def restart(self) -> None:
+        """Measure from now on."""
+        self._since_s = time.monotonic()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +52,7 @@ class RunCallbacks:
     data: PreparedData
     exact_match: ExactMatchEvaluation | None
     results: RunResults
+    timer: SaveTimer
 
     def after_first_step(self) -> None:
         """Print the attention backend, and warn of the slow one."""
@@ -76,9 +97,28 @@ class RunCallbacks:
         eval_loss: list[float] = broadcast_object_list([figures["eval_loss"]])  # what follows must be so on all ranks
         return eval_loss[0]
 
+    def checkpoint_due(self) -> bool:
+        """Whether --save_minutes are over on the main rank. A disk with too little room for a checkpoint beside the
+        export costs the checkpoint, with a warning, and not the run, which need not have asked for one. Collective.
+        """
+        is_main, checkpoints = self.setup.plan.accelerator.is_main_process, self.state.checkpoints
+        if not largest(is_main and self.timer.is_over()):
+            return False
+        needed_bytes = self.state.checkpoint_bytes(self.loop)
+        if not largest(is_main and not checkpoints.has_room(needed_bytes + exported_bytes(self.setup))):
+            return True
+        self.loop.reporter.print(
+            f"WARNING: --save_minutes {self.timer.minutes:g}: no checkpoint is written, because the disk of "
+            f"{checkpoints.folder} has no room for one ({needed_bytes / GIB:.3g} GiB) beside final/; make room, or "
+            "turn this off by --save_minutes 0."
+        )
+        self.timer.restart()
+        return False
+
     def save(self, step: int) -> Path:
         """Write a checkpoint."""
         path = self.state.save(self.loop)
+        self.timer.restart()
         self.loop.reporter.print(f"saving {path} in the background" if self.state.background else f"saved {path}")
         return path
 

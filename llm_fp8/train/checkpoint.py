@@ -164,6 +164,10 @@ class CheckpointManager:
         if background is not None:
             background.wait()
 
+    def has_room(self, needed_bytes: int) -> bool:
+        """Whether the disk has room for so many bytes; the run's folder exists."""
+        return shutil.disk_usage(self.folder.parent).free >= needed_bytes + _FREE_SPACE_MARGIN_BYTES
+
     def _save(
         self,
         step: int,

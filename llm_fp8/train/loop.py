@@ -56,6 +56,9 @@ class Callbacks(Protocol):
     def after_report(self, step: int) -> None:
         """After all steps up to `step` are reported, on every rank."""
 
+    def checkpoint_due(self) -> bool:
+        """Whether the last checkpoint is too old (--save_minutes); collective, and the same on every rank."""
+
     def evaluate(self, step: int) -> float | None:
         """Evaluate, report and return the eval loss, the same on every rank; all losses so far are finite. None where
         no row is held out.
@@ -183,6 +186,8 @@ class TrainingLoop:
             last = self.step >= end or stopping
             evaluate = self._due(options.eval_every) and not last
             save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
+            if self._due(options.log_every) and not (save or last):
+                save = callbacks.checkpoint_due()
             if self._due(options.log_every) or evaluate or save or last:
                 self._read_pending()
                 callbacks.after_report(self.step)

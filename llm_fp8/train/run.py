@@ -24,7 +24,6 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.process_group import end_process_group, largest, start_process_group
 from llm_fp8.models.build import decoder_layers, decoder_size
-from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.lora import num_adapter_parameters
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.source import check_model, load_tokenizer
@@ -32,7 +31,7 @@ from llm_fp8.models.weights import weight_files
 from llm_fp8.observability.metrics import GIB, device_peak_tflops
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.train.callbacks import RunCallbacks
+from llm_fp8.train.callbacks import RunCallbacks, SaveTimer
 from llm_fp8.train.checkpoint import CheckpointManager
 from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.exact_match import ExactMatchEvaluation, encode_problems
@@ -47,7 +46,7 @@ from llm_fp8.train.run_record import (
     RunResults,
     closing_words,
     export_final,
-    exports_adapter,
+    exported_bytes,
     memory_advice,
     record_run,
     summary_of,
@@ -128,7 +127,7 @@ def run_training(
         with GracefulStop() as stop, loop.reporter as reporter:
             record_run(setup, data, loop, results)
             plan.say(f"training {loop.options.total_steps} steps on {_device_name(plan)}, results in {plan.folder}")
-            callbacks = RunCallbacks(setup, state, loop, data, exact_match, results)
+            callbacks = RunCallbacks(setup, state, loop, data, exact_match, results, SaveTimer(config.run.save_minutes))
             if plan.device.type == "cuda":
                 results.resident_gib = torch.cuda.memory_allocated(plan.device) / GIB
             phase_ends("records")
@@ -339,7 +338,7 @@ def _check_parity(setup: TrainingSetup, data: PreparedData, context: ContextGrou
 
 def _check_export(setup: TrainingSetup) -> None:
     """Say what final/ will hold where that is not obvious, and refuse a disk that has no room for it."""
-    plan, as_adapter = setup.plan, exports_adapter(setup)
+    plan = setup.plan
     options = plan.config.lora
     if plan.config.run.export and options.lora_rank and not setup.weights_loaded and not options.lora_merge:
         plan.say(
@@ -347,7 +346,7 @@ def _check_export(setup: TrainingSetup) -> None:
             "nowhere else"
         )
     if plan.config.run.export and plan.accelerator.is_main_process:
-        check_free_space(plan.folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=as_adapter))
+        check_free_space(plan.folder, exported_bytes(setup))
     if setup.num_trainable_parameters < setup.num_parameters:
         share = setup.num_trainable_parameters / setup.num_parameters
         plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,} ({share:.2%})")

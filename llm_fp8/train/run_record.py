@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.models.build import count_parameters
-from llm_fp8.models.export import export_adapter, export_hf
+from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.models.lora import scaling_of
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
@@ -141,6 +141,13 @@ def exports_adapter(setup: TrainingSetup) -> bool:
     """Whether final/ will hold an adapter; one for random weights would be useless."""
     options = setup.plan.config.lora
     return options.lora_rank > 0 and setup.weights_loaded and not options.lora_merge
+
+
+def exported_bytes(setup: TrainingSetup) -> int:
+    """Size of final/; 0 where there will be none."""
+    if not setup.plan.config.run.export:
+        return 0
+    return export_size_bytes(setup.model, setup.plan.export_dtype, adapters_only=exports_adapter(setup))
 
 
 def export_final(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, holds: Progress) -> Path:

@@ -183,6 +183,10 @@ class RunState:
         tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
         return tensors
 
+    def checkpoint_bytes(self, loop: TrainingLoop) -> int:
+        """Approximate size of a checkpoint, all ranks together."""
+        return sum(tensor.nbytes for tensor in self._tensors(loop.optimizer).values()) + self.strategy.state_bytes()
+
     def save(self, loop: TrainingLoop) -> Path:
         """Write a checkpoint after `loop.step`; returns its folder."""
         scaler = self.accelerator.scaler
