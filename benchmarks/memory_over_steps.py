@@ -10,7 +10,8 @@ Without options behind `--` it trains Llama-57M in fp8 on a GPU, the embedded mo
 that replace one another and, on a GPU, the certificate are part of the run. A sample is taken whenever the run has read
 its numbers (--log_every), which is the same point of a step each time: host memory (RSS), tensors and reserved memory
 of the GPU, open files and sockets, threads, and the median step time since the last one. Growth is the slope of a
-least-squares line through the samples after the first tenth of the steps, per 1,000 steps.
+least-squares line through the samples after the first tenth of the steps, per 1,000 steps; it is there once the run has
+ended, the samples as they are taken.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dataclasses
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,10 @@ def training_options(given: Sequence[str], num_steps: int, folder: Path) -> list
     return [*run, *(given or (on_gpu if torch.cuda.is_available() else on_cpu))]
 
 
-def train_and_sample(words: Sequence[str]) -> list[Sample]:
-    """Run train_fp8.py with these options in this process; what it held whenever it had read its numbers."""
+def train_and_sample(words: Sequence[str], keep: Callable[[list[Sample]], None]) -> list[Sample]:
+    """Run train_fp8.py with these options in this process; what it held whenever it had read its numbers, given to
+    `keep` each time.
+    """
     from llm_fp8.observability.reporter import RunReporter
 
     samples: list[Sample] = []
@@ -129,6 +132,7 @@ def train_and_sample(words: Sequence[str]) -> list[Sample]:
     def report_and_sample(reporter: RunReporter, records: list[dict[str, float]]) -> None:
         report(reporter, records)
         samples.append(take_sample(records))
+        keep(samples)
 
     RunReporter.steps = report_and_sample  # type: ignore[method-assign]
     sys.argv = ["train_fp8.py", *words]
@@ -153,14 +157,17 @@ def main() -> int:
     )
 
     record: dict[str, Any] = {"provenance": collect_provenance(sys.argv), "steps": options.steps}
+
+    def keep(samples: list[Sample]) -> None:
+        known = [dataclasses.asdict(sample).items() for sample in samples]
+        record["samples"] = [{name: value for name, value in sample if value is not None} for sample in known]
+        write_json_atomic(options.output, record)
+
     with tempfile.TemporaryDirectory() as scratch:
         words = training_options(options.training, options.steps, Path(scratch) / "run")
-        samples = train_and_sample(words)
-    record["training"] = [word for word in words if not word.startswith("--output_dir")]
+        record["training"] = [word for word in words if not word.startswith("--output_dir")]
+        samples = train_and_sample(words, keep)
     record["growth"] = growth(samples, options.steps)
-    record["samples"] = [
-        {name: value for name, value in dataclasses.asdict(sample).items() if value is not None} for sample in samples
-    ]
     write_json_atomic(options.output, record)
     for name, figures in record["growth"].items():
         print(f"{name:18} " + "  ".join(f"{figure} {value:,.3f}" for figure, value in figures.items()))
