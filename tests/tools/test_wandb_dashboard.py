@@ -250,6 +250,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     """The stand-in, with W&B's client pointed at it."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(wandb, "run", None)  # what a run that died in this process leaves, and login then does nothing
     with served({"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}) as (address, handler):
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
