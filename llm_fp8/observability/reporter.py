@@ -117,8 +117,8 @@ class RunReporter:
         """Open the files in `config.run.output_dir`; `start_trackers` starts the trackers.
 
         `accelerator` was made with `**accelerator_tracking(config)`. `resume_step` is the checkpoint's step; at 0
-        metrics.jsonl begins anew. `evaluates_again`: the run had ended early there and repeats its last evaluation, as
-        one does that is resumed at `total_steps`.
+        metrics.jsonl begins anew. `evaluates_again`: no step is left to take from there, and the last evaluation is
+        repeated.
         """
         self._accelerator = accelerator
         self._config = config
@@ -133,7 +133,7 @@ class RunReporter:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
-            truncate_metrics(path, resume_step, keep_evaluation=resume_step < total_steps and not evaluates_again)
+            truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.utils.errors import UserError, reason_not_written
+from llm_fp8.utils.errors import UserError, existing_part, reason_not_written
 from llm_fp8.utils.json_files import read_json, read_text, require_entries
 from llm_fp8.utils.torch_internals import sharded_like
 
@@ -165,8 +165,8 @@ class CheckpointManager:
             background.wait()
 
     def has_room(self, needed_bytes: int) -> bool:
-        """Whether the disk has room for so many bytes; the run's folder exists."""
-        return shutil.disk_usage(self.folder.parent).free >= needed_bytes + _FREE_SPACE_MARGIN_BYTES
+        """Whether the disk has room for so many bytes."""
+        return shutil.disk_usage(existing_part(self.folder)).free >= needed_bytes
 
     def _save(
         self,
@@ -179,9 +179,7 @@ class CheckpointManager:
     ) -> Path:
         final = self.of_step(step)
         best = None if best_step is None else self.of_step(best_step)
-        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + _FREE_SPACE_MARGIN_BYTES
-        if strategy is not None:
-            needed_bytes += strategy.state_bytes()
+        needed_bytes = bytes_needed(tensors, strategy)
         try:
             self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, strategy, best)
         except BaseException as error:
@@ -208,7 +206,7 @@ class CheckpointManager:
         def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.clean_up()
-            if shutil.disk_usage(self.folder).free < needed_bytes:
+            if not self.has_room(needed_bytes):
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
             temporary.mkdir()
             if strategy is not None:
@@ -336,6 +334,12 @@ class CheckpointManager:
         _require_same_tensors(folder, _verify(folder)["tensors"], tensors)
         dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
         return read_json(folder / _META)
+
+
+def bytes_needed(tensors: Mapping[str, Tensor], strategy: DistributedStrategy | None) -> int:
+    """Room on the disk for a checkpoint of `tensors` and what `strategy` saves itself, all ranks together."""
+    own_bytes = 0 if strategy is None else strategy.state_bytes()
+    return sum(tensor.nbytes for tensor in tensors.values()) + own_bytes + _FREE_SPACE_MARGIN_BYTES
 
 
 def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:

@@ -217,7 +217,9 @@ def build_loop(
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config.optim, num_steps, step),
         loader=data.train,
-        reporter=RunReporter(accelerator, config, num_steps, step, evaluates_again=history.stops_early),
+        reporter=RunReporter(
+            accelerator, config, num_steps, step, evaluates_again=step >= num_steps or history.stops_early
+        ),
         options=LoopOptions(
             total_steps=num_steps,
             max_grad_norm=config.optim.max_grad_norm,

@@ -16,7 +16,7 @@ from pathlib import Path
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, existing_part
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
@@ -100,11 +100,6 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         lock.flush()
         yield
-
-
-def existing_part(folder: Path) -> Path:
-    """`folder`, or the first folder above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:

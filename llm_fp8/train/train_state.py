@@ -24,6 +24,7 @@ from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import (
     STRATEGY_STATE,
     CheckpointManager,
+    bytes_needed,
     check_compatible,
     read_meta,
     restore_rng_state,
@@ -184,8 +185,8 @@ class RunState:
         return tensors
 
     def checkpoint_bytes(self, loop: TrainingLoop) -> int:
-        """Approximate size of a checkpoint, all ranks together."""
-        return sum(tensor.nbytes for tensor in self._tensors(loop.optimizer).values()) + self.strategy.state_bytes()
+        """Room that a checkpoint needs on its disk, all ranks together."""
+        return bytes_needed(self._tensors(loop.optimizer), self.strategy)
 
     def save(self, loop: TrainingLoop) -> Path:
         """Write a checkpoint after `loop.step`; returns its folder."""

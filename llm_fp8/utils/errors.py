@@ -40,17 +40,22 @@ class FailedCheck(Exception):
     """
 
 
+def existing_part(path: Path) -> Path:
+    """`path`, or the first folder above it that exists."""
+    return next(part for part in (path, *path.absolute().parents) if os.path.exists(part))
+
+
 def reason_not_written(error: OSError, path: Path) -> str | None:
     """Why `path` or a file below it could not be written, and what to do; None for an error of another kind."""
-    folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+    place = existing_part(path)
     if error.errno == errno.EFBIG:
         return "a file would exceed this process's file size limit (ulimit -f) or the file system's; raise it"
     if error.errno == errno.ENOSPC:
-        disk = os.statvfs(folder)
+        disk = os.statvfs(place)
         if disk.f_files and disk.f_favail < 8:  # what failed has removed a few files
             return "the file system has no room for another file (df -i); delete some"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(folder).free / 2**20
+        free = shutil.disk_usage(place).free / 2**20
         return f"the disk (or quota) is full, with {free:,.1f} MiB free; free some space"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{os.strerror(error.errno)}; choose a folder that can be written"

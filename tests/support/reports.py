@@ -52,6 +52,6 @@ def a_config(folder: Path, *arguments: str) -> Config:
 
 def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     accelerator = Accelerator(cpu=True, **accelerator_tracking(config))
-    reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step)
+    reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS)
     reporter.start_trackers({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     return reporter

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup
+from llm_fp8.utils.errors import existing_part
 from llm_fp8.utils.packages import package_version
 
 LITTLE_GIB = 50.0
@@ -47,8 +48,7 @@ def try_to_write(folder: Path) -> str | None:
 
 def check_output_folder(setup: Setup) -> Result:
     """--output_dir, or the first folder above it that exists."""
-    folder = setup.output_dir.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = existing_part(setup.output_dir.absolute())
     return judge_output_folder(setup.output_dir, try_to_write(existing), shutil.disk_usage(existing).free / 2**30)
 
 
