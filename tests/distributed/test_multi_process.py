@@ -15,18 +15,9 @@ import pytest
 from llm_fp8.data import tokenise
 from tests.support.faults import kill_one_rank_in_a_save, signal_one_rank
 from tests.support.launches import Forked
-from tests.support.processes import exit_code, start_ranks
+from tests.support.processes import exit_code, run_ranks, start_ranks
 from tests.support.reference import check_against_reference, reference_options
 from tests.support.small import assert_goes_on, run_json, steps
-
-
-def run_ranks(num_ranks: int, folder: Path, *options: object) -> str:
-    """Train in so many processes, which all have to end well; returns what they printed."""
-    log = folder.with_name(f"{folder.name}.log")
-    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options)]
-    assert codes == [0] * num_ranks, log.read_text()
-    return log.read_text()
-
 
 MODES = [
     # ranks, mode, rows of a micro-batch, micro-batches, more

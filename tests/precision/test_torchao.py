@@ -35,7 +35,7 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.torch_internals import uncompiled
-from tests.support.processes import exit_code, start_ranks
+from tests.support.processes import run_ranks
 from tests.support.small import final_weights, records, run_json, steps, tiny_config, train, write_model
 
 CPU = torch.device("cpu")
@@ -178,12 +178,9 @@ def say_what_is_gathered() -> None:
     torchao.float8.precompute_float8_dynamic_scale_for_fsdp = counted
 
 
-def run_ranks(folder: Path, *words: object) -> str:
-    """Train in two processes, which have to end well; what they printed."""
-    log = folder.with_name(f"{folder.name}.log")
-    codes = [exit_code(process) for process in start_ranks(2, log, *words, first=say_what_is_gathered)]
-    assert codes == [0, 0], log.read_text()[-5000:]
-    return log.read_text()
+def in_two_processes(folder: Path, *words: object) -> str:
+    """What they printed; they have to end well."""
+    return run_ranks(2, folder, *words, first=say_what_is_gathered)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +193,7 @@ def one_process(tiny_model, rows, tmp_path_factory):
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
 def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process, tmp_path):
     cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--no_export"]
-    log = run_ranks(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, *FP8))
+    log = in_two_processes(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, *FP8))
     # Other micro-batches have other scales, and FSDP hands weights over in bf16.
     assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
     assert "gathers" not in log and "computes" not in log
@@ -204,7 +201,7 @@ def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process
 
 def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows, one_process, tmp_path):
     cut = ["--batch_size=4", "--sharding_mode=fsdp_full", "--fp8_all_gather", *FP8]
-    log = run_ranks(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, "--save_every=2"))
+    log = in_two_processes(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, "--save_every=2"))
     assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
     gathered = [line for line in log.splitlines() if line.startswith("gathers")]
     assert set(gathered) == {"gathers torch.float8_e4m3fn now", "gathers torch.float8_e4m3fn ahead"}
@@ -213,7 +210,9 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
     assert gathered.count("gathers torch.float8_e4m3fn now") == 14 * 2 * 2
     assert log.count("computes all scales") == 2 * NUM_STEPS
     checkpoint = tmp_path / "two" / "checkpoints" / "step-00000002"
-    run_ranks(tmp_path / "again", *options(tiny_model, rows, tmp_path / "again", *cut, f"--resume_from={checkpoint}"))
+    in_two_processes(
+        tmp_path / "again", *options(tiny_model, rows, tmp_path / "again", *cut, f"--resume_from={checkpoint}")
+    )
     assert losses(tmp_path / "again") == losses(tmp_path / "two")[2:]
     one, other = final_weights(tmp_path / "two"), final_weights(tmp_path / "again")
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -18,7 +18,7 @@ from tests.support.documented_commands import (
     script_of,
     training_commands,
 )
-from tests.support.documented_options import command_lines, parse_command, wrong_options
+from tests.support.documented_options import command_lines, parse_command, without_code, wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "LOG.md"]
@@ -34,10 +34,6 @@ WRITTEN_BY_RUNS = {
     "summary.json",
 }
 """Files of a run's output, which no folder of the repository holds."""
-
-
-def without_code(text: str) -> str:
-    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
 
 
 def anchors(path: Path) -> set[str]:

@@ -93,12 +93,16 @@ def _unknown(text: str, known: frozenset[str]) -> list[str]:
     ]
 
 
+def without_code(text: str) -> str:
+    """Without the blocks between fences."""
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+
+
 def _lines_and_spans(section: str) -> list[str]:
     """The lines of its code blocks, without comments, and what stands between backticks in its prose."""
     blocks = re.findall(r"^ *```.*?^ *```$|^    [^\n]+$", section, re.M | re.S)
     lines = [re.sub(r"(^| )# .*", "", line) for block in blocks for line in block.splitlines()]
-    prose = re.sub(r"^ *```.*?^ *```$", "", section, flags=re.M | re.S)
-    return lines + re.findall(r"`([^`\n]+)`", prose)
+    return lines + re.findall(r"`([^`\n]+)`", without_code(section))
 
 
 def wrong_options(text: str) -> list[str]:

@@ -74,6 +74,14 @@ def start_ranks(
     return [_start(log, options, environment, first) for environment in ranks]
 
 
+def run_ranks(num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None) -> str:
+    """As `start_ranks`, beside `folder`, to the end, which has to be a good one; returns what they printed."""
+    log = folder.with_name(f"{folder.name}.log")
+    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options, first=first)]
+    assert codes == [0] * num_ranks, log.read_text()
+    return log.read_text()
+
+
 def _start(
     log: Path, options: tuple[object, ...], launch: dict[str, str], first: Callable[[], None] | None
 ) -> BaseProcess:

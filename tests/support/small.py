@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,25 @@ def run_json(folder: Path) -> dict[str, Any]:
     return json.loads((Path(folder) / "run.json").read_text())
 
 
+def summary_json(folder: Path) -> dict[str, Any]:
+    """The contents of summary.json."""
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The exported weights."""
     return load_file(Path(folder) / "final" / "model.safetensors")
+
+
+def assert_same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    """The same names and, bit for bit, the same values."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 def assert_goes_on(whole: Path, resumed: Path, completed: int) -> None:
     """`resumed` went on behind `completed` steps of the run `whole`: the same losses and final weights, bit for bit."""
     assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(whole)][completed:]
     assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(whole)][completed:]
-    one, other = final_weights(whole), final_weights(resumed)
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+    assert_same_tensors(final_weights(whole), final_weights(resumed))

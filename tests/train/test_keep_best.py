@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,56 +10,31 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.train.callbacks import RunCallbacks
 from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
-from tests.support.processes import exit_code, start_ranks
-from tests.support.small import final_weights, records, train
+from tests.support.processes import run_ranks
+from tests.support.small import assert_same_tensors, final_weights, records, summary_json, train
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0}
 """Step -> the eval loss that the run is told."""
 
 
 @pytest.fixture
-def options(tiny_model, rows) -> list[str]:
-    return [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={rows}",
-        "--max_seq_length=128",
-        "--batch_size=8",
-        "--learning_rate=1e-2",
-        "--max_steps=10",
-        "--eval_every=2",
-        "--keep_best",
-    ]
+def options(small_run) -> list[str]:
+    return [*small_run, "--max_steps=10", "--eval_every=2", "--keep_best"]
 
 
 @pytest.fixture
-def eval_losses(monkeypatch) -> dict[int, float]:
+def eval_losses(tell_eval_losses) -> dict[int, float]:
     """The evaluations find these, which a test may change."""
     losses = dict(LOSSES)
-    evaluate = RunCallbacks.evaluate
-
-    def told(self, step: int) -> float:
-        evaluate(self, step)
-        return losses[step]
-
-    monkeypatch.setattr(RunCallbacks, "evaluate", told)
+    tell_eval_losses(losses)
     return losses
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    mine, theirs = final_weights(one), final_weights(other)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_the_best_checkpoint_is_kept_named_and_exported(tmp_path, options, eval_losses, capsys):
@@ -68,8 +42,8 @@ def test_the_best_checkpoint_is_kept_named_and_exported(tmp_path, options, eval_
     assert train(*options, "--save_every=1", f"--output_dir={run}") == 0
     best = run / "checkpoints" / "step-00000004"
     assert checkpoints(run) == [4, 9, 10]
-    assert summary(run)["best"] == {"step": 4, "eval_loss": 3.0, "checkpoint": str(best)}
-    assert summary(run)["steps"] == 10 and summary(run)["exported_step"] == 4
+    assert summary_json(run)["best"] == {"step": 4, "eval_loss": 3.0, "checkpoint": str(best)}
+    assert summary_json(run)["steps"] == 10 and summary_json(run)["exported_step"] == 4
     assert "| optimizer steps | 4 |\n" in (run / "final" / "README.md").read_text()
     said = capsys.readouterr().out.splitlines()
     assert f"  best checkpoint         {best} (eval loss 3)" in said[-4:]
@@ -87,56 +61,41 @@ def test_final_has_the_weights_that_the_best_step_had(tmp_path, options, eval_lo
     monkeypatch.setattr(TrainingLoop, "save", remember)
     train(*options, f"--output_dir={tmp_path}")
     assert list(seen) == [2, 4], "checkpoints are written where the loss was the lowest so far"
-    exported = final_weights(tmp_path)
-    assert exported.keys() == seen[4].keys()
-    for name, tensor in exported.items():
-        assert torch.equal(tensor, seen[4][name]), name
+    assert_same_tensors(final_weights(tmp_path), seen[4])
 
 
 def test_the_last_step_may_be_the_best(tmp_path, options, eval_losses):
     eval_losses[10] = 1.0
     train(*options, f"--output_dir={tmp_path}")
     assert checkpoints(tmp_path) == [4, 10]
-    assert summary(tmp_path)["best"]["step"] == summary(tmp_path)["exported_step"] == 10
+    assert summary_json(tmp_path)["best"]["step"] == summary_json(tmp_path)["exported_step"] == 10
 
 
 def test_without_a_finite_loss_the_last_weights_are_exported(tmp_path, options, eval_losses):
     eval_losses.update(dict.fromkeys(eval_losses, float("nan")))
     train(*options, f"--output_dir={tmp_path}")
-    assert "best" not in summary(tmp_path) and summary(tmp_path)["exported_step"] == 10
+    assert "best" not in summary_json(tmp_path) and summary_json(tmp_path)["exported_step"] == 10
 
 
 def test_real_evaluations_decide(tmp_path, options):
     train(*options, "--save_every=3", f"--output_dir={tmp_path}")
     evaluations = [record for record in records(tmp_path) if "eval_loss" in record]
     lowest = min(evaluations, key=lambda record: record["eval_loss"])
-    best = summary(tmp_path)["best"]
+    best = summary_json(tmp_path)["best"]
     assert (best["step"], best["eval_loss"]) == (lowest["step"], lowest["eval_loss"])
 
 
 @pytest.mark.parametrize("stop", [5, 7, 8])
-def test_a_resumed_run_knows_the_best_step(tmp_path, options, eval_losses, stop):
+def test_a_resumed_run_knows_the_best_step(tmp_path, options, eval_losses, stop_after, stop):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(*options, "--save_every=1", f"--output_dir={whole}")
     interrupted = [*options, "--save_every=1", f"--output_dir={resumed}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llm_fp8.train.graceful_stop.GracefulStop.agreed", _stop_in_step(stop))
-        assert train(*interrupted) == 143
+    stop_after(stop)
+    assert train(*interrupted) == 143
     assert train(*interrupted, "--resume_from=latest") == 0
-    assert summary(resumed)["best"]["step"] == 4 and summary(resumed)["exported_step"] == 4
+    assert summary_json(resumed)["best"]["step"] == 4 and summary_json(resumed)["exported_step"] == 4
     assert checkpoints(resumed) == checkpoints(whole)
-    assert_same_weights(whole, resumed)
-
-
-def _stop_in_step(step: int):
-    calls = iter(range(1, 100))
-
-    def agreed(self) -> bool:
-        if next(calls) == step:
-            self.requested = "SIGTERM"
-        return self.requested is not None
-
-    return agreed
+    assert_same_tensors(final_weights(whole), final_weights(resumed))
 
 
 def test_a_branch_in_another_folder(tmp_path, options, eval_losses, capsys):
@@ -145,7 +104,7 @@ def test_a_branch_in_another_folder(tmp_path, options, eval_losses, capsys):
     train(*options, "--save_every=1", "--save_total_limit=9", f"--output_dir={run}")
     train(*options, f"--resume_from={run / 'checkpoints' / 'step-00000006'}", f"--output_dir={branch}")
     assert "--keep_best: the best step so far, 4, has no checkpoint in" in capsys.readouterr().out
-    assert summary(branch)["best"]["step"] == 8
+    assert summary_json(branch)["best"]["step"] == 8
 
 
 def test_a_best_checkpoint_that_somebody_deleted(tmp_path, options, eval_losses, capsys, monkeypatch):
@@ -159,16 +118,14 @@ def test_a_best_checkpoint_that_somebody_deleted(tmp_path, options, eval_losses,
     monkeypatch.setattr(TrainingLoop, "evaluate", lose)
     assert train(*options, f"--output_dir={tmp_path}") == 0
     assert "is gone or damaged: final/ will hold the weights of the last step, 10" in capsys.readouterr().out
-    assert summary(tmp_path)["exported_step"] == 10
+    assert summary_json(tmp_path)["exported_step"] == 10
 
 
 @pytest.mark.parametrize("mode", ["fsdp_full", "ddp"])
-def test_two_ranks_export_the_best_step(tmp_path, tiny_model, rows, mode):
+def test_two_ranks_export_the_best_step(tmp_path, small_run, mode):
     """At this learning rate the eval loss rises after the first steps."""
     options = [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={rows}",
-        "--max_seq_length=128",
+        *small_run,
         "--learning_rate=1",
         "--lr_scheduler=constant",
         "--num_warmup_steps=0",
@@ -180,11 +137,10 @@ def test_two_ranks_export_the_best_step(tmp_path, tiny_model, rows, mode):
         "--async_save",
         f"--output_dir={tmp_path}",
     ]
-    codes = [exit_code(process) for process in start_ranks(2, tmp_path / "log", *options)]
-    assert codes == [0, 0], (tmp_path / "log").read_text()
+    run_ranks(2, tmp_path, *options)
     losses = {record["step"]: record["eval_loss"] for record in records(tmp_path) if "eval_loss" in record}
     best = min(losses, key=losses.__getitem__)
-    assert summary(tmp_path)["best"]["step"] == summary(tmp_path)["exported_step"] == best < 6
+    assert summary_json(tmp_path)["best"]["step"] == summary_json(tmp_path)["exported_step"] == best < 6
     dcp_to_torch_save(tmp_path / "checkpoints" / f"step-{best:08d}", tmp_path / "merged.pt")
     saved = torch.load(tmp_path / "merged.pt")
     for name, tensor in final_weights(tmp_path).items():

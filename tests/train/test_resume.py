@@ -26,7 +26,7 @@ from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import LOCK, WRITTEN
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_training, wait_until
-from tests.support.small import final_weights, records, run_json, steps, train, write_model
+from tests.support.small import assert_same_tensors, final_weights, records, run_json, steps, train, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 10
@@ -42,34 +42,8 @@ MEASURED = (
 
 
 @pytest.fixture
-def options(tiny_model, rows) -> list[str]:
-    """Ten steps; the 54 rows that are trained on give seven to an epoch."""
-    return [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={rows}",
-        "--max_seq_length=128",
-        "--batch_size=8",
-        "--learning_rate=1e-2",
-        f"--max_steps={NUM_STEPS}",
-        "--save_every=100",
-        "--eval_every=4",
-    ]
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
-    stops: dict[int, signal.Signals] = {}
-    take_step = TrainingLoop.take_step
-
-    def with_signal(self, batches, start):
-        end = take_step(self, batches, start)
-        if self.step in stops:
-            os.kill(os.getpid(), stops.pop(self.step))
-        return end
-
-    monkeypatch.setattr(TrainingLoop, "take_step", with_signal)
-    return lambda step, number=signal.SIGTERM: stops.update({step: number})
+def options(small_run) -> list[str]:
+    return [*small_run, f"--max_steps={NUM_STEPS}", "--save_every=100", "--eval_every=4"]
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -95,13 +69,8 @@ def without_clock(folder: Path) -> list[dict]:
 def assert_same_run(whole: Path, resumed: Path, last_step: int = NUM_STEPS) -> None:
     """Metrics, weights, optimizer state, random states and position in the data are the same, bit for bit."""
     assert without_clock(resumed) == without_clock(whole)
-    for mine, theirs in (
-        (final_weights(whole), final_weights(resumed)),
-        (checkpoint_tensors(whole, last_step), checkpoint_tensors(resumed, last_step)),
-    ):
-        assert mine.keys() == theirs.keys()
-        for name, tensor in mine.items():
-            assert torch.equal(tensor, theirs[name]), name
+    assert_same_tensors(final_weights(whole), final_weights(resumed))
+    assert_same_tensors(checkpoint_tensors(whole, last_step), checkpoint_tensors(resumed, last_step))
     assert meta(whole, last_step) == meta(resumed, last_step)
 
 

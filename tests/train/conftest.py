@@ -1,0 +1,56 @@
+"""What tests of whole runs share: a run's options, the signal that stops it, and the eval losses that it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from llm_fp8.train.callbacks import RunCallbacks
+from llm_fp8.train.loop import TrainingLoop
+
+
+@pytest.fixture
+def small_run(tiny_model: str, rows: str) -> list[str]:
+    """The 54 rows that are trained on give seven steps to an epoch."""
+    return [
+        f"--model_name={tiny_model}",
+        f"--dataset_name={rows}",
+        "--max_seq_length=128",
+        "--batch_size=8",
+        "--learning_rate=1e-2",
+    ]
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
+    stops: dict[int, signal.Signals] = {}
+    take_step = TrainingLoop.take_step
+
+    def with_signal(self, batches, start):
+        end = take_step(self, batches, start)
+        if self.step in stops:
+            os.kill(os.getpid(), stops.pop(self.step))
+        return end
+
+    monkeypatch.setattr(TrainingLoop, "take_step", with_signal)
+    return lambda step, number=signal.SIGTERM: stops.update({step: number})
+
+
+@pytest.fixture
+def tell_eval_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, float]], None]:
+    """A function: the evaluations find these losses, by step."""
+
+    def tell(losses: Mapping[int, float]) -> None:
+        evaluate = RunCallbacks.evaluate
+
+        def told(self, step: int) -> float:
+            evaluate(self, step)
+            return losses[step]
+
+        monkeypatch.setattr(RunCallbacks, "evaluate", told)
+
+    return tell
