@@ -31,7 +31,6 @@ COMMON = [
     *("--gradient_accumulation_steps=2", "--num_of_samples=400", "--eval_batches=1", "--learning_rate=3e-3"),
     *("--lr_scheduler=constant", "--no_export"),
 ]
-"""Constant, so that a run of half the steps and its continuation have the rates of the uninterrupted one."""
 ONE, TWO_RANKS = ["train_fp8.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TWO = [*TWO_RANKS, "train_multi_gpu.py", "--sharding_mode=fsdp_full"]
 TRAININGS: dict[str, list[list[str]]] = {
@@ -40,11 +39,13 @@ TRAININGS: dict[str, list[list[str]]] = {
     "LoRA": [[*ONE, f"--max_steps={NUM_STEPS}", "--lora_rank=4"]],
     "two ranks, fsdp_full": [[*TWO, f"--max_steps={NUM_STEPS}", "--packing"]],
     "interrupted and resumed": [
-        [*ONE, f"--max_steps={NUM_STEPS // 2}", f"--save_every={NUM_STEPS // 2}"],
-        [*ONE, f"--max_steps={NUM_STEPS}", "--resume_from=latest"],
+        [*ONE, f"--max_steps={NUM_STEPS}", f"--save_every={NUM_STEPS // 2}"],
+        [*ONE, f"--max_steps={NUM_STEPS}", f"--resume_from={{run_dir}}/checkpoints/step-{NUM_STEPS // 2:08d}"],
     ],
 }
-"""The commands of each training, one after the other in one run folder."""
+"""The commands of each training, one after the other in one run folder, `{run_dir}`. Resuming from the middle takes the
+second half of the steps anew.
+"""
 
 
 @contextmanager
@@ -67,7 +68,12 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for command in commands:
-        words = [sys.executable, *command, *COMMON, f"--output_dir={run_dir}"]
+        words = [
+            sys.executable,
+            *(word.format(run_dir=run_dir) for word in command),
+            *COMMON,
+            f"--output_dir={run_dir}",
+        ]
         ended = subprocess.run(
             words, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
