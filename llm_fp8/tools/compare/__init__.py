@@ -8,5 +8,6 @@ figures.py      run records -> the figures of each variant
 differences.py  in what runs differ besides their variant
 verdict.py      figures -> a judgement in words
 report.py       all of it as one value that JSON can hold; its table, also on a terminal
+charts.py       that value as charts: bars of the variants, lines of the runs
 page.py         that value as one self-contained HTML page (assets/)
 """

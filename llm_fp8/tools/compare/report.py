@@ -16,7 +16,7 @@ from llm_fp8.tools.compare.figures import VariantFigures, smoothing_window, vari
 from llm_fp8.tools.compare.run_record import RunRecord
 from llm_fp8.tools.compare.statistics import Interval, trailing_mean
 from llm_fp8.tools.compare.variants import REFERENCE, describe_variant
-from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
+from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, is_fp8, judge
 from llm_fp8.utils.errors import UserError
 
 MAX_CURVE_POINTS = 600
@@ -100,6 +100,15 @@ def _provenance(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "dataset": next((run.config["data"].get("dataset_name") for run in runs if "data" in run.config), None),
         "num_steps": max(len(run.steps) for run in runs),
         "tokens_seen": max((run.token_trace[-1] for run in runs if run.token_trace), default=None),
+        "num_parameters": next((run.model["num_parameters"] for run in runs if "num_parameters" in run.model), None),
+        "batch": next(
+            (
+                {"sequences": run.effective["global_batch_size"], "length": run.config["data"]["max_seq_length"]}
+                for run in runs
+                if "global_batch_size" in run.effective and "max_seq_length" in run.config.get("data", {})
+            ),
+            None,
+        ),
     }
 
 
@@ -134,7 +143,7 @@ def _curves(run: RunRecord) -> dict[str, Any]:
     }
 
 
-NOT_MEASURED = "not measured"
+NOT_MEASURED, NOT_APPLICABLE = "not measured", "not applicable"
 
 
 @dataclass(frozen=True)
@@ -192,8 +201,9 @@ def _exact_match(own: VariantFigures) -> str:
 
 
 def _certificate(own: VariantFigures) -> str:
-    reasons = f": {'; '.join(own.certificate.reasons)}" if own.certificate.reasons else ""
-    return f"{'none' if own.certificate.state == 'missing' else own.certificate.state}{reasons}"
+    if own.certificate.state == "missing" and not is_fp8(own):
+        return NOT_APPLICABLE
+    return ": ".join([own.certificate.state, *filter(None, ["; ".join(own.certificate.reasons)])])
 
 
 COLUMNS = (
@@ -267,7 +277,7 @@ def table_rows(variants: Sequence[VariantFigures]) -> list[list[str]]:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts.values():
-        console.print(f"[{verdict.conclusion}] {verdict.sentence}", markup=False, highlight=False)
+        console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}", markup=False, highlight=False)
     console.print()
     # Figures down, variants across: a table of ten columns does not fit a terminal.
     table = Table("", *(variant.name for variant in comparison.arms))

@@ -35,6 +35,8 @@ Conclusion = Literal[
     "use it",
 ]
 
+Quality = Literal["baseline", "as good", "slightly worse", "worse", "not shown"]
+
 _ADVICE: dict[Conclusion, str] = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
@@ -52,7 +54,10 @@ _ADVICE: dict[Conclusion, str] = {
 @dataclass(frozen=True)
 class Verdict:
     conclusion: Conclusion
-    sentence: str
+    sentences: list[str]
+    """On speed, on quality, and what to do; a single one where nothing can be compared."""
+    quality: Quality = "not shown"
+    """What was learned beside the baseline, whatever the speed."""
 
 
 def judge(
@@ -63,53 +68,60 @@ def judge(
 ) -> Verdict:
     """The verdict on a variant against its baseline `reference` (None where that has no finished run)."""
     if own.num_seeds == 0:
-        return Verdict("failed", f"{own.name}: no run finished, so there is nothing to compare.")
+        return Verdict("failed", [f"{own.name}: no run finished, so there is nothing to compare."])
     name, state, reasons = own.name, own.certificate.state, "; ".join(own.certificate.reasons)
     if own.num_failed:
         name += f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
     if reference is not None and own.arm == reference.arm:
-        failed = f", and its certificate failed ({reasons})" if state == "failed" else ""
-        return Verdict("reference", f"{name} is the baseline of the others{failed}.")
+        failed = [f"Its certificate failed ({reasons})."] if state == "failed" else []
+        return Verdict("reference", [f"{name} is the baseline of the others.", *failed], "baseline")
     if reference is None or reference.num_seeds == 0:
-        return Verdict("no reference", f"{name} has no finished bf16 run to be compared with.")
+        return Verdict("no reference", [f"{name} has no finished bf16 run to be compared with."])
     if own.fallback_reasons:
-        return Verdict(
-            "fell back",
-            f"{name} did not run: {' and '.join(own.effective)} ran in its place ({'; '.join(own.fallback_reasons)}), "
-            "and its figures are of that.",
-        )
+        ran = f"{' and '.join(own.effective)} ran in its place ({'; '.join(own.fallback_reasons)})"
+        return Verdict("fell back", [f"{name} did not run: {ran}.", "Its figures are of that."])
     if reference.certificate.state == "failed":
         why = f"the {reference.name} runs failed their certificate ({'; '.join(reference.certificate.reasons)})"
-        return Verdict("not comparable", f"{name} is not comparable: {why}.")
+        return Verdict("not comparable", [f"{name} is not comparable: {why}."])
     if confounded := concerning(differences, own.arm, "all"):
-        return Verdict(
-            "not comparable",
-            f"{name} is not comparable with {reference.name}: the runs differ in {_fields(confounded)}.",
-        )
+        why = f"the runs differ in {_fields(confounded)}"
+        return Verdict("not comparable", [f"{name} is not comparable with {reference.name}: {why}."])
     speed_confounded = concerning(differences, own.arm, "speed")
     quality_confounded = concerning(differences, own.arm, "quality")
-    clauses = [
-        _speed_words(own, speed_confounded),
-        _loss_words(own, reference, quality_confounded, margin),
-        _answer_words(own, quality_confounded),
-    ]
-    if state == "failed" or (state == "undetermined" and _is_fp8(own)):
-        clauses.append(f"and its certificate {'failed' if state == 'failed' else 'is undetermined'} ({reasons})")
-    elif state == "missing" and _is_fp8(own):
-        clauses.append("and no certificate shows that it computed in fp8")
-    conclusion = _conclude(own, bool(speed_confounded), bool(quality_confounded), margin)
-    return Verdict(conclusion, f"{name} {', '.join(clause for clause in clauses if clause)}: {_ADVICE[conclusion]}.")
+    quality = _quality(own, bool(quality_confounded), margin)
+    conclusion = _conclude(own, quality, bool(speed_confounded), bool(quality_confounded))
+    learned = _loss_words(own, reference, quality_confounded, margin) + _answer_words(own, quality_confounded)
+    advice = _ADVICE[conclusion]
+    if state == "failed" or (state == "undetermined" and is_fp8(own)):
+        advice = f"its certificate {'failed' if state == 'failed' else 'is undetermined'} ({reasons}): {advice}"
+    elif state == "missing" and is_fp8(own):
+        advice = f"no certificate shows that it computed in fp8: {advice}"
+    speed = f"{name} {_speed_words(own, reference, speed_confounded)}."
+    return Verdict(conclusion, [speed, *(f"{words[0].upper()}{words[1:]}." for words in (learned, advice))], quality)
 
 
-def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: bool, margin: float) -> Conclusion:
+def _quality(own: VariantFigures, confounded: bool, margin: float) -> Quality:
+    gap, answers = own.loss_gap, own.answers
+    if confounded:
+        return "not shown"
+    if (answers is not None and answers.is_worse) or (gap is not None and not math.isfinite(gap.mean)):
+        return "worse"
+    if gap is None or gap.low is None or gap.high is None:
+        return "not shown"
+    if gap.low > margin:
+        return "worse"
+    # Those that finished are no fair sample: a failed run may have failed because it learnt nothing.
+    if own.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or (answers and answers.may_be_worse):
+        return "not shown"
+    return "slightly worse" if _worse_in_every_seed(gap) else "as good"
+
+
+def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, quality_confounded: bool) -> Conclusion:
     """The most severe conclusion that applies."""
     if own.certificate.state == "failed":
         return "not certified"
     gap, speedup = own.loss_gap, own.speedup
-    answers_are_worse = own.answers is not None and own.answers.is_worse
-    diverged = gap is not None and not math.isfinite(gap.mean)
-    loss_is_worse = gap is not None and gap.low is not None and gap.low > margin
-    if not quality_confounded and (answers_are_worse or diverged or loss_is_worse):
+    if quality == "worse":
         return "worse"
     if speed_confounded or speedup is None:
         return "speed unknown"
@@ -123,15 +135,14 @@ def _conclude(own: VariantFigures, speed_confounded: bool, quality_confounded: b
         return "quality unknown"
     if gap.high is None or len(gap.by_seed) < MIN_SEEDS:
         return "too few seeds"
-    # Those that finished are no fair sample: a failed run may have failed because it learnt nothing.
-    if own.num_failed or gap.high > margin or (own.answers is not None and own.answers.may_be_worse):
+    if quality == "not shown":
         return "not shown"
-    if _is_fp8(own) and own.certificate.state != "certified":
+    if is_fp8(own) and own.certificate.state != "certified":
         return "not certified"
-    return "slightly worse" if _worse_in_every_seed(gap) else "use it"
+    return "slightly worse" if quality == "slightly worse" else "use it"
 
 
-def _is_fp8(own: VariantFigures) -> bool:
+def is_fp8(own: VariantFigures) -> bool:
     return any(name.startswith("fp8") for name in own.effective)
 
 
@@ -143,23 +154,22 @@ def _fields(differences: Sequence[Difference]) -> str:
     return listed(dict.fromkeys(difference.field for difference in differences))
 
 
-def _speed_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
+def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference]) -> str:
     if confounded:
-        return f"cannot be compared in speed (the runs differ in {_fields(confounded)})"
+        return f"cannot be compared in speed: the runs differ in {_fields(confounded)}"
     speedup = own.speedup
     if speedup is None:
         return "has no measured speed"
-    measured = f"at {speedup.value:.2f}x the speed"
+    measured = f"{speedup.value:.2f} times the speed of {reference.name}"
     if speedup.low is None or speedup.high is None:
-        return f"ran {measured} in one seed"
-    interval = f"({speedup.low:.2f} to {speedup.high:.2f})"
-    how = "faster" if speedup.low > 1 else "slower" if speedup.high < 1 else "not measurably faster"
-    return f"is {how}, {measured} {interval}"
+        return f"ran at {measured} in one seed"
+    how = "is faster" if speedup.low > 1 else "is slower" if speedup.high < 1 else "is not measurably faster"
+    return f"{how}: {measured} ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
 def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference], margin: float) -> str:
     if confounded:
-        return f"its quality cannot be compared (the runs differ in {_fields(confounded)})"
+        return f"its quality cannot be compared: the runs differ in {_fields(confounded)}"
     gap = own.loss_gap
     if gap is None:
         if own.eval_loss and reference.eval_loss:
@@ -185,4 +195,4 @@ def _answer_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
         return ""
     p_value = own.answers.p_value
     p = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
-    return f"exact match differs by {100 * own.answers.difference:+.1f} points ({p})"
+    return f"; exact match differs by {100 * own.answers.difference:+.1f} points ({p})"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from llm_fp8.tools.compare.report import Failure, compare, table_rows
 from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder
 from llm_fp8.tools.compare.statistics import Interval, PairedAnswers
 from llm_fp8.tools.compare.variants import parse_variants, variant_words
-from llm_fp8.tools.compare.verdict import judge
+from llm_fp8.tools.compare.verdict import Verdict, judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
 from tests.support.made_up_runs import PROVENANCE, made_up_run, precision_of, write_run_folder
@@ -157,7 +158,8 @@ def test_losses_and_times_that_are_not_numbers_confound_no_more_than_their_own()
     ]
     comparison = compare(bare)
     assert comparison.arms[1].equal_loss_time is None and comparison.verdicts["delayed"].conclusion == "speed unknown"
-    assert "NaN" not in render_page(comparison).split('id="data">')[1].split("</script>")[0]
+    points = re.findall(r'points="([^"]*)"', render_page(comparison))
+    assert points and all(re.fullmatch(r"(\d+,\d+ ?)+", piece) for piece in points), "what is not finite is a gap"
 
 
 # ---- verdicts, a test per branch ----
@@ -183,21 +185,27 @@ def verdict(differences: list[Difference] | None = None, reference: VariantFigur
     return judge(dataclasses.replace(GOOD, **{"loss_gap": GAP, **changes}), reference, differences or [])
 
 
+def said(given: Verdict) -> str:
+    return " ".join(given.sentences)
+
+
 def test_verdict_use_it():
     given = verdict(answers=answers(22, 20), speedup=Interval(1.31, 1.29, 1.33), loss_gap=GAP)
     assert given.conclusion == "use it"
-    assert given.sentence == (
-        "fp8 delayed is faster, at 1.31x the speed (1.29 to 1.33), its eval loss differs by +0.0000 nats/token "
-        "(-0.0020 to +0.0020 over 3 seeds), within the margin of 0.005, exact match differs by -0.4 points "
-        "(p = 0.88): use it."
-    )
+    assert given.quality == "as good" and given.sentences == [
+        "fp8 delayed is faster: 1.31 times the speed of bf16 (1.29 to 1.33).",
+        "Its eval loss differs by +0.0000 nats/token (-0.0020 to +0.0020 over 3 seeds), within the margin of 0.005; "
+        "exact match differs by -0.4 points (p = 0.88).",
+        "Use it.",
+    ]
 
 
 def test_worse_in_every_seed_is_no_recommendation():
     given = verdict(loss_gap=LossGap(0.002, 0.0005, 0.0035, LEANING, 0.04, 3))
-    assert given.conclusion == "slightly worse"
-    assert "within the margin of 0.005, and is higher in every seed: its loss is worse in every seed" in given.sentence
-    assert "higher in every seed" not in verdict(loss_gap=GAP).sentence
+    assert given.conclusion == given.quality == "slightly worse"
+    assert given.sentences[1].endswith("within the margin of 0.005, and is higher in every seed.")
+    assert given.sentences[2].startswith("Its loss is worse in every seed")
+    assert "higher in every seed" not in said(verdict(loss_gap=GAP))
 
 
 def test_the_margin_is_the_callers():
@@ -222,7 +230,7 @@ def test_the_margin_is_the_callers():
             "not certified",
             "certificate failed (0 fp8 kernels)",
         ),
-        ({"certificate": CertificateState("missing", [])}, "not certified", "no certificate shows"),
+        ({"certificate": CertificateState("missing", [])}, "not certified", "No certificate shows"),
         ({"certificate": CertificateState("undetermined", ["names"])}, "not certified", "undetermined (names)"),
         ({"loss_gap": LossGap(0.05, 0.04, 0.06, LEANING, 0.04, 3)}, "worse", "worse by more than the margin of 0.005"),
         (
@@ -245,11 +253,11 @@ def test_the_margin_is_the_callers():
         ),
         ({"answers": dataclasses.replace(answers(22, 20), low=-0.005, high=-0.003)}, "not shown", "(p = 0.88)"),
         ({"answers": dataclasses.replace(answers(22, 20), worse_in_every_seed=True)}, "not shown", "(p = 0.88)"),
-        ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "is slower, at 0.80x the speed (0.79 to 0.81)"),
+        ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "is slower: 0.80 times the speed of bf16 (0.79 to 0.81)"),
         ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "is not measurably faster"),
         ({"speedup": None}, "speed unknown", "has no measured speed"),
-        ({"loss_gap": ONE_SEED}, "too few seeds", "nats/token in one seed: too few seeds to tell, run at least 3"),
-        ({"speedup": Interval(1.3, None, None)}, "too few seeds", "ran at 1.30x the speed in one seed"),
+        ({"loss_gap": ONE_SEED}, "too few seeds", "nats/token in one seed. Too few seeds to tell, run at least 3"),
+        ({"speedup": Interval(1.3, None, None)}, "too few seeds", "ran at 1.30 times the speed of bf16 in one seed"),
         ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "eval loss was not measured"),
         ({"loss_gap": None}, "quality unknown", "no bf16 run of the same seed"),
         ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "eval loss is not finite"),
@@ -258,7 +266,25 @@ def test_the_margin_is_the_callers():
 )
 def test_verdict_of_other_figures(changes, conclusion, words):
     given = verdict(**changes)
-    assert given.conclusion == conclusion and words in given.sentence, given
+    assert given.conclusion == conclusion and words in said(given), given
+
+
+@pytest.mark.parametrize(
+    ("changes", "quality"),
+    [
+        ({}, "as good"),
+        ({"speedup": Interval(0.8, 0.79, 0.81)}, "as good"),
+        ({"loss_gap": LossGap(0.05, 0.04, 0.06, LEANING, 0.04, 3), "speedup": Interval(0.8, 0.79, 0.81)}, "worse"),
+        ({"loss_gap": ONE_SEED}, "not shown"),
+        ({"loss_gap": None}, "not shown"),
+        ({"num_failed": 1}, "not shown"),
+    ],
+)
+def test_quality_is_judged_whatever_the_speed(changes, quality):
+    assert verdict(**changes).quality == quality
+    assert judge(REFERENCE, REFERENCE, []).quality == "baseline"
+    differs = [Difference("optim.learning_rate", "quality", {}, ["delayed"])]
+    assert verdict(differs, **changes).quality == "not shown"
 
 
 def test_verdict_without_or_with_a_broken_reference():
@@ -266,10 +292,9 @@ def test_verdict_without_or_with_a_broken_reference():
     assert verdict(reference=dataclasses.replace(REFERENCE, seeds=[])).conclusion == "no reference"
     broken = dataclasses.replace(REFERENCE, certificate=CertificateState("failed", ["fp8 kernels ran"]))
     given = verdict(reference=broken)
-    assert given.conclusion == "not comparable" and "fp8 kernels ran" in given.sentence
-    assert (
-        judge(broken, broken, []).conclusion == "reference" and "fp8 kernels ran" in judge(broken, broken, []).sentence
-    )
+    assert given.conclusion == "not comparable" and "fp8 kernels ran" in said(given)
+    own = judge(broken, broken, [])
+    assert own.conclusion == "reference" and "fp8 kernels ran" in said(own)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +303,12 @@ def test_verdict_without_or_with_a_broken_reference():
         ("all", "not comparable", "the runs differ in optim.learning_rate"),
         ("speed", "speed unknown", "cannot be compared in speed"),
         ("quality", "quality unknown", "quality cannot be compared"),
-        ("note", "use it", "use it"),
+        ("note", "use it", "Use it."),
     ],
 )
 def test_verdict_of_runs_that_differ(effect, conclusion, words):
     given = verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])])
-    assert given.conclusion == conclusion and words in given.sentence
+    assert given.conclusion == conclusion and words in said(given)
     assert verdict([Difference("optim.learning_rate", effect, {}, ["current"])]).conclusion == "use it", (
         "another variant's concern"
     )
@@ -493,7 +518,7 @@ def test_a_fallback_is_said_in_the_variants_row_and_verdict():
     row = table_rows(comparison.arms)[1]
     assert row[:2] == ["fp8 mxfp8", "fp8 delayed (fell back)"]
     assert comparison.verdicts["mxfp8"].conclusion == "fell back"
-    assert "not available on NVIDIA H200" in comparison.verdicts["mxfp8"].sentence
+    assert "not available on NVIDIA H200" in said(comparison.verdicts["mxfp8"])
 
 
 def test_a_variant_whose_runs_all_failed_is_still_reported():

@@ -1,0 +1,44 @@
+"""The sample page of docs/tools.md from a record under benchmarks/results: what `llm-fp8 compare` writes for such runs.
+
+    python benchmarks/comparison_page.py
+
+The record, comparison_8b_pair.json, is of an earlier version, which took an interval from the steps of a single run.
+Today's needs several seeds, so the page has none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_fp8.tools.compare.page import render_page
+from llm_fp8.tools.compare.report import Comparison
+from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
+
+HERE = Path(__file__).resolve().parent
+RECORD = HERE / "results" / "comparison_8b_pair.json"
+PAGE = HERE / "plots" / "comparison_8b_pair.html"
+
+
+def sample() -> Comparison:
+    """The record's figures under today's rules."""
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    for variant in record["arms"]:
+        for figure in ("tokens_per_s", "speedup", "loss_gap"):
+            if variant[figure] and len(variant["seeds"]) == 1:
+                variant[figure] |= {"low": None, "high": None}
+    comparison = TypeAdapter(Comparison).validate_python({**record, "verdicts": {}, "quality_margin": QUALITY_MARGIN})
+    bf16, *others = comparison.arms
+    verdicts = {own.arm: judge(own, bf16, comparison.differences) for own in (*others, bf16)}
+    comparison.verdicts.update(verdicts)
+    return comparison
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page(sample()), encoding="utf-8")
