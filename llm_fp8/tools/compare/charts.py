@@ -21,6 +21,11 @@ MAX_INTERVALS = 5
 Table = list[list[str]]
 
 
+def can_be_drawn(value: float) -> bool:
+    """Whether `value` is finite and of a size that a run can have."""
+    return abs(value) < 1e15
+
+
 @dataclass(frozen=True)
 class Scale:
     """The range of an axis. It goes below zero only where a value does."""
@@ -30,12 +35,13 @@ class Scale:
 
     @classmethod
     def of(cls, values: Iterable[float], from_zero: bool = True) -> Scale:
-        """Around the finite `values`, with a margin of 5%."""
-        known = [value for value in values if math.isfinite(value)] or [0.0]
+        """Around the `values` that can be drawn, with a margin of 5%."""
+        known = [float(value) for value in values if can_be_drawn(value)] or [0.0]
         low, high = min(known), max(known)
         if from_zero:
             low, high = min(low, 0), max(high, 0)
-        margin = (high - low or abs(high) or 1) / 20
+        largest, spread = max(abs(low), abs(high)), high - low
+        margin = (spread if spread > 1e-9 * max(largest, 1e-3) else max(largest, 1)) / 20
         return cls(low - margin if low < 0 else max(low - margin, 0), high + margin)
 
     def percent(self, value: float) -> float:
@@ -45,7 +51,7 @@ class Scale:
     def ticks(self) -> list[tuple[float, str]]:
         """Places and labels of round numbers, at most `MAX_INTERVALS` + 1."""
         least = (self.high - self.low) / MAX_INTERVALS
-        power = 10 ** math.floor(math.log10(least))
+        power = 10.0 ** math.floor(math.log10(least))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
         numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
         unit, suffix = next(((u, s) for u, s in ((1e9, "B"), (1e6, "M")) if self.high >= u), (1, ""))
@@ -90,7 +96,7 @@ class Line:
     arm: str
     name: str
     pieces: list[str]
-    """Points of SVG polylines, thousandths from the top left; the line has a gap where a value is not finite."""
+    """Points of SVG polylines, thousandths from the top left; the line has a gap where a value cannot be drawn."""
     points: list[tuple[float, float, str]]
     """Percent from the left and from the top, with words."""
 
@@ -267,12 +273,12 @@ def _bars(
     scale = Scale.of([*ends, *(v for own, _ in found for v in by_seed(own).values()), margin or 0, -(margin or 0)])
     bars, zero = [], scale.percent(0)
     for own, value in figures:
-        end = scale.percent(value.value) if math.isfinite(value.value) else zero
+        end = scale.percent(value.value) if can_be_drawn(value.value) else zero
         whisker = None
         if value.low is not None and value.high is not None:
             whisker = (scale.percent(max(value.low, scale.low)), scale.percent(value.high))
         seeds = by_seed(own)
-        points = [scale.percent(number) for number in seeds.values() if math.isfinite(number)]
+        points = [scale.percent(number) for number in seeds.values() if can_be_drawn(number)]
         note, is_doubtful = "; ".join(f"seed {seed}: {shape.format(number)}" for seed, number in seeds.items()), False
         if with_quality:
             note, is_doubtful = _quality(own, comparison)
@@ -304,14 +310,14 @@ def _lines(
     for curve, own in zip(curves, dots, strict=True):
         pieces: list[list[str]] = [[]]
         for at, value in zip(curve[axis], curve[figure], strict=True):
-            if math.isfinite(at) and math.isfinite(value):
+            if can_be_drawn(at) and can_be_drawn(value):
                 pieces[-1].append(f"{10 * x.percent(at):.0f},{1000 - 10 * y.percent(value):.0f}")
             elif pieces[-1]:
                 pieces.append([])
         points = [
             (x.percent(at), round(100 - y.percent(value), 2), f"{x_title} {at:,.0f}: {shape.format(value)}")
             for at, value in own
-            if math.isfinite(at) and math.isfinite(value)
+            if can_be_drawn(at) and can_be_drawn(value)
         ]
         name = f"{curve['name']}, seed {curve['seed']}"
         lines.append(Line(curve["arm"], name, [" ".join(piece) for piece in pieces if piece], points))
