@@ -25,6 +25,7 @@ _RUN: dict[str, Any] = {
     **dict.fromkeys(("precision.requested_scenario", "precision.effective_scenario"), str | None),
     **dict.fromkeys(("precision.backend", "precision.fallback_reason"), str | None),
     **dict.fromkeys(("effective", "data", "model", "provenance"), dict | None),
+    **dict.fromkeys(("config.data.max_seq_length", "effective.global_batch_size", "model.num_parameters"), int | None),
     **{f"provenance.{name}": dict | None for name in ("git", "packages", "cpu", "environment")},
     "provenance.command": list | None,
     "provenance.command.*": str,
