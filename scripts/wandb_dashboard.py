@@ -3,14 +3,15 @@
 communication, certificate.
 
     python scripts/wandb_dashboard.py --entity my-team --project llm-fp8 --group llama32-1b
-        makes the view and prints its address
+        makes the view, or updates the one of that name, and prints its address
     python scripts/wandb_dashboard.py --dry_run
         prints the layout, contacts nobody
     python scripts/wandb_dashboard.py --offline runs
         what offline runs hold, and how to send them
 
-Each call makes a new saved view of the project's workspace; it shows training runs, those of one W&B group with
---group. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/monitoring.md. With --offline
+It is a saved view of the project's workspace, named by --name, of all training runs or of one W&B group (--group).
+Called again, it updates the panels of that view in place, adds those that are missing, and leaves what else is in it as
+it is. The layout is llm_fp8/tools/wandb_dashboard.py, the keys are explained in docs/monitoring.md. With --offline
 the output folders are read on this machine: it lists the runs that W&B has not got yet, says which of the dashboard's
 figures they lack, and prints the commands that send them.
 
@@ -37,7 +38,15 @@ from rich.table import Table
 from llm_fp8.config.options import RunConfig
 from llm_fp8.observability.reporter import tracked_summary
 from llm_fp8.observability.tracker_labels import run_labels, wandb_login_state
-from llm_fp8.tools.wandb_dashboard import SECTIONS, Bars, Curve, build_workspace, missing_keys
+from llm_fp8.tools.wandb_dashboard import (
+    SECTIONS,
+    Bars,
+    Curve,
+    build_workspace,
+    find_workspace,
+    missing_keys,
+    update_workspace,
+)
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_metrics
 from llm_fp8.utils.packages import package_version
@@ -52,7 +61,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--entity", help="W&B user or team that owns the project (default: your own)")
     parser.add_argument("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
     parser.add_argument("--group", help="show the runs of this W&B group only (default: all training runs)")
-    parser.add_argument("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
+    parser.add_argument(
+        "--name", default="fp8 comparison", help="name of the view; one that exists is updated (default: %(default)s)"
+    )
     parser.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
     parser.add_argument(
         "--offline", metavar="FOLDER", help="list the offline runs of an output folder, or of a folder of them"
@@ -276,7 +287,12 @@ def lay_out(options: argparse.Namespace) -> int:
             raise UserError(
                 f"--project {place}: there is no training run{of_group} to compare; train with --use_wandb first."
             )
-        workspace = build_workspace(entity, options.project, options.group, options.name)
+        wanted = build_workspace(entity, options.project, options.group, options.name)
+        workspace = find_workspace(api, entity, options.project, options.name)
+        if workspace is None:
+            workspace = wanted
+        else:
+            update_workspace(workspace, wanted)
         workspace.save()
     print(f"{num_runs} runs compared in {workspace.url}")
     return 0

@@ -1,7 +1,8 @@
 """The layout of the W&B dashboard that compares runs: which figure is drawn where, and what a run must hold for it.
 
 The layout is data (`SECTIONS`), in the project's own keys; `build_workspace` turns it into the objects of
-wandb-workspaces, which sends it to W&B. Nothing here talks to a server.
+wandb-workspaces, which sends it to W&B. A view that exists is updated: `update_workspace` matches panels by kind and
+title and sections by name, and leaves everything else in it as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS
 from llm_fp8.observability.tracker_labels import LABELS
 from llm_fp8.precision.certificate import Certificate
+from llm_fp8.utils.errors import UserError
 
 Axis = Literal["step", "tokens_seen"]
 PRECISION = "precision_name"
@@ -218,6 +220,80 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
         settings=ws.WorkspaceSettings(max_runs=MAX_RUNS),
         runset_settings=ws.RunsetSettings(filters=expr.And(*wanted), pinned_columns=columns),
     )
+
+
+VIEWS = """
+query Views($entity: String, $project: String, $after: String) {
+  project(name: $project, entityName: $entity) {
+    allViews(viewType: "project-view", first: 100, after: $after) {
+      edges { node { name displayName updatedAt } }
+      pageInfo { endCursor hasNextPage }
+    }
+  }
+}"""
+
+
+def find_workspace(api: Any, entity: str, project: str, name: str) -> Any | None:
+    """The project's saved view of this name as a `Workspace`, the one saved last if there are several; None without
+    one. `api`: a `wandb.Api`. Raises `UserError` for a view that wandb-workspaces cannot read.
+    """
+    import wandb_workspaces.workspaces as ws
+
+    # Private; read in wandb-workspaces 0.4.13. test_a_second_call_updates_the_view asks a server with it.
+    from wandb_workspaces._graphql import execute_graphql
+    from wandb_workspaces.workspaces.errors import SpecVersionError, UnsupportedViewError
+
+    found: list[dict[str, str]] = []
+    page = {"endCursor": None, "hasNextPage": True}
+    while page["hasNextPage"]:
+        asked = {"entity": entity, "project": project, "after": page["endCursor"]}
+        views = execute_graphql(api, VIEWS, asked)["project"]["allViews"]
+        found += [edge["node"] for edge in views["edges"] if edge["node"]["displayName"] == name]
+        page = views["pageInfo"]
+    if not found:
+        return None
+    last = max(found, key=lambda view: view["updatedAt"])["name"]  # such as nw-abcdefghijk-v
+    address = f"https://wandb.ai/{entity}/{project}?nw={last.removeprefix('nw-').removesuffix('-v')}"
+    try:
+        return ws.Workspace.from_url(address)  # whatever host it names, the server of this machine's login is asked
+    except (ValueError, SpecVersionError, UnsupportedViewError) as error:
+        raise UserError(
+            f"--name {name!r}: W&B has a view of this name that cannot be read ({' '.join(str(error).split())}); give "
+            "another --name."
+        ) from error
+
+
+def update_workspace(existing: Any, wanted: Any) -> None:
+    """Put the panels and the filter of the view `wanted` into the view `existing`: in place of its panels of the same
+    kind and title, wherever they stand, else at the end of the section of that name, else in a new section. Further
+    panels, sections, their order and sizes, columns and settings stay.
+    """
+    places: dict[tuple[type, str | None], tuple[Any, int]] = {}
+    for section in existing.sections:
+        for at, panel in enumerate(section.panels):
+            places.setdefault(_kind_and_title(panel), (section, at))
+    by_name = {section.name: section for section in reversed(existing.sections)}
+    for section in wanted.sections:
+        added = []
+        for panel in section.panels:
+            if place := places.get(_kind_and_title(panel)):
+                held, at = place
+                panel.layout, panel._id, panel._is_auto = (
+                    getattr(held.panels[at], name) for name in ("layout", "_id", "_is_auto")
+                )
+                held.panels[at] = panel
+            else:
+                added.append(panel)
+        if section.name in by_name:
+            by_name[section.name].panels += added
+        elif added:
+            section.panels = added
+            existing.sections.append(section)
+    existing.runset_settings.filters = wanted.runset_settings.filters
+
+
+def _kind_and_title(panel: Any) -> tuple[type, str | None]:
+    return type(panel), getattr(panel, "title", None)
 
 
 def _panel(panel: Panel) -> Any:

@@ -14,7 +14,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
     """Answers W&B's GraphQL requests as the test says."""
 
     answers: dict[str, Any]
-    """What a request's text holds -> status and content; the first that fits."""
+    """What a request's text holds -> status and content, or what makes them from the request; the first that fits."""
     requests: list[dict[str, Any]]
 
     def log_message(self, *arguments: Any) -> None:
@@ -27,7 +27,8 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             request = json.loads(body)
             self.requests.append(request)
             name = next(name for name in self.answers if name in request["query"])
-            status, content = self.answers[name]
+            answer_of = self.answers[name]
+            status, content = answer_of(request) if callable(answer_of) else answer_of
             answer = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

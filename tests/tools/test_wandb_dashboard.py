@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import psutil
 import pytest
 import wandb
 from accelerate.state import AcceleratorState, PartialState
 
+from benchmarks import plot_wandb_dashboard
 from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.tracker_labels import LABELS
 from llm_fp8.tools.wandb_dashboard import (
@@ -84,6 +86,15 @@ def test_the_view_shows_training_runs_of_the_group_and_what_tells_them_apart() -
     assert wanted(of_group) == {"jobType": "train", "group": "llama"}
     assert of_group["runFeed"]["columnOrder"][1] == "config:precision_name"
     assert len(of_group["runFeed"]["columnOrder"]) == 1 + len(COLUMNS)
+
+
+def test_the_picture_in_the_document_shows_every_section_and_panel() -> None:
+    assert plot_wandb_dashboard.PICTURE.read_text() == plot_wandb_dashboard.draw(), (
+        "run python benchmarks/plot_wandb_dashboard.py"
+    )
+    texts = [element.text for element in ElementTree.parse(plot_wandb_dashboard.PICTURE).iter() if element.text]
+    words = " ".join(texts)
+    assert all(title in words for section in SECTIONS for title in [section.title, *(p.title for p in section.panels)])
 
 
 def test_every_label_is_in_the_document() -> None:
@@ -245,13 +256,45 @@ SAVED = (200, {"data": {"upsertView": {"view": {"id": "abc", "name": "nw-abcdefg
 REFUSED = (200, {"data": None, "errors": [{"message": "permission denied"}]})
 
 
+class Views:
+    """The saved views of a project, as W&B keeps them: by internal name, in the order in which they were saved."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, Any]] = {}
+
+    def save(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        sent = request["variables"]
+        # An id stands for a view that exists, and only that is overwritten.
+        name = next((name for name, view in self.kept.items() if view["id"] == sent.get("id")), sent["name"])
+        view = {"id": f"id of {name}", "name": name, "displayName": sent["displayName"], "spec": sent["spec"]}
+        self.kept[name] = {**view, "updatedAt": f"2026-01-01T00:00:{len(self.kept):02}Z"}
+        return 200, {"data": {"upsertView": {"view": {"id": view["id"], "name": name}, "inserted": True}}}
+
+    def find(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """One view a page, or the one of a name."""
+        wanted = request["variables"]
+        nodes = [view for name, view in self.kept.items() if wanted.get("viewName") in (None, name)]
+        at = int(wanted.get("after") or 0)
+        page = {"endCursor": str(at + 1), "hasNextPage": at + 1 < len(nodes)}
+        return 200, {
+            "data": {"project": {"allViews": {"edges": [{"node": n} for n in nodes[at:][:1]], "pageInfo": page}}}
+        }
+
+    def section(self, name: str) -> dict[str, Any]:
+        return json.loads(self.kept[name]["spec"])["section"]
+
+
+NO_VIEWS = Views().find({"variables": {}})
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     """The stand-in, with W&B's client pointed at it."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(wandb, "run", None)  # what a run that died in this process leaves, and login then does nothing
-    with served({"upsertView": SAVED, "Runs(": runs(3), "viewer": VIEWER}) as (address, handler):
+    answers = {"upsertView": SAVED, "allViews": NO_VIEWS, "Runs(": runs(3), "viewer": VIEWER}
+    with served(answers) as (address, handler):
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         yield handler
@@ -278,6 +321,82 @@ def test_the_view_is_sent_and_its_address_printed(
     assert (sent["entityName"], sent["projectName"], sent["displayName"]) == ("team", "llm-fp8", "fp8 comparison")
     sections = json.loads(sent["spec"])["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
+
+
+def panels_of(section: dict[str, Any]) -> list[tuple[str, list[str | None]]]:
+    """Sections, each with the titles of its panels."""
+    sections = section["panelBankConfig"]["sections"]
+    return [(own["name"], [panel["config"].get("chartTitle") for panel in own["panels"]]) for own in sections]
+
+
+@pytest.mark.slow
+def test_a_second_call_updates_the_view(
+    server: type[StandIn], call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In place, with W&B's own client in between, and what was changed in the browser meanwhile stays."""
+    views = Views()
+    server.answers |= {"upsertView": views.save, "allViews": views.find}
+    assert call("--name", "another view") == call() == 0
+    assert [view["displayName"] for view in views.kept.values()] == ["another view", "fp8 comparison"]
+    other, ours = views.kept
+    first, address = views.section(ours), capsys.readouterr().out.splitlines()[-1]
+    assert call() == 0
+    assert list(views.kept) == [other, ours] and capsys.readouterr().out.splitlines()[-1] == address
+    assert panels_of(views.section(ours)) == panels_of(first)
+    assert views.section(ours)["panelBankConfig"] == first["panelBankConfig"], "nothing to change"
+
+    # Somebody moves a panel, makes it larger and draws something else in it, deletes one, adds one and a section,
+    # renames a section, closes one, and colours a run.
+    spec = json.loads(views.kept[ours]["spec"])
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    by_name = {section["name"]: section for section in sections}
+    moved = by_name["Loss"]["panels"].pop(0)
+    moved["layout"] |= {"w": 24, "h": 12}
+    moved["config"]["metrics"] = ["grad_norm"]
+    deleted = by_name["Loss"]["panels"].pop()
+    own = json.loads(json.dumps(moved))
+    own["__id__"], own["config"]["chartTitle"] = "own", "My loss"
+    by_name["Throughput"]["panels"] += [moved, own]
+    by_name["Energy"] |= {"name": "Watts and joules"}
+    by_name["Memory"] |= {"isOpen": False}
+    sections.insert(0, {**json.loads(json.dumps(by_name["Memory"])), "name": "Mine", "panels": []})
+    spec["section"]["customRunColors"] = {"run1": "#ff0000"}
+    views.kept[ours]["spec"] = json.dumps(spec)
+    changed = panels_of(spec["section"])
+
+    assert call("--group", "llama") == 0
+    now = views.section(ours)
+    expected = [(name, [*titles, *(["Gradient norm"] if name == "Loss" else [])]) for name, titles in changed]
+    assert panels_of(now) == expected and deleted["config"]["chartTitle"] == "Gradient norm"
+    assert ("Mine", []) in expected and "Watts and joules" in dict(expected) and "Energy" not in dict(expected)
+    sections = {section["name"]: section for section in now["panelBankConfig"]["sections"]}
+    assert sections["Memory"]["isOpen"] is False and now["customRunColors"]["run1"] == "#ff0000"
+    panels = {panel["config"].get("chartTitle"): panel for panel in sections["Throughput"]["panels"]}
+    loss, mine = panels["Loss by step"], panels["My loss"]
+    assert loss["config"]["metrics"] == ["loss"] and mine["config"]["metrics"] == ["grad_norm"]
+    assert loss["__id__"] == moved["__id__"] and (loss["layout"]["w"], loss["layout"]["h"]) == (24, 12)
+    filters = json.dumps(now["runSets"][0]["filters"])
+    assert '"llama"' in filters and '"llama"' not in json.dumps(first["runSets"][0]["filters"])
+    assert views.kept[other]["displayName"] == "another view" and len(views.kept) == 2
+
+
+@pytest.mark.slow
+def test_of_views_of_one_name_the_last_saved_is_updated_and_one_that_cannot_be_read_is_named(
+    server: type[StandIn], call: Callable[..., int]
+) -> None:
+    views = Views()
+    server.answers |= {"upsertView": views.save}  # no view is found, so each call makes one
+    assert call() == call() == 0 and len(views.kept) == 2
+    server.answers |= {"allViews": views.find}
+    older, last = views.kept
+    views.kept[older]["spec"] = "{}"
+    assert call() == 0 and len(views.kept) == 2 and views.kept[older]["spec"] == "{}"
+    views.kept[last]["spec"] = json.dumps(json.loads(views.kept[last]["spec"]) | {"version": 99})
+    with pytest.raises(UserError, match="--name 'fp8 comparison': W&B has a view of this name that cannot be read"):
+        call()
+    views.kept[last]["spec"] = '{"section": 1}'
+    with pytest.raises(UserError, match="--name 'fp8 comparison': W&B has a view of this name that cannot be read"):
+        call()
 
 
 @pytest.mark.parametrize(
