@@ -222,15 +222,9 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
     )
 
 
-VIEWS = """
-query Views($entity: String, $project: String, $after: String) {
-  project(name: $project, entityName: $entity) {
-    allViews(viewType: "project-view", first: 100, after: $after) {
-      edges { node { name displayName updatedAt } }
-      pageInfo { endCursor hasNextPage }
-    }
-  }
-}"""
+VIEWS = """query Views($entity: String, $project: String, $after: String) {
+  project(name: $project, entityName: $entity) { allViews(viewType: "project-view", first: 100, after: $after) {
+    edges { node { name displayName updatedAt } } pageInfo { endCursor hasNextPage } } } }"""
 
 
 def find_workspace(api: Any, entity: str, project: str, name: str) -> Any | None:
@@ -258,8 +252,7 @@ def find_workspace(api: Any, entity: str, project: str, name: str) -> Any | None
         return ws.Workspace.from_url(address)  # whatever host it names, the server of this machine's login is asked
     except (ValueError, SpecVersionError, UnsupportedViewError) as error:
         raise UserError(
-            f"--name {name!r}: W&B has a view of this name that cannot be read ({' '.join(str(error).split())}); give "
-            "another --name."
+            f"--name {name!r}: W&B's view of this name cannot be read ({' '.join(str(error).split())}); give another."
         ) from error
 
 
@@ -268,19 +261,19 @@ def update_workspace(existing: Any, wanted: Any) -> None:
     kind and title, wherever they stand, else at the end of the section of that name, else in a new section. Further
     panels, sections, their order and sizes, columns and settings stay.
     """
-    places: dict[tuple[type, str | None], tuple[Any, int]] = {}
-    for section in existing.sections:
-        for at, panel in enumerate(section.panels):
-            places.setdefault(_kind_and_title(panel), (section, at))
+    places = {
+        (type(panel), getattr(panel, "title", None)): (section, at)
+        for section in reversed(existing.sections)
+        for at, panel in reversed(list(enumerate(section.panels)))
+    }  # the first of several
     by_name = {section.name: section for section in reversed(existing.sections)}
     for section in wanted.sections:
         added = []
         for panel in section.panels:
-            if place := places.get(_kind_and_title(panel)):
+            if place := places.get((type(panel), getattr(panel, "title", None))):
                 held, at = place
-                panel.layout, panel._id, panel._is_auto = (
-                    getattr(held.panels[at], name) for name in ("layout", "_id", "_is_auto")
-                )
+                old = held.panels[at]
+                panel.layout, panel._id, panel._is_auto = old.layout, old._id, old._is_auto
                 held.panels[at] = panel
             else:
                 added.append(panel)
@@ -290,10 +283,6 @@ def update_workspace(existing: Any, wanted: Any) -> None:
             section.panels = added
             existing.sections.append(section)
     existing.runset_settings.filters = wanted.runset_settings.filters
-
-
-def _kind_and_title(panel: Any) -> tuple[type, str | None]:
-    return type(panel), getattr(panel, "title", None)
 
 
 def _panel(panel: Panel) -> Any:

@@ -392,10 +392,10 @@ def test_of_views_of_one_name_the_last_saved_is_updated_and_one_that_cannot_be_r
     views.kept[older]["spec"] = "{}"
     assert call() == 0 and len(views.kept) == 2 and views.kept[older]["spec"] == "{}"
     views.kept[last]["spec"] = json.dumps(json.loads(views.kept[last]["spec"]) | {"version": 99})
-    with pytest.raises(UserError, match="--name 'fp8 comparison': W&B has a view of this name that cannot be read"):
+    with pytest.raises(UserError, match="--name 'fp8 comparison': W&B's view of this name cannot be read"):
         call()
     views.kept[last]["spec"] = '{"section": 1}'
-    with pytest.raises(UserError, match="--name 'fp8 comparison': W&B has a view of this name that cannot be read"):
+    with pytest.raises(UserError, match="--name 'fp8 comparison': W&B's view of this name cannot be read"):
         call()
 
 

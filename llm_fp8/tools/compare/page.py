@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from llm_fp8.tools.compare.charts import make_charts, not_drawn, speed_chart
+from llm_fp8.tools.compare.charts import make_charts, speed_chart
 from llm_fp8.tools.compare.report import COLUMNS, NOT_APPLICABLE, Comparison, table_rows
 from llm_fp8.tools.compare.variants import describe_variant
 
@@ -39,7 +39,6 @@ def render_page(comparison: Comparison) -> str:
         figures=list(zip(COLUMNS[1:], values, strict=True)),
         speed=speed_chart(comparison),
         charts=make_charts(comparison),
-        not_drawn=not_drawn(comparison.arms),
         effect_words={
             "all": "everything",
             "quality": "loss and answers",
@@ -64,13 +63,13 @@ def _title(comparison: Comparison) -> str:
 
 def _facts(comparison: Comparison) -> list[str]:
     """What was trained on what, in short phrases; what the runs do not tell is left out."""
-    provenance, batch = comparison.provenance, comparison.provenance.get("batch") or {}
+    provenance = comparison.provenance
+    parameters, sequences, length = map(provenance.get, ("num_parameters", "global_batch_size", "max_seq_length"))
     gpus = [gpu["name"] for gpu in provenance["of_first_run"].get("gpus") or []]
     made = datetime.fromisoformat(provenance["made_utc"]).strftime("%Y-%m-%d %H:%M UTC")
-    parameters = provenance.get("num_parameters")
     facts = [
         f"{parameters / 1e6:,.0f} million parameters" if parameters else "",
-        "{sequences:,} sequences of {length:,} tokens a step".format(**batch) if batch else "",
+        f"{sequences:,} sequences of {length:,} tokens a step" if sequences and length else "",
         f"{len(gpus)} x {gpus[0]}" if gpus else "CPU",
         f"{sum(variant.num_seeds for variant in comparison.arms)} runs of {provenance['num_steps']:,} steps",
         f"up to {provenance['tokens_seen']:,.0f} tokens each" if provenance["tokens_seen"] else "",
@@ -83,16 +82,12 @@ def _facts(comparison: Comparison) -> list[str]:
 def _provenance_lines(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     git, cpu, gpus = (provenance.get(name) or {} for name in ("git", "cpu", "gpus"))
     packages = {name: version for name, version in (provenance.get("packages") or {}).items() if version}
+    versions = [str(provenance.get(key) or "unknown") for key in ("driver", "cuda", "cudnn")] if gpus else []
     lines = [
         ("command", " ".join(provenance.get("command") or [])),
         ("commit", f"{git.get('commit', '')}{' with uncommitted changes' if git.get('dirty') else ''}"),
         ("GPUs", ", ".join(f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in gpus) or NOT_APPLICABLE),
-        (
-            "driver, CUDA, cuDNN",
-            ", ".join(str(provenance.get(key) or "unknown") for key in ("driver", "cuda", "cudnn"))
-            if gpus
-            else NOT_APPLICABLE,
-        ),
+        ("driver, CUDA, cuDNN", ", ".join(versions) or NOT_APPLICABLE),
         ("python", str(provenance.get("python", ""))),
         ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
         ("processor", f"{cpu.get('model')}, {cpu.get('num_cores')} cores"),

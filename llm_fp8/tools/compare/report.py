@@ -100,15 +100,9 @@ def _provenance(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "dataset": next((run.config["data"].get("dataset_name") for run in runs if "data" in run.config), None),
         "num_steps": max(len(run.steps) for run in runs),
         "tokens_seen": max((run.token_trace[-1] for run in runs if run.token_trace), default=None),
-        "num_parameters": next((run.model["num_parameters"] for run in runs if "num_parameters" in run.model), None),
-        "batch": next(
-            (
-                {"sequences": run.effective["global_batch_size"], "length": run.config["data"]["max_seq_length"]}
-                for run in runs
-                if "global_batch_size" in run.effective and "max_seq_length" in run.config.get("data", {})
-            ),
-            None,
-        ),
+        "num_parameters": runs[0].model.get("num_parameters"),
+        "global_batch_size": runs[0].effective.get("global_batch_size"),
+        "max_seq_length": runs[0].config.get("data", {}).get("max_seq_length"),
     }
 
 
