@@ -48,6 +48,7 @@ OTHER_MEANING = {
     "deepspeed": "use --sharding_mode deepspeed_1, _2 or _3, or --deepspeed_config",
     "eval_strategy": "--eval_every says when to evaluate",
     "fsdp": "use --sharding_mode",
+    "hub_token": "use 'hf auth login', or HF_TOKEN in the environment",
     "logging_strategy": "--log_every says when to log",
     "optim": "use --optimizer, which has names of its own",
     "per_device_eval_batch_size": "evaluation has the --batch_size of training",
@@ -257,6 +258,17 @@ class RunConfig:
         2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never."
     )
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
+    push_to_hub: bool = option(
+        False, "Upload final/ to the Hugging Face hub. The login and the repository are checked before the run."
+    )
+    hub_model_id: str | None = option(
+        None, "With --push_to_hub: the repository, OWNER/NAME or NAME (default: the name of the output folder)."
+    )
+    hub_private: bool | None = option(
+        None,
+        "With --push_to_hub: the repository is private (default: if the owner's new repositories are).",
+        alias="hub_private_repo",
+    )
     eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps")
     keep_best: bool = option(
         False,

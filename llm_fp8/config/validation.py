@@ -105,6 +105,12 @@ def check_options(config: Config) -> None:
                 f"--allow_changed: '{name}' is not among {', '.join(TRAINING_OPTIONS)}.": name not in TRAINING_OPTIONS
                 for name in config.allowed_changes
             },
+            "--push_to_hub uploads final/, which --no_export does not write; drop one of them.": (
+                run.push_to_hub and not run.export
+            ),
+            "--hub_model_id and --hub_private have no effect without --push_to_hub; add it.": (
+                not run.push_to_hub and (run.hub_model_id is not None or run.hub_private is not None)
+            ),
             "--keep_best compares evaluations during training and needs --eval_every; add it.": (
                 run.keep_best and run.eval_every == 0
             ),

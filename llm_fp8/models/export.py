@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_fp8.config.options import LoraConfig
+from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config, with_adapter
 from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
@@ -207,10 +207,15 @@ def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
             "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with "
             "`peft.PeftModel.from_pretrained(model, folder)`; the tokenizer is in this folder."
         )
-    rows = "\n".join(f"| {key} | {value} |" for key, value in card.items())
+    base, bar = card["base model"], "\\|"
+    rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
+    metadata = [f"library_name: {library}"]
+    if base != EMBEDDED and not Path(base).is_dir():  # the hub refuses a base_model that it does not have
+        metadata.append(f"base_model: {base}")
+    front = "\n".join(["---", *metadata, "---"])
     return (
-        f"---\nlibrary_name: {library}\nbase_model: {card['base model']}\n---\n\n"
-        f"# {card['base model']}, fine-tuned\n\n"
+        f"{front}\n\n"
+        f"# {base}, fine-tuned\n\n"
         "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the full configuration and "
         f"outcome.\n\n| | |\n|---|---|\n{rows}\n\n{loading}\n"
     )

@@ -38,6 +38,7 @@ from llm_fp8.train.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
+from llm_fp8.train.hub import prepare_hub_repo, upload_final
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
 from llm_fp8.train.run_dir import check_free_space, is_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
@@ -78,7 +79,8 @@ STEPS_BEFORE_PROFILE = 4
 def run_training(
     config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None, predict: Predict | None = None
 ) -> int:
-    """Train, and return the exit code: 0, or that of the signal that stopped the run.
+    """Train, and return the exit code: 0, or that of the signal that stopped the run. Raises `FailedCheck` where the
+    run is finished and its upload failed (--push_to_hub).
 
     Args:
         config: passed `check_options`.
@@ -108,6 +110,7 @@ def run_training(
         )
         fingerprint = run_fingerprint(config, plan.precision, plan.strategy, plan.optimizer_kind, plan.hf_config)
         resume_path = find_checkpoint(checkpoints, config.run.resume_from, fingerprint)
+        hub_repo = prepare_hub_repo(config.run, plan.accelerator.is_main_process)
         phase_ends("config_and_tokenizer")
         data = _prepare_data(plan, tokenizer, context)
         if resume_path and (changed := changed_options(resume_path, run_options(config, data), config.allowed_changes)):
@@ -149,14 +152,20 @@ def run_training(
                 exported, best = None, _best_record(state, loop)
                 if config.run.export:
                     holds = _restore_best(plan, state, loop)
-                    exported, best = export_final(setup, tokenizer, holds), {**best, "exported_step": holds.step}
+                    exported, best = (
+                        export_final(setup, tokenizer, holds, results.certificate),
+                        {**best, "exported_step": holds.step},
+                    )
                 why = {"stopped_early": loop.history.describe_stop()} if loop.history.stops_early else {}
                 summary = reporter.finish({**summary_of(setup, loop, results, exported, predict), **best, **why})
                 closing_words(setup, results, summary, exported)
                 exit_code = 0
-    accelerator = plan.accelerator
+    accelerator, final = plan.accelerator, plan.folder / "final"
     del plan, setup, data, loop, state, callbacks, exact_match, results, phase_ends  # before the group that they use
     end_process_group(accelerator)
+    # Behind the run: the other processes leave meanwhile, and Ctrl-C ends the upload alone.
+    if hub_repo is not None and exit_code == 0 and ranks.rank == 0:
+        upload_final(final, hub_repo)
     return exit_code
 
 

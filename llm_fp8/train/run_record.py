@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -150,7 +151,9 @@ def exported_bytes(setup: TrainingSetup) -> int:
     return export_size_bytes(setup.model, setup.plan.export_dtype, adapters_only=exports_adapter(setup))
 
 
-def export_final(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, holds: Progress) -> Path:
+def export_final(
+    setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, holds: Progress, certificate: Certificate | None
+) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card, which says how far the
     weights that the model `holds` were trained. Collective.
     """
@@ -164,6 +167,8 @@ def export_final(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, holds
         "tokens": holds.tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
+        "certificate": "none" if certificate is None else certificate.describe().removeprefix("certificate: "),
+        "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
         card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
