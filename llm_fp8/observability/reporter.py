@@ -6,10 +6,12 @@ Only the main process writes.
       metrics.jsonl      one line per optimizer step and per evaluation, keys of `metrics.METRICS`
       summary.json       written at the end: last values, medians, whatever the loop adds
       wandb/             the W&B run's files (with --use_wandb)
+      wandb_run.json     its id, and the last step that it was given before a resume
       tensorboard/       TensorBoard's event files (with --report_to tensorboard)
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
-On W&B, which cannot take back steps, each start is a run in the group --wandb_group.
+On W&B it continues the same run. W&B's client cannot take back steps (its server can rewind a run, `resume_from`, which
+offline runs have no part in), so those that it has are not sent again: it keeps what the interrupted process sent.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +33,14 @@ from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
 from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import json_line, parse_metrics, read_text, write_json_atomic, write_text_atomic
+from llm_fp8.utils.json_files import (
+    json_line,
+    parse_metrics,
+    read_json,
+    read_text,
+    write_json_atomic,
+    write_text_atomic,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +72,15 @@ def accelerator_tracking(config: Config) -> dict[str, Any]:
     }
 
 
-def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> None:
-    """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line.
+def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
+    """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line; returns the last
+    step that it held, 0 for none.
 
     `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run that repeats it. Raises
     `UserError` where an earlier line is not JSON: no interrupted run leaves that.
     """
     lines = read_text(path).splitlines()
-    kept = []
+    kept, held = [], 0
     for number, line in enumerate(lines, start=1):
         try:
             record = parse_metrics(line, str(path))
@@ -80,11 +91,13 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
                 f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier "
                 "metrics."
             ) from None
+        held = int(record["step"])
         if record["step"] < last_step or (
             record["step"] == last_step and (keep_evaluation or "eval_loss" not in record)
         ):
             kept.append(line + "\n")
     write_text_atomic(path, "".join(kept))
+    return held
 
 
 def _tracked(tree: dict[str, Any], separator: str) -> dict[str, Any]:
@@ -128,12 +141,15 @@ class RunReporter:
         self._last_step = resume_step
         self._last_record: dict[str, float] | None = None
         self._last_evaluation: dict[str, float] | None = None
+        self._wandb_last_step = 0  # what W&B has from earlier starts
+        self._wandb_shift = 0  # of W&B's own steps, which number its rows, against ours
         if not accelerator.is_main_process:
             return
+        self._held_step = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
-            truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
+            self._held_step = truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
@@ -147,6 +163,7 @@ class RunReporter:
             return
         labels = run_labels(record)
         self._init_trackers(run_tags(labels, self._config.wandb_tags))
+        self._find_wandb_position()
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         for tracker in self._accelerator.trackers:
@@ -178,9 +195,11 @@ class RunReporter:
         import wandb
 
         of_wandb["settings"] = wandb.Settings(init_timeout=WANDB_START_S, finish_timeout=WANDB_END_S)
+        of_wandb |= self._wandb_run()
         try:
             self._accelerator.init_trackers(options.wandb_project, init_kwargs=init_kwargs)
         except wandb.errors.CommError as error:
+            wandb.teardown()  # its service holds on to the id
             for tracker in self._accelerator.trackers:  # made and not started: W&B is the first
                 if tracker.name == "wandb":
                     tracker.init_kwargs["mode"] = "offline"
@@ -190,6 +209,41 @@ class RunReporter:
                 self._folder / "wandb" / "offline-run-*",
                 str(error).splitlines()[0],
             )
+
+    def _wandb_run(self) -> dict[str, str]:
+        """Which W&B run this start belongs to: the `id` in wandb_run.json where the training is resumed, else a new
+        one (or WANDB_RUN_ID of the environment).
+        """
+        path = self._folder / "wandb_run.json"
+        if self._resume_step > 0 and path.exists():
+            known = read_json(path, {"id": str, "last_step": int})
+            self._wandb_last_step = max(known["last_step"], self._held_step)
+            run = {"id": known["id"], "resume": "allow"}
+        else:
+            run = {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)}
+        write_json_atomic(path, {"id": run["id"], "last_step": self._wandb_last_step})
+        return run
+
+    def _find_wandb_position(self) -> None:
+        """Where the rows of an online run end on the server; one that was killed may have sent less than it took."""
+        for tracker in self._accelerator.trackers:
+            if tracker.name == "wandb" and (row := tracker.tracker.starting_step):
+                self._wandb_last_step = min(self._wandb_last_step, row - 1)
+                self._wandb_shift = row - 1 - self._wandb_last_step
+
+    def _track(self, record: dict[str, float]) -> None:
+        """Hand a record to the trackers. W&B gets no step twice; an evaluation that was put off, or is repeated, gets a
+        row of its own there, since that of its step is closed.
+        """
+        step, of_evaluation = int(record["step"]), "eval_loss" in record
+        for tracker in self._accelerator.trackers:
+            if tracker.name != "wandb":
+                tracker.log(record, step=step)
+                continue
+            if step < self._wandb_last_step or (step == self._wandb_last_step and not of_evaluation):
+                continue
+            self._wandb_shift += step == self._wandb_last_step
+            tracker.log(record, step=step + self._wandb_shift)
 
     def steps(self, records: list[dict[str, float]]) -> None:
         """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""
@@ -225,8 +279,7 @@ class RunReporter:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"metric '{key}' must be a plain number, not {type(value).__name__}.")
         self._file.write(json_line(record))
-        if self._accelerator.log_with:
-            self._accelerator.log(record, step=int(record["step"]))
+        self._track(record)
 
     def print(self, text: str) -> None:
         if self._accelerator.is_main_process:

@@ -27,7 +27,8 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 from tests.support.reports import PROVENANCE, RUN_SECTIONS, TOTAL_STEPS, a_config, a_reporter, a_step
 from tests.support.small import records
-from tests.support.wandb_file import the_wandb_run
+from tests.support.wandb_file import the_wandb_run, wandb_runs
+from tests.support.wandb_server import TAKES_RUNS, served
 
 
 def an_evaluation(step: int) -> dict[str, float]:
@@ -197,6 +198,73 @@ def without_wandb_variables() -> dict[str, str]:
     service.
     """
     return {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "NETRC"))}
+
+
+RESUMES = """
+import sys
+from pathlib import Path
+from tests.support.reports import a_config, a_reporter, a_step
+
+an_evaluation = lambda step: {"step": step, "eval_loss": 2.0}
+config = a_config(Path(sys.argv[1]), "--use_wandb")
+steps, resume_step = range(int(sys.argv[2]), int(sys.argv[3]) + 1), int(sys.argv[2]) - 1
+with a_reporter(config, resume_step) as reporter:
+    if "evaluates first" in sys.argv:
+        reporter.evaluation(an_evaluation(resume_step))
+    reporter.steps([a_step(step) for step in steps])
+    reporter.evaluation(an_evaluation(steps[-1]))
+    if "killed" in sys.argv:
+        raise SystemExit("killed")
+    reporter.finish({})
+"""
+"""One start of a training: the folder, its first and last step."""
+
+
+def start_again(folder: Path, *words: object, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESUMES, str(folder), *map(str, words)],
+        cwd=REPOSITORY,
+        env=without_wandb_variables() | {"WANDB_SILENT": "true"} | environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == ("killed" in words), done.stderr
+
+
+def test_a_resumed_training_continues_its_wandb_run_offline(tmp_path: Path) -> None:
+    start_again(tmp_path, 1, 8, "killed", WANDB_MODE="offline")
+    start_again(tmp_path, 5, 6, "killed", WANDB_MODE="offline")  # it takes steps again, and no others
+    start_again(tmp_path, 5, 10, WANDB_MODE="offline")
+    start_again(tmp_path, 11, 12, "evaluates first", WANDB_MODE="offline")
+    runs = wandb_runs(tmp_path)
+    assert len({run.id for run in runs}) == 1 and len(runs) == 4
+    rows = [row for run in runs for row in run.history]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13)), "each step once"
+    assert [row["step"] for row in rows if "eval_loss" in row] == [8, 10, 10, 12]
+    own_steps = [row["_step"] for row in rows]
+    assert own_steps == sorted(set(own_steps)), "W&B takes no row of an earlier step"
+    assert all(row["step"] == 10 for row in rows if "eval_loss" in row and "loss" not in row)
+
+    start_again(tmp_path / "other", 1, 2, WANDB_MODE="offline", WANDB_RUN_ID="mine")
+    (other,) = wandb_runs(tmp_path / "other")
+    assert other.id == "mine"
+
+
+def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_path: Path) -> None:
+    """The killed process had taken 8 steps and sent 7 of them."""
+    tail = {"historyLineCount": 7, "historyTail": json.dumps([json.dumps({"_step": 7, "step": 7})])}
+    known = {"name": "run", "displayName": "run", "summaryMetrics": "{}", "config": "{}", "tags": [], "notes": ""}
+    counts = {"logLineCount": 0, "eventsLineCount": 0, "eventsTail": "[]", "wandbConfig": json.dumps({"t": 1})}
+    model = {"name": "llm-fp8", "entity": {"name": "team"}, "bucket": {**known, **counts, **tail}}
+    with served({"RunResumeStatus": (200, {"data": {"model": model}}), **TAKES_RUNS}) as (url, server):
+        online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+        start_again(tmp_path, 1, 8, "killed", **online)
+        start_again(tmp_path, 5, 10, **online)
+    asked = [request["variables"]["name"] for request in server.requests if "RunResumeStatus" in request["query"]]
+    assert asked[-1] == json.loads((tmp_path / "wandb_run.json").read_text())["id"]
+    rows = wandb_runs(tmp_path, online=True)[1].history
+    assert [row["step"] for row in rows] == [row["_step"] for row in rows] == [8, 9, 10]
 
 
 def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path) -> None:

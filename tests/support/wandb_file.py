@@ -23,6 +23,7 @@ BLOCK = 2**15
 class WandbRun:
     """What the file of a W&B run holds."""
 
+    id: str = ""
     project: str = ""
     name: str = ""
     group: str = ""
@@ -66,7 +67,16 @@ def _values(items: Any) -> dict[str, Any]:
 
 def the_wandb_run(folder: Path, online: bool = False) -> WandbRun:
     """The one offline (or online) W&B run of an output folder."""
-    (file,) = folder.glob(f"wandb/{'run' if online else 'offline-run'}-*/run-*.wandb")
+    (run,) = wandb_runs(folder, online)
+    return run
+
+
+def wandb_runs(folder: Path, online: bool = False) -> list[WandbRun]:
+    """What each start of a training gave to W&B, in order of time."""
+    return [_run_in(file) for file in sorted(folder.glob(f"wandb/{'run' if online else 'offline-run'}-*/run-*.wandb"))]
+
+
+def _run_in(file: Path) -> WandbRun:
     data = file.read_bytes()
     assert data[:4] == b":W&B", file
     run = WandbRun()
@@ -75,6 +85,7 @@ def the_wandb_run(folder: Path, online: bool = False) -> WandbRun:
         kind = message.WhichOneof("record_type")
         if kind == "run":
             stored = message.run
+            run.id = stored.run_id
             run.project, run.name, run.group = stored.project, stored.display_name, stored.run_group
             run.job_type, run.tags = stored.job_type, tuple(stored.tags)
         if kind in ("run", "config"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import json
 import threading
@@ -16,6 +17,8 @@ class StandIn(http.server.BaseHTTPRequestHandler):
     answers: dict[str, Any]
     """What a request's text holds -> status and content, or what makes them from the request; the first that fits."""
     requests: list[dict[str, Any]]
+    sent: list[dict[str, Any]]
+    """What was streamed to a run's files: its history and more."""
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -30,6 +33,9 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             answer_of = self.answers[name]
             status, content = answer_of(request) if callable(answer_of) else answer_of
             answer = json.dumps(content).encode()
+        elif self.path.endswith("/file_stream"):
+            self.sent.append(json.loads(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body))
+            status = 200
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
@@ -44,6 +50,7 @@ _RUN = {"id": "cg==", "name": "run", "displayName": "run", "config": "{}", "hist
 _SERVER = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
 TAKES_RUNS = {
     "upsertBucket": (200, {"data": {"upsertBucket": {"bucket": _RUN, "inserted": True}}}),
+    "CreateRunFiles": (200, {"data": {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": []}}}),
     "": (200, {"data": {"viewer": _PERSON, "serverInfo": _SERVER}}),
 }
 """Answers of a server that takes runs."""
@@ -52,7 +59,7 @@ TAKES_RUNS = {
 @contextmanager
 def served(answers: dict[str, Any]) -> Iterator[tuple[str, type[StandIn]]]:
     """Its address and its class, of this context alone; behind the context nobody listens there."""
-    handler = type("Handler", (StandIn,), {"answers": answers, "requests": []})
+    handler = type("Handler", (StandIn,), {"answers": answers, "requests": [], "sent": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}", handler
