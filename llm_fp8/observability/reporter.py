@@ -150,6 +150,7 @@ class RunReporter:
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
             self._held_step = truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
+        (self._folder / "summary.json").unlink(missing_ok=True)  # of the run's end, which is to come again
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)

@@ -40,7 +40,7 @@ from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.hub import prepare_hub_repo, upload_final
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
-from llm_fp8.train.run_dir import check_free_space, is_finished, run_lock, with_output_dir
+from llm_fp8.train.run_dir import check_free_space, is_finished, refuse_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
     Predict,
     Progress,
@@ -115,6 +115,7 @@ def run_training(
         data = _prepare_data(plan, tokenizer, context)
         if resume_path and (changed := changed_options(resume_path, run_options(config, data), config.allowed_changes)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
+        refuse_finished(config, total_steps(config, data))
         phase_ends("data")
         setup = build_setup(plan)
         phase_ends("weights")

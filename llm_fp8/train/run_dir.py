@@ -12,12 +12,14 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.step_stats import RESUMES
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
 from llm_fp8.utils.errors import UserError, existing_part
-from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.json_files import read_json, require_entries
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"
@@ -115,8 +117,41 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 def is_finished(folder: Path, step: int) -> bool:
     """Whether the run in `folder` completed evaluation and export after `step`, not only its steps."""
+    summary = _finished_summary(folder)
+    return summary is not None and summary["steps"] == step
+
+
+def refuse_finished(config: Config, num_steps: int) -> None:
+    """Raise `UserError` where --resume_from latest would repeat the last steps of a finished run, whose newest
+    checkpoint is older than its end (--save_minutes, --keep_best). `num_steps`: those of the run that is asked for.
+    """
+    folder = Path(str(config.run.output_dir))
+    if config.run.resume_from != LATEST or (summary := _finished_summary(folder)) is None:
+        return
+    further = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
+    if summary["steps"] < num_steps:
+        if "stopped_early" not in summary or _stops_later(config, folder):
+            return
+        further = "raise --early_stopping_patience or drop it"
+    raise UserError(
+        f"--resume_from latest: the run in {folder} is finished, after {summary['steps']} steps; to train on, "
+        f"{further}."
+    )
+
+
+def _finished_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a run that came to its end; None without one."""
     path = folder / "summary.json"
     if not path.exists():
-        return False
+        return None
     summary = read_json(path, {"steps": int})
-    return summary["steps"] == step and not {"stopped_by", "failed"} & summary.keys()
+    return None if {"stopped_by", "failed"} & summary.keys() else summary
+
+
+def _stops_later(config: Config, folder: Path) -> bool:
+    """Whether early stopping is asked for in another way than by the process that ended the run in `folder`."""
+    names = ("early_stopping_patience", "early_stopping_threshold")
+    record = read_json(folder / "run.json", RESUMES)
+    before = (record.get("resumes") or [record])[-1]
+    require_entries(str(folder / "run.json"), before, {f"config.run.{name}": float for name in names})
+    return any(getattr(config.run, name) != before["config"]["run"][name] for name in names)

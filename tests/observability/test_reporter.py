@@ -78,11 +78,13 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
         reporter.steps([a_step(1), a_step(2)])
         reporter.evaluation(an_evaluation(2))
         reporter.steps([a_step(3)])
+        reporter.finish({})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
     AcceleratorState._reset_state(reset_partial_state=True)
     with a_reporter(config, resume_step=2) as reporter:
         assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
+        assert not (tmp_path / "summary.json").exists(), "killed now, the run would pass for a finished one"
         reporter.steps([a_step(3) | {"loss": 9.0}])
     assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,11 @@ def test_the_run_ends_as_after_its_last_step(tmp_path, options, eval_losses, cap
     assert f"stopped early: {why}" in capsys.readouterr().out.splitlines()
 
     resume = [*options, "--early_stopping_threshold=0.12", f"--output_dir={tmp_path}", "--resume_from=latest"]
-    with pytest.raises(UserError, match="that run stopped early and is finished: .* raise --early_stopping_patience"):
+    for more in ([], [f"--resume_from={tmp_path / 'checkpoints' / 'step-00000006'}"]):
+        with pytest.raises(UserError, match="is finished[,:] .* raise --early_stopping_patience"):
+            train(*resume, *more)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    with pytest.raises(UserError, match="is finished, after 6 steps; to train on, raise --early_stopping_patience"):
         train(*resume)
     assert train(*resume, "--early_stopping_patience=4") == 0
     assert steps(tmp_path)[-1]["step"] == 8 and "stopped_early" not in summary_json(tmp_path)

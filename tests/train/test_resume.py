@@ -386,10 +386,28 @@ def test_a_checkpoint_of_another_optimizer_is_refused(stopped, options):
 
 def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options):
     train(*options, f"--output_dir={tmp_path}")
-    assert_refused(tmp_path, options, "10 steps behind it", "--max_steps", "--num_epochs")
+    assert_refused(tmp_path, options, "is finished, after 10 steps", "--max_steps", "--num_epochs")
     longer = ["--max_steps=12", "--allow_changed=total_steps"]
     assert train(*options, *longer, f"--output_dir={tmp_path}", "--resume_from=latest") == 0
     assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("older", ["--save_minutes=0.0001", "--keep_best"])
+def test_a_finished_run_whose_checkpoint_is_older_than_its_end(tmp_path, options, tell_eval_losses, older):
+    """It does not repeat its last steps, nor change what it left."""
+    tell_eval_losses(dict(zip(range(1, 13), range(12), strict=True)))
+    asked = [*options, "--save_every=0", "--eval_every=4", "--log_every=4", older, f"--output_dir={tmp_path}"]
+    train(*asked)
+    newest = (tmp_path / "checkpoints" / "latest").read_text()
+    assert int(newest.removeprefix("step-")) < 10
+    left = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "summary.json", "run.json")}
+    with pytest.raises(UserError, match="--resume_from latest: the run in .* is finished, after 10 steps; to train on"):
+        train(*asked, "--resume_from=latest")
+    assert left == {name: (tmp_path / name).read_bytes() for name in left}
+    # Whoever names a checkpoint wants to go back to it.
+    path = tmp_path / "checkpoints" / newest.strip()
+    assert train(*asked, f"--resume_from={path}") == 0
+    assert [step["step"] for step in steps(tmp_path)] == list(range(1, 11))
 
 
 def test_a_folder_without_a_checkpoint(tmp_path, options):
