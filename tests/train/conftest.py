@@ -10,6 +10,7 @@ import pytest
 
 from llm_fp8.train.callbacks import RunCallbacks
 from llm_fp8.train.loop import TrainingLoop
+from tests.support.told_losses import telling
 
 
 @pytest.fixture
@@ -44,13 +45,4 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def tell_eval_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, float]], None]:
     """A function: the evaluations find these losses, by step."""
 
-    def tell(losses: Mapping[int, float]) -> None:
-        evaluate = RunCallbacks.evaluate
-
-        def told(self, step: int) -> float:
-            evaluate(self, step)
-            return losses[step]
-
-        monkeypatch.setattr(RunCallbacks, "evaluate", told)
-
-    return tell
+    return lambda losses: monkeypatch.setattr(RunCallbacks, "evaluate", telling(losses))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import assert_same_tensors, final_weights, records, summary_json, train
+from tests.support.small import assert_same_tensors, final_weights, records, steps, summary_json, train
+from tests.support.told_losses import tell
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0}
 """Step -> the eval loss that the run is told."""
@@ -145,6 +147,27 @@ def test_two_ranks_export_the_best_step(tmp_path, small_run, mode):
     saved = torch.load(tmp_path / "merged.pt")
     for name, tensor in final_weights(tmp_path).items():
         assert torch.equal(saved[f"model.{name}"], tensor), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_stops_early_and_exports_the_best_step(tmp_path, small_run, stage):
+    """Steps 6 and 8 are no improvement on step 4, whose weights are those of a run that ends there."""
+    options = [
+        *small_run,
+        "--batch_size=4",
+        "--lr_scheduler=constant",
+        "--num_warmup_steps=0",
+        f"--sharding_mode=deepspeed_{stage}",
+    ]
+    kept, short = tmp_path / "kept", tmp_path / "short"
+    asked = ["--max_steps=10", "--eval_every=2", "--keep_best", "--early_stopping_patience=2"]
+    run_ranks(2, kept, *options, *asked, f"--output_dir={kept}", first=functools.partial(tell, LOSSES))
+    assert [record["step"] for record in records(kept) if "eval_loss" in record] == [2, 4, 6, 8]
+    assert "--early_stopping_patience 2" in summary_json(kept)["stopped_early"]
+    assert summary_json(kept)["best"]["step"] == summary_json(kept)["exported_step"] == 4
+    run_ranks(2, short, *options, "--max_steps=4", f"--output_dir={short}")
+    assert_same_tensors(final_weights(kept), final_weights(short))
+    assert all(step["learning_rate"] > 0 and step["grad_norm"] > 0 for step in steps(kept)), "weights move in each"
 
 
 def test_it_needs_evaluations():
