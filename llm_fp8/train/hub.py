@@ -6,15 +6,7 @@ import shlex
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
-from huggingface_hub import (
-    auth_check,
-    constants,
-    create_repo,
-    is_offline_mode,
-    repo_info,
-    upload_folder,
-    whoami,
-)
+from huggingface_hub import auth_check, constants, create_repo, is_offline_mode, repo_info, upload_folder, whoami
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from llm_fp8.config.options import RunConfig
