@@ -131,7 +131,9 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
             continue
         num_in_fp8 += 1
         known = known or {build_config(name, emulate=False): name for name in recipe_names("torchao")}
-        recipe = known.get(dataclasses.replace(config, enable_fsdp_float8_all_gather=False))
+        # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
+        plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
+        recipe = known.get(dataclasses.replace(config, **plain))
         if recipe is None:
             num_recipe_unreadable += 1
         else:

@@ -2,10 +2,10 @@
 
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
-It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's,
-and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the output folder. A
-failed certificate ends the run with exit code 1. The evidence and its limits: docs/monitoring.md; what Accelerate does
-to a Trainer: docs/multi_gpu.md.
+It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's
+or torchao's, and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the
+output folder. A failed certificate ends the run with exit code 1. The evidence and its limits: docs/monitoring.md; what
+Accelerate does to a Trainer: docs/multi_gpu.md; TRL, LLaMA-Factory, axolotl and loops without a Trainer: docs/tools.md.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
+from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import lm_head_of, reason_to_leave
 from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.modules import linear_weights, note_recipe_inside, read_te_state, te_linears
+from llm_fp8.precision.modules import (
+    GEMMS_PER_WEIGHT,
+    ModuleState,
+    linear_weights,
+    note_recipe_inside,
+    read_te_state,
+    te_linears,
+)
+from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK
 from llm_fp8.utils.json_files import write_json_atomic
 
@@ -50,7 +59,7 @@ class CertificateCallback(TrainerCallback):
     Args:
         precision: what the run was asked to compute in. None: what `accelerate launch` asked for when this object was
             made, else the `bf16` and `fp16` of the TrainingArguments. With fp8 the scenario is MXFP8 where the launcher
-            asked for it, else delayed scaling.
+            asked for it, else delayed scaling; with torchao's layers any recipe of torchao's that they all have.
         step: the optimizer step of this process that is recorded; the last one where there are fewer.
     """
 
@@ -123,21 +132,25 @@ class CertificateCallback(TrainerCallback):
         """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.
 
         Expected of an fp8 run: three GEMMs in a micro-batch for each trained weight that Transformer Engine holds, and
-        one more where its layer is recomputed. Where it holds none at all, those of every linear layer whose sizes fp8
-        can take. A value of fp8_config that the recipe in force does not have is a failure too.
+        one more where its layer is recomputed; for one that torchao holds, those that its recipe computes in fp8. Where
+        neither holds any, those of every linear layer whose sizes fp8 can take. A value of fp8_config that the recipe
+        in force does not have is a failure too.
         """
         asked, launch = asked_precision(self._precision, self._launch, args), self._launch
         kernels = kernel_times(self._profile)
-        layers = te_linears(model)
+        layers, by_torchao = te_linears(model), list(converted_modules(model).values())
+        state = read_te_state(layers) if layers or not by_torchao else read_state(by_torchao)
         own_dtype = _COMPUTE[next(model.parameters()).dtype]
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         compute = own_dtype if asked == "no" else asked
         in_fp8 = asked == "fp8"
-        expected = _expected_in_fp8(model, layers, launch) if in_fp8 else ExpectedKernels(compute, compute)
+        expected = ExpectedKernels(compute, compute)
+        if in_fp8:
+            expected = _expected_in_fp8(model, layers or by_torchao, launch, state)
         certificate = certify(
             expected,
             kernels,
-            read_te_state(layers),
+            state,
             num_micro_batches=self._num_micro_batches,
             recipe_inside_modules=self._recipe_inside,
             attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
@@ -183,10 +196,16 @@ def _convertible(model: nn.Module) -> list[str]:
     ]
 
 
-def _expected_in_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str]) -> ExpectedKernels:
+def _expected_in_fp8(
+    model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState
+) -> ExpectedKernels:
     compute = "bf16"  # Accelerate's autocast around what is not in fp8
     mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling")
-    scenario = "mxfp8" if mxfp8 else "delayed"
+    scenario, num_gemms = "mxfp8" if mxfp8 else "delayed", GEMMS_PER_WEIGHT
+    if by_torchao := state.library == "torchao":
+        # Whether a layer of torchao's that is recomputed computes fprop again is up to torch.compile.
+        scenario = next(iter(state.recipes), DEFAULTS["torchao"])
+        num_gemms = min(num_fp8_gemms_of(layer.config) for layer in layers)
     again = {
         module
         for layer in model.modules()
@@ -199,8 +218,9 @@ def _expected_in_fp8(model: nn.Module, layers: list[nn.Module], launch: Mapping[
         compute=compute,
         scenario=scenario,
         num_fp8_weights=sum(trained.values()) if layers else len(_convertible(model)),
-        num_recomputed_fp8_weights=sum(count for layer, count in trained.items() if layer in again),
-        fp8_linear_flop_share=measure_coverage(model, layers, compute, {}).fp8_linear_flop_share,
+        num_recomputed_fp8_weights=0 if by_torchao else sum(trained[layer] for layer in layers if layer in again),
+        num_fp8_gemms_per_weight=num_gemms,
+        fp8_linear_flop_share=measure_coverage(model, layers, compute, {}, most_in_fp8=num_gemms).fp8_linear_flop_share,
     )
 
 
@@ -224,7 +244,7 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
 
 def _remarks_on_layers(model: nn.Module, optimizer: torch.optim.Optimizer, asked: str) -> list[str]:
     remarks = []
-    if asked == "fp8" and te_linears(model) and (left := _convertible(model)):
+    if asked == "fp8" and (te_linears(model) or converted_modules(model)) and (left := _convertible(model)):
         remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
     lost = not_optimised(model, optimizer)
     # An optimizer that holds none of them holds shards or copies, as under DeepSpeed.
