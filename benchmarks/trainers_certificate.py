@@ -431,6 +431,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--hidden_size {options.hidden_size} is no multiple of 128; take one, such as 2048.")
     if options.steps <= WARMUP_STEPS:
         raise UserError(f"--steps {options.steps} leaves none behind the {WARMUP_STEPS} of warm-up; take more.")
+    if options.at_once < 1:
+        raise UserError(f"--at_once {options.at_once} starts no process; take 1 or more.")
     if unnamed := [given for given in options.packages if "=" not in given]:
         raise UserError(f"--packages {unnamed[0]} is not of the form NAME=FOLDER; write trl=/tmp/site/trl.")
     beginnings = tuple(options.variants.split(","))

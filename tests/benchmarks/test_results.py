@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.speed_table_rows import gemm_floor_s
+from benchmarks.trainers_certificate import VARIANTS
 from llm_fp8.tools.bench.variants import BASELINES, recorded_variant
 from llm_fp8.tools.gemm_rates import known_rates
 from tests.support.families import FAMILIES
@@ -237,6 +238,21 @@ def test_lora_study(name):
         speeds, adapters = row["tokens_per_s"], "" if row["adapters"] == "full" else f":{row['adapters']}"
         assert {f"bf16{adapters}", f"{row['recipe']}{adapters}"} <= variants
         assert row["speed_up"] == pytest.approx(speeds[row["recipe"]] / speeds["bf16"])
+
+
+@files("trainers_certificate*.json")
+def test_certificates_of_other_trainers(name):
+    record = load(name)
+    known = {variant.name: variant for variant in VARIANTS}
+    for entry in record["entries"]:
+        assert entry["how"] == known[entry["name"]].how and record["versions"][entry["package"]]
+        certificate = entry["certificate"]
+        assert certificate is not None or entry["error"]
+        # A failed certificate ends the run; any other lets it train to its end.
+        if certificate is not None and entry["exit_code"] == 0:
+            assert certificate["verdict"] != "failed" and len(entry["losses"]) == record["steps"]
+        if certificate is not None and certificate["verdict"] == "certified":
+            assert (certificate["num_fp8_gemm_kernels"] > 0) == (entry["asked"] == "fp8")
 
 
 @files("hf_trainer_*.json")

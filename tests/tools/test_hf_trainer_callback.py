@@ -8,21 +8,28 @@ the GPU is said to have run.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from torchao.float8 import Float8LinearConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import llm_fp8.tools.hf_trainer_callback as callback_module
 from examples.hf_trainer_fp8 import main as example_main
+from llm_fp8.precision.torchao import build_config, convert_linears, converted_modules, read_state
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
 from llm_fp8.utils.errors import UserError
 from tests.support import made_up_te
@@ -239,12 +246,88 @@ def test_layers_that_the_conversion_left_out_are_named(trained):
     ]
 
 
-def test_without_a_backend_torchao_comes_first_and_takes_weights_from_the_optimizer(trained):
-    trainer = trained({"ACCELERATE_MIXED_PRECISION": "fp8"}, {FP8_KERNEL: EXPECTED})
+TORCHAO_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "fp8"}
+"""`accelerate launch --mixed_precision fp8` without a backend: torchao comes first."""
+NUM_IN_TORCHAO = NUM_LINEARS - 2
+"""Accelerate leaves the first and the last linear layer."""
+
+
+def test_torchaos_layers_are_judged_and_their_weights_leave_the_optimizer(trained):
+    """Accelerate asks torchao for its fp8 all-gather, without FSDP too, so each weight becomes another parameter."""
+    trainer = trained(TORCHAO_LAUNCH, {FP8_KERNEL: NUM_IN_TORCHAO * 3 * MICRO_BATCHES}, learning_rate=1e-2)
     certificate = trainer.certificate_callback.certificate
-    assert trainer.accelerator.fp8_backend == "AO" and certificate.verdict == "undetermined"
-    assert "the model has no linear module of Transformer Engine" in certificate.reasons[0]
-    assert any("the optimizer does not hold 13 of the parameters" in remark for remark in certificate.remarks)
+    assert trainer.accelerator.fp8_backend == "AO" and certificate.verdict == "certified"
+    assert certificate.precision == "fp8 tensorwise"
+    assert certificate.modules.to_dict()["recipes"] == {"tensorwise": NUM_IN_TORCHAO}
+    assert certificate.num_expected_fp8_gemm_kernels == NUM_IN_TORCHAO * 3 * MICRO_BATCHES
+    first, lost = certificate.remarks
+    assert first.startswith("1 linear layers that fp8 could compute were not converted, such as model.layers.0.self_at")
+    assert f"the optimizer does not hold {NUM_IN_TORCHAO} of the parameters" in lost
+    torch.manual_seed(0)
+    untrained = AutoModelForCausalLM.from_config(tiny_config())
+    before, after = (model.model.layers[0].self_attn for model in (untrained, trainer.model))
+    assert torch.equal(after.k_proj.weight._tensor, before.k_proj.weight)
+    assert not torch.equal(after.q_proj.weight, before.q_proj.weight)
+
+
+def test_with_a_torchao_recipe_of_ones_own_weights_stay_and_one_kernel_fewer_fails(trained, monkeypatch, capsys):
+    """As LLaMA-Factory and axolotl mean to ask for it: a configuration without FSDP's all-gather."""
+    original = Accelerator.__init__
+    handlers = [AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise"))]
+    monkeypatch.setattr(
+        Accelerator, "__init__", lambda self, **given: original(self, **{**given, "kwargs_handlers": handlers})
+    )
+    expected = NUM_IN_TORCHAO * 3 * MICRO_BATCHES
+    certificate = trained(TORCHAO_LAUNCH, {FP8_KERNEL: expected}).certificate_callback.certificate
+    assert (certificate.verdict, certificate.precision) == ("certified", "fp8 rowwise")
+    assert not any("optimizer" in remark for remark in certificate.remarks)
+    with pytest.raises(SystemExit):
+        trained(TORCHAO_LAUNCH, {FP8_KERNEL: expected - 1, BF16_KERNEL: 99})
+    said = capsys.readouterr().err
+    assert f"expected at least {expected} fp8 GEMM kernels" in said
+    assert f"of {NUM_IN_TORCHAO} modules of torchao {NUM_IN_TORCHAO} say that they are set up for fp8" in said
+
+
+def test_a_torchao_recipe_with_wgrad_in_bf16_has_two_gemms_a_weight():
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    convert_linears(model, build_config("rowwise_with_gw_hp", emulate=False), lambda name, layer: None)
+    layers = list(converted_modules(model).values())
+    expected = callback_module._expected_in_fp8(model, layers, {}, read_state(layers))
+    assert (expected.scenario, expected.num_fp8_gemms(1)) == ("rowwise_with_gw_hp", NUM_LINEARS * 2)
+    assert expected.fp8_linear_flop_share == pytest.approx(2 / 3)
+
+
+def test_axolotls_plugin_adds_the_callback(monkeypatch):
+    """With a made-up base class; benchmarks/trainers_certificate.py runs it in axolotl itself."""
+    base = ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
+    for name in ("axolotl", "axolotl.integrations"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.delitem(sys.modules, "llm_fp8.tools.axolotl_plugin", raising=False)
+    plugin = importlib.import_module("llm_fp8.tools.axolotl_plugin").CertificatePlugin()
+    monkeypatch.delitem(sys.modules, "llm_fp8.tools.axolotl_plugin")
+    (callback,) = plugin.add_callbacks_post_trainer({}, None)
+    assert isinstance(plugin, base.BasePlugin) and isinstance(callback, CertificateCallback)
+    assert callback._launch["ACCELERATE_MIXED_PRECISION"] == "fp8"
+
+
+def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path):
+    forget_accelerator()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(callback_module, "can_record", lambda: True)
+    monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
+    monkeypatch.setattr(callback_module, "kernel_times", lambda _: {BF16_KERNEL: (1, 1e-5)})
+    section = (ROOT / "docs" / "tools.md").read_text().partition("### The certificate in other trainers")[2]
+    (block,) = [block for block in re.findall("```python\n(.*?)```", section, re.DOTALL) if "Accelerator()" in block]
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    loader = [{"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}] * 6
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    optimizer = torch.optim.AdamW(model.parameters())
+    exec(block, {"model": model, "optimizer": optimizer, "loader": loader, "max_steps": 6})
+    assert certificate_of(tmp_path / "runs" / "loop")["verdict"] == "certified"
+    forget_accelerator()
 
 
 def test_what_was_asked_for(tmp_path):
