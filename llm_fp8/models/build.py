@@ -25,6 +25,7 @@ from transformers import (
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
+from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, named_errors
 from llm_fp8.models.weight_shards import stored_names
 from llm_fp8.models.weights import fill_weights, stored_tensors, weight_files
@@ -125,6 +126,11 @@ def build_model(
                 options, source, hf_config, parameter_dtype=parameter_dtype, compute_dtype=compute_dtype, device=device
             )
             if stored_names(model) is None:
+                if fp8_format(hf_config) is not None:
+                    raise UserError(
+                        f"--model_name {options.model_name} is a mixture of experts in fp8, whose experts are not "
+                        "dequantised here; give the unquantised model."
+                    )
                 return _load_by_transformers(options, source, attention, parameter_dtype, device), True
             materialize_(model, device, device)
             model.tie_weights()  # undone by moving

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
+from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config, with_adapter
 from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
@@ -65,6 +66,8 @@ def export_hf(
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
             config.dtype = dtype
+            if fp8_format(config) is not None:
+                del config.quantization_config  # the weights were dequantised
             config.save_pretrained(temporary)
             if model.can_generate():
                 model.generation_config.save_pretrained(temporary)

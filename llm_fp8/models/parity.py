@@ -258,7 +258,7 @@ def check_weights(
             f"model's lm_head is {'' if tied else 'not '}its embedding. Report this with the model's config.json."
         )
     parameters, compared = te_llama.te_parameters(model), 0
-    read = stored_tensors(files, embedding.weight.device)
+    read = stored_tensors(files, embedding.weight.device, model)
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:

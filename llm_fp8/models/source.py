@@ -15,6 +15,7 @@ import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models.architectures import bundled_config
+from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.utils.errors import UserError
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -113,6 +114,7 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
                     f"--model_name {options.model_name}: {entry} in config.json must be a number from {low} to {high}, "
                     f"not {number!r:.60}; fetch the model again."
                 )
+    fp8_format(hf_config)  # raises for every other quantisation
     return hf_config
 
 
@@ -150,15 +152,6 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` where model, tokenizer and options do not go together."""
     name = config.model.model_name
-    quantised = getattr(hf_config, "quantization_config", None)
-    if quantised is not None:
-        entries = quantised if isinstance(quantised, dict) else vars(quantised)
-        method = entries.get("quant_method", "a method without a name")
-        raise UserError(
-            f"--model_name {name} holds quantised weights ({getattr(method, 'value', method)} in the "
-            "quantization_config of its config.json), which can be neither fine-tuned in full nor cast to fp8; give "
-            "the unquantised model."
-        )
     decoder: Any = hf_config.get_text_config(decoder=True)
     for entry in _LOGIT_CHANGES:
         value = getattr(decoder, entry, None)

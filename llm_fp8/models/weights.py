@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, is_surplus, scales_of
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
 from llm_fp8.models.weight_shards import (
     WeightFiller,
@@ -77,19 +78,20 @@ def _shard_names(index: Path) -> list[str]:
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
-    _fill(te_filler(te_llama.spec_of(model), blocks), files, next(model.parameters()).device)
+    _fill(te_filler(te_llama.spec_of(model), blocks), _Checkpoint(files, model), next(model.parameters()).device)
 
 
-def _fill(filler: WeightFiller, files: list[Path], device: torch.device) -> None:
-    """Pass every tensor of `files`, in stored order, to `filler`; what it takes is read to `device`. Raises `UserError`
-    that names file and tensor.
+def _fill(filler: WeightFiller, checkpoint: _Checkpoint, device: torch.device) -> None:
+    """Pass every tensor of the checkpoint, in stored order, to `filler`; what it takes is read to `device`. Raises
+    `UserError` that names file and tensor.
     """
+    files = checkpoint.files
     for path in files:
         try:
             with _open_weights(path, device) as tensors:
                 for name in tensors.offset_keys():
-                    rows = tensors.get_slice(name)
-                    filler.fill_rows(name, tuple(rows.get_shape()), rows)
+                    if not is_surplus(checkpoint.fp8, name):
+                        filler.fill_rows(name, checkpoint.stored[name].shape, checkpoint.rows(name, tensors, device))
         except te_llama.UnsupportedArchitecture as error:
             raise UserError(f"{path}: {error}.") from error
     try:
@@ -98,27 +100,57 @@ def _fill(filler: WeightFiller, files: list[Path], device: torch.device) -> None
         raise UserError(f"{files[0].parent}: {error}.") from error
 
 
-def _stored_files(files: list[Path]) -> dict[str, Path]:
-    """Name of a stored tensor -> the file that holds it."""
-    holders: dict[str, Path] = {}
-    for path in files:
-        with _open_weights(path, torch.device("cpu")) as tensors:
-            for name in tensors.keys():
-                if name in holders:
-                    raise UserError(f"{path}: the checkpoint holds '{name}' twice, here and in {holders[name].name}.")
-                holders[name] = path
-    return holders
+class _Checkpoint:
+    """The safetensors files of `model`, or of an unquantised one; fp8 tensors are read as fp32.
+
+    Opens each file once to read its header. Raises `UserError` for a tensor stored twice and as `scales_of`.
+    """
+
+    def __init__(self, files: list[Path], model: PreTrainedModel | None = None) -> None:
+        self.files = files
+        self.stored: dict[str, StoredTensor] = {}
+        for path in files:
+            with _open_weights(path, torch.device("cpu")) as tensors:
+                for name in tensors.keys():
+                    if name in self.stored:
+                        raise UserError(
+                            f"{path}: the checkpoint holds '{name}' twice, here and in {self.stored[name].path.name}."
+                        )
+                    header = tensors.get_slice(name)
+                    self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
+        self.fp8 = None if model is None else fp8_format(model.config)
+        self._scales = scales_of(self.fp8, self.stored)
+
+    def rows(self, name: str, tensors: Any, device: torch.device) -> Any:
+        """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
+        rows = tensors.get_slice(name)
+        if self.fp8 is None or name not in self._scales:
+            return rows
+        return DequantisedRows(rows, self.fp8, lambda: self._scale(self._scales[name], device))
+
+    def _scale(self, name: str, device: torch.device) -> torch.Tensor:
+        path = self.stored[name].path
+        with _open_weights(path, device) as tensors:
+            scale: torch.Tensor = tensors.get_tensor(name)
+        if not scale.isfinite().all():
+            raise UserError(f"{path}: '{name}' holds a scale that is not finite; fetch the model again.")
+        return scale
 
 
-def stored_tensors(files: list[Path], device: torch.device) -> Callable[[str], torch.Tensor]:
-    """Reads the tensors of a checkpoint to `device` by name; `UserError` for one that no file holds."""
-    holders = _stored_files(files)
+def stored_tensors(
+    files: list[Path], device: torch.device, model: PreTrainedModel | None = None
+) -> Callable[[str], torch.Tensor]:
+    """Reads the tensors of the checkpoint of `model` (default: an unquantised one) to `device` by name, fp8 ones as
+    fp32; `UserError` for one that no file holds.
+    """
+    checkpoint = _Checkpoint(files, model)
 
     def read(name: str) -> torch.Tensor:
-        if name not in holders:
+        if name not in checkpoint.stored:
             raise UserError(f"{files[0].parent} holds no tensor {name}; fetch the model again.")
-        with _open_weights(holders[name], device) as tensors:
-            return tensors.get_tensor(name)
+        with _open_weights(checkpoint.stored[name].path, device) as tensors:
+            found: torch.Tensor = checkpoint.rows(name, tensors, device)[:]
+            return found
 
     return read
 
@@ -164,5 +196,6 @@ def fill_weights(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
             "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
-    _fill(hf_filler(model, names, _stored_files(files)), files, next(model.parameters()).device)
+    checkpoint = _Checkpoint(files, model)
+    _fill(hf_filler(model, names, checkpoint.stored), checkpoint, next(model.parameters()).device)
     return True

@@ -121,6 +121,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
         "resumed_after_step": loop.step,
         "model": {
             "location": plan.source.location,
+            "dequantised_from": None if plan.stored_fp8 is None else plan.stored_fp8.describe(),
             "num_parameters": setup.num_parameters,
             "num_trainable_parameters": setup.num_trainable_parameters,
             "config": setup.model.config.to_dict(),

@@ -29,9 +29,10 @@ from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
 from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
+from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
+from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import fill_weights
 from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind
@@ -70,6 +71,8 @@ class RunPlan:
     """Of trained parameters."""
     export_dtype: torch.dtype
     """That of the stored weights, else `parameter_dtype`."""
+    stored_fp8: Fp8Format | None
+    """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
     say: Say
 
     @property
@@ -94,7 +97,8 @@ class RunPlan:
     @property
     def rounds_weights(self) -> bool:
         """Whether stored weights have bits that the model's bf16 ones have not."""
-        return self.weight_dtype == torch.bfloat16 and self.export_dtype in (torch.float32, torch.float16)
+        has_more_bits = self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
+        return self.weight_dtype == torch.bfloat16 and has_more_bits
 
     @property
     def keeps_lower_bits(self) -> bool:
@@ -156,6 +160,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
         optimizer_kind=optimizer_kind,
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(model_config, default=parameter_dtype),  # building the model changes the entry
+        stored_fp8=None if has_random_weights(config.model, source) else fp8_format(model_config),
         say=say or (_print if accelerator.is_main_process else silent),
     )
 
@@ -222,7 +227,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     if strategy.shards_parameters:
         loaded = fill_weights(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
         initialize_adapters_(model, seed)
-    if loaded and plan.rounds_weights:
+    if loaded and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan, model))
     if precision_plan.backend == "torchao" and not precision_plan.emulated:
         compile_layers(layers, recomputed=bool(recomputed))
@@ -264,8 +269,15 @@ def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
 
 
 def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
+    """What becomes of stored weights that the model's parameters cannot hold as they are."""
     stored = str(plan.export_dtype).removeprefix("torch.")
-    if any(remainder_of(parameter) is not None for parameter in model.parameters()):
+    keeps_all = any(remainder_of(parameter) is not None for parameter in model.parameters())
+    if plan.stored_fp8 is not None:
+        rounded = ", rounded to bfloat16" if plan.rounds_weights and not keeps_all else ""
+        return (
+            f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale in fp32{rounded}"
+        )
+    if keeps_all:
         return f"stored weights are {stored}: training starts from their exact values, and final/ is {stored} again"
     advice = "" if plan.config.lora.lora_rank else "; --optimizer adamw_master or adamw_fp32 keeps them exact"
     return f"WARNING: stored weights are {stored} and are rounded to bfloat16{advice}"

@@ -30,10 +30,12 @@ from llm_fp8.train.run_dir import is_finished
 from llm_fp8.utils.errors import UserError
 from scripts.wandb_dashboard import read_offline_run
 from tests.faults.fuzz import Reader
+from tests.support.fp8_files import write_fp8_model
 from tests.support.made_up_runs import NUM_STEPS, made_up_run, write_run_folder
 from tests.support.small import write_model
 
 MODEL, ADAPTER, RUN, CHECKPOINTS, OPTIONS = "model", "adapter", "run", "run/checkpoints", "options.yaml"
+BLOCKS, CHANNELS = "blocks/fp8", "channels/fp8"
 OLDER = f"{CHECKPOINTS}/step-00000001"
 OFFLINE = f"{RUN}/wandb/offline-run-x-y"
 DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
@@ -44,6 +46,8 @@ CPU = torch.device("cpu")
 def write_good_files(folder: Path) -> None:
     """One file of each kind."""
     write_model(folder / MODEL, max_shard_size="40KB")
+    write_fp8_model(folder / "blocks", "uneven block")
+    write_fp8_model(folder / "channels", "channel")
     (folder / RUN / "final").mkdir(parents=True)
     (folder / OFFLINE).mkdir(parents=True)
     run = write_run_folder(folder / RUN, made_up_run(), {15: {0: True}, 60: {0: True, 1: False}})
@@ -82,7 +86,7 @@ def _model(folder: Path, build: bool) -> None:
 
 def _whole_model(folder: Path) -> None:
     """A run's model, with one forward pass."""
-    options = ModelConfig(model_name=str(folder / MODEL))
+    options = ModelConfig(model_name=str(folder))
     source = resolve_source(options)
     hf_config = load_config(options, source)
     dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
@@ -130,7 +134,12 @@ def _launch_file(path: Path, findings: Callable[[Path], Iterable[Finding]]) -> N
 
 
 READERS: dict[str, Reader] = {
-    "config.json": Reader(f"{MODEL}/config.json", _whole_model, named=f"/{MODEL}"),
+    **{
+        name: Reader(
+            f"{model}/config.json", lambda folder, model=model: _whole_model(folder / model), named=f"/{model}"
+        )
+        for name, model in (("config.json", MODEL), ("config.json blocks", BLOCKS), ("config.json channels", CHANNELS))
+    },
     "generation_config.json": Reader(f"{MODEL}/generation_config.json", lambda folder: _model(folder, build=True)),
     "tokenizer.json": Reader(f"{MODEL}/tokenizer.json", lambda folder: _model(folder, build=False), named="tokenizer"),
     "tokenizer_config.json": Reader(

@@ -189,6 +189,9 @@ def load_counting_reads(rank: int, name: str) -> tuple[int, int, int]:
         def get_shape(self) -> list[int]:
             return self.rows.get_shape()
 
+        def get_dtype(self) -> str:
+            return self.rows.get_dtype()
+
         def __getitem__(self, wanted: slice) -> torch.Tensor:
             nonlocal num_read
             tensor = self.rows[wanted]

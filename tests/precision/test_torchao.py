@@ -507,7 +507,7 @@ def test_modules_that_stay_in_bf16_are_named(tiny_model, rows, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["te", "torchao"])
-@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8", "hqq", "eetq"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "hqq", "eetq"])
 def test_fp8_with_a_quantised_model_is_refused(method, backend, tiny_model, tmp_path):
     folder = tmp_path / "quantised"
     folder.mkdir()

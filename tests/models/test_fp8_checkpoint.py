@@ -1,0 +1,338 @@
+"""Checkpoints stored in fp8: loaded as the fp32 products they stand for, bit for bit, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PretrainedConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from llm_fp8.config.options import ModelConfig, ParallelConfig
+from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.models.weights import fill_weights, stored_tensors
+from llm_fp8.utils.errors import UserError
+from tests.support.fp8_files import KINDS, quantised, quantization_config, set_quantization, write_fp8_model
+from tests.support.ranks import on_ranks
+from tests.support.small import final_weights, run_json, steps, train
+from tests.support.stored import assert_same_bits, stored_weights
+
+CPU = torch.device("cpu")
+
+
+def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    options = ModelConfig(model_name=name)
+    source = resolve_source(options)
+    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32, "device": CPU}
+    return build_model(options, source, load_config(options, source), seed=0, **dtypes)[0].state_dict()
+
+
+# --- The arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (130, 200), (3, 5), (128, 129), (129, 128)])
+@pytest.mark.parametrize("block", [(128, 128), (64, 48), (1, 7)])
+def test_every_row_range_is_the_product(shape, block):
+    generator = torch.Generator().manual_seed(0)
+    # Every finite e4m3 number, subnormals and both zeros among them.
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    values = codes[torch.randint(len(codes), shape, generator=generator)].view(torch.float8_e4m3fn)
+    scale = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1]), generator=generator) * 1e-3
+    expected = torch.tensor(
+        [
+            [values[i, j].double() * scale[i // block[0], j // block[1]].double() for j in range(shape[1])]
+            for i in range(shape[0])
+        ]
+        if values.numel() < 10_000
+        else (values.double() * scale.double().kron(torch.ones(block))[: shape[0], : shape[1]]).tolist()
+    ).float()
+    for first, last in ((0, shape[0]), (0, 1), (1, 3), (shape[0] - 1, shape[0]), (2, 2)):
+        found = dequantised(values[first:last], scale, block, first)
+        assert found.dtype == torch.float32 and torch.equal(found, expected[first:last])
+
+
+def test_blocks_are_dequantised_as_transformers_does():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(256, 384, generator=generator).mul(50).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3, generator=generator)
+    ours = dequantised(values, scale, (128, 128))
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=dtype)
+        assert torch.equal(ours.to(dtype), theirs)
+
+
+# --- Loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_in_fp8_loads_as_its_products(tmp_path, kind, dtype):
+    fp8, plain = write_fp8_model(tmp_path, kind, "40KB")
+    stored = [tensor.dtype for tensor in stored_weights(fp8).values()]
+    assert stored.count(torch.float8_e4m3fn) == 14
+    assert_same_bits(loaded(fp8, dtype), loaded(plain, dtype))
+
+
+def sharded(rank: int, name: str) -> dict[str, torch.Tensor]:
+    options = ModelConfig(model_name=name)
+    source = resolve_source(options)
+    config = load_config(options, source)
+    model = build_structure(
+        options, source, config, parameter_dtype=torch.float32, compute_dtype=torch.float32, device=CPU
+    )
+    strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
+    strategy.shard(model, decoder_layers(model))
+    assert fill_weights(model, options, source, CPU, seed=0)
+    return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_reads_its_rows(tmp_path, kind):
+    # Of 32 rows the ranks hold 11, 11 and 10, which no block divides.
+    fp8, plain = write_fp8_model(tmp_path, kind, "40KB")
+    expected = loaded(plain)
+    for weights in on_ranks(3, tmp_path / "run", sharded, fp8):
+        assert_same_bits(weights, expected)
+
+
+def test_a_scale_in_another_file_is_found(tmp_path):
+    fp8, plain = write_fp8_model(tmp_path, "block", "40KB")
+    files = sorted(Path(fp8).glob("*.safetensors"))
+    contents = [load_file(file) for file in files]
+    scales = {name: held.pop(name) for held in contents for name in list(held) if name.endswith("_scale_inv")}
+    contents[-1] |= scales
+    for file, held in zip(files, contents, strict=True):
+        save_file(held, file, metadata={"format": "pt"})
+    assert_same_bits(loaded(fp8), loaded(plain))
+
+
+def test_stored_tensors_reads_fp8_as_fp32(tmp_path):
+    fp8, plain = write_fp8_model(tmp_path, "channel")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(fp8))
+    name = "model.layers.0.mlp.up_proj.weight"
+    ours = stored_tensors([Path(fp8) / "model.safetensors"], CPU, model)(name)
+    assert torch.equal(ours, load_file(Path(plain) / "model.safetensors")[name])
+
+
+def test_scales_of_activations_are_passed_over(tmp_path):
+    fp8, plain = write_fp8_model(tmp_path, "tensor")
+    entries = quantization_config("tensor")
+    entries["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+    set_quantization(fp8, entries)
+    change(fp8, lambda held: held.update({"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}))
+    assert_same_bits(loaded(fp8), loaded(plain))
+
+
+def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    _, plain = write_fp8_model(tmp_path, "channel")
+    for kind in ("channel", "tensor", "compressed block"):
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+        entries = quantization_config(kind)
+        config = quantization.QuantizationConfig.model_validate(entries | {"quantization_status": "frozen"})
+        quantization.apply_quantization_config(model, config)
+        modules = [module for module in model.modules() if getattr(module, "quantization_scheme", None) is not None]
+        assert len(modules) == 14
+        for module in modules:
+            calibrate(module, kind)
+        compressor = compressors.ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+        folder = tmp_path / kind
+        model.save_pretrained(folder)
+        compressor.update_config(folder)
+        assert json.loads((folder / "config.json").read_text())["quantization_config"]["format"] == "float-quantized"
+        weights = loaded(str(folder))
+        dequantise = CompressedTensorsConfig(dequantize=True)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantise, dtype=torch.bfloat16)
+        # To nearest even, as they round; `LocalShard.write` rounds ties away from zero.
+        assert_same_bits({name: weight.bfloat16() for name, weight in weights.items()}, theirs.state_dict())
+
+
+def calibrate(module: torch.nn.Module, kind: str) -> None:
+    """Scales of a module of compressed-tensors from its weights."""
+    scale = quantised(module.weight.detach().float(), kind)[1]
+    with torch.no_grad():
+        module.weight_scale.copy_(scale)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+RUN = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--log_every=1", "--max_steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], ""),
+        (["--lora_rank=4"], ""),
+        (["--mixed_precision=bf16", "--optimizer=adamw_master"], ""),
+        (["--mixed_precision=bf16", "--optimizer=adamw_8bit"], ", rounded to bfloat16"),
+        (["--mixed_precision=bf16", "--lora_rank=4", "--lora_merge"], ", rounded to bfloat16"),
+    ],
+    ids=["fp32", "lora", "master", "8bit", "bf16 lora merged"],
+)
+def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows, capfd, options, said):
+    fp8, plain = write_fp8_model(tmp_path, "uneven block")
+    for name in (fp8, plain):
+        out = f"--output_dir={name}-run"
+        train(f"--model_name={name}", f"--dataset_name={rows}", *RUN, *options, out)
+        printed = capfd.readouterr().out
+        sentence = (
+            "stored weights are fp8 (e4m3) with a scale for each block of 20 x 12 values: training starts from value "
+            f"times scale in fp32{said}\n"
+        )
+        assert (sentence in printed) == (name == fp8)
+    assert [step["loss"] for step in steps(f"{fp8}-run")] == [step["loss"] for step in steps(f"{plain}-run")]
+    described = "fp8 (e4m3) with a scale for each block of 20 x 12 values"
+    assert run_json(f"{fp8}-run")["model"]["dequantised_from"] == described
+    assert run_json(f"{plain}-run")["model"]["dequantised_from"] is None
+    if "--lora_rank=4" not in options or "--lora_merge" in options:
+        assert_same_bits(final_weights(f"{fp8}-run"), final_weights(f"{plain}-run"))
+        assert "quantization_config" not in json.loads((Path(f"{fp8}-run") / "final" / "config.json").read_text())
+
+
+def test_final_has_the_dtype_of_the_config(tmp_path, rows):
+    fp8, _ = write_fp8_model(tmp_path, "channel")
+    set_quantization(fp8, quantization_config("channel"), dtype="bfloat16")
+    train(f"--model_name={fp8}", f"--dataset_name={rows}", *RUN, f"--output_dir={tmp_path / 'run'}")
+    assert {tensor.dtype for tensor in final_weights(tmp_path / "run").values()} == {torch.bfloat16}
+
+
+def test_random_weights_need_none_of_it(tmp_path, rows, capfd):
+    fp8, _ = write_fp8_model(tmp_path, "channel")
+    train(f"--model_name={fp8}", "--random_init", f"--dataset_name={rows}", *RUN, f"--output_dir={tmp_path / 'run'}")
+    assert "fp8 (e4m3)" not in capfd.readouterr().out
+    assert run_json(tmp_path / "run")["model"]["dequantised_from"] is None
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------------
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+SCALE = f"{WEIGHT}_scale_inv"
+
+
+def change(folder: str, edit: Any) -> None:
+    path = Path(folder) / "model.safetensors"
+    held = load_file(path)
+    edit(held)
+    save_file(held, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    {
+        "no scale": (lambda held: held.pop(SCALE), f"'{WEIGHT}' is fp8, and no file holds '{SCALE}'"),
+        "wrong shape": (
+            lambda held: held.update({SCALE: torch.ones(1, 4)}),
+            f"'{SCALE}' is F32 [1, 4], and its weight [48, 32] needs [3, 3] in one of",
+        ),
+        "turned": (lambda held: held.update({SCALE: torch.ones(9)}), "[9], and its weight [48, 32] needs [3, 3]"),
+        "wrong dtype": (lambda held: held.update({SCALE: torch.ones(3, 3, dtype=torch.int32)}), f"'{SCALE}' is I32"),
+        "NaN": (lambda held: held[SCALE][1, 1].fill_(float("nan")), f"'{SCALE}' holds a scale that is not finite"),
+        "infinity": (lambda held: held[SCALE][2, 0].fill_(float("inf")), f"'{SCALE}' holds a scale that is not"),
+        "surplus scale": (
+            lambda held: held.update({WEIGHT: torch.zeros(48, 32)}),
+            f"'{SCALE}' is the scale of no fp8 tensor",
+        ),
+        "e5m2": (
+            lambda held: held.update({WEIGHT: held[WEIGHT].float().to(torch.float8_e5m2)}),
+            f"'{WEIGHT}' is F8_E5M2 [48, 32]",
+        ),
+        "an fp8 norm": (
+            lambda held: held.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}),
+            "'model.norm.weight' is F8_E4M3 [32]",
+        ),
+        "wrong weight shape": (
+            lambda held: held.update({WEIGHT: held[WEIGHT][:, :30].contiguous()}),
+            f"'{WEIGHT}' has shape [48, 30] in the checkpoint and [48, 32] in the config",
+        ),
+    }.values(),
+)
+def test_a_damaged_checkpoint_is_named(tmp_path, edit, words):
+    fp8, _ = write_fp8_model(tmp_path, "uneven block")
+    change(fp8, edit)
+    with pytest.raises(UserError) as refused:
+        loaded(fp8)
+    assert f"{fp8}/model.safetensors: " in str(refused.value) and words in str(refused.value)
+
+
+def test_fp8_without_a_quantization_config_is_named(tmp_path):
+    fp8, _ = write_fp8_model(tmp_path, "block")
+    entries = json.loads((Path(fp8) / "config.json").read_text())
+    entries.pop("quantization_config")
+    (Path(fp8) / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(UserError, match="model.safetensors: 'model.layers.0.* is fp8, and config.json has no quant"):
+        loaded(fp8)
+
+
+def test_a_quantization_config_without_fp8_is_named(tmp_path):
+    _, plain = write_fp8_model(tmp_path, "block")
+    set_quantization(plain, quantization_config("block"))
+    with pytest.raises(UserError, match=f"{plain}: config.json has a quantization_config, and no tensor is fp8"):
+        loaded(plain)
+
+
+def test_a_mixture_of_experts_in_fp8_is_refused(tmp_path):
+    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    config = AutoConfig.for_model("mixtral", num_local_experts=4, num_key_value_heads=1, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    set_quantization(tmp_path, quantization_config("block"))
+    with pytest.raises(UserError, match=f"{tmp_path} is a mixture of experts in fp8"):
+        loaded(str(tmp_path))
+
+
+def changed(kind: str, path: str, value: Any) -> dict[str, Any]:
+    """A quantization_config with one entry changed."""
+    entries = quantization_config(kind)
+    *parents, last = path.split(".")
+    place = entries
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    return entries
+
+
+WEIGHTS = "config_groups.group_0.weights"
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ("text", "quantization_config must be an object"),
+        ({"bits": 4}, r"holds quantised weights \(a method without a name in the"),
+        (changed("block", "quant_method", "gptq"), r"\(gptq in the"),
+        (changed("block", "quant_method", 3), "quantization_config.quant_method must be a string"),
+        (changed("block", "fmt", "e5m2"), "fp8 with fmt 'e5m2'"),
+        (changed("block", "weight_block_size", None), "fp8 without weight_block_size"),
+        (changed("block", "weight_block_size", [128]), "fp8 without weight_block_size"),
+        (changed("block", "weight_block_size", [0, 128]), "fp8 without weight_block_size"),
+        (changed("block", "weight_block_size", [True, 128]), "fp8 without weight_block_size"),
+        (changed("channel", "format", "pack-quantized"), "compressed-tensors with format 'pack-quantized'"),
+        (changed("channel", "format", 1), "format must be a string"),
+        (changed("channel", "config_groups", []), "config_groups must be an object"),
+        (changed("channel", "config_groups", {}), "config_groups of several kinds"),
+        (changed("channel", "kv_cache_scheme", {"num_bits": 8}), "with kv_cache_scheme"),
+        (changed("channel", "transform_config", {"a": 1}), "with transform_config"),
+        (changed("channel", f"{WEIGHTS}.num_bits", 4), "strategy 'channel' that are not symmetric fp8"),
+        (changed("channel", f"{WEIGHTS}.symmetric", False), "that are not symmetric fp8"),
+        (changed("channel", f"{WEIGHTS}.type", "int"), "that are not symmetric fp8"),
+        (changed("channel", f"{WEIGHTS}.strategy", "group"), "strategy 'group'"),
+        (changed("channel", f"{WEIGHTS}.strategy", "block"), "strategy 'block'"),
+        (changed("channel", WEIGHTS, None), "strategy None"),
+    ],
+)
+def test_every_other_quantisation_is_refused_in_a_sentence(entries, words):
+    config = PretrainedConfig()
+    config.name_or_path, config.quantization_config = "a/b", entries
+    with pytest.raises(UserError, match=words) as refused:
+        fp8_format(config)
+    assert "--model_name a/b" in str(refused.value) and "\n" not in str(refused.value)
