@@ -32,6 +32,12 @@ DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 gate and up at once).
 """
 
+COLUMN_NAMES = (
+    "problem", "generated_solution", "expected_answer", "messages", "tools", "conversations", "instruction", "input",
+    "output", "prompt", "completion", "text",
+)  # fmt: skip
+"""Columns of a dataset that are understood (`llm_fp8.data.prompt`), which --columns gives other names."""
+
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 
@@ -169,6 +175,11 @@ class DataConfig:
         "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file, save_to_disk folder, or "
         "'embedded'.",
     )
+    columns: str | None = option(
+        None,
+        "The dataset's columns under our names, separated by commas: problem=question,generated_solution=answer "
+        f"(ours=theirs; ours are {', '.join(COLUMN_NAMES)}). Default: they have our names.",
+    )
     split_name: str | None = option(None, "Split to train on. Default: train_1M where the dataset has it, else train.")
     validation_split_name: str | None = option(
         None, "Split to evaluate on. Default: 'validation' where there is one, else a share of the training problems."
@@ -195,6 +206,12 @@ class DataConfig:
     data_cache_dir: str | None = option(
         None, "Folder for the tokenised cache (default: the Hugging Face datasets cache)."
     )
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """The pairs of --columns: our name -> the dataset's."""
+        pairs = [pair.partition("=") for pair in (self.columns or "").split(",") if pair.strip()]
+        return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
 @dataclass(frozen=True)

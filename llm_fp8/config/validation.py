@@ -14,6 +14,7 @@ from typing import Any
 
 from llm_fp8.config.options import (
     ALL_LINEAR,
+    COLUMN_NAMES,
     DECODER_LINEARS,
     FP8_GATHER_MODES,
     TRAINING_OPTIONS,
@@ -144,7 +145,17 @@ def _data_checks(config: Config) -> Checks:
     data, size = config.data, config.parallel.context_parallel_size
     length, tokens = data.max_seq_length, data.max_seq_length * data.batch_size
     by_multiples = config.precision.mixed_precision == "fp8" or config.packing
+    columns, theirs = data.column_names, list(data.column_names.values())
     return {
+        f"--columns '{data.columns}' must be pairs of our name and the dataset's, as in "
+        "problem=question,generated_solution=answer, and name no column twice.": data.columns is not None
+        and (not all(columns.values()) or len(set(theirs)) != len(data.columns.split(","))),
+        **{
+            f"--columns {ours}=...: '{ours}' is none of our columns, which are {', '.join(COLUMN_NAMES)}.": (
+                ours not in COLUMN_NAMES
+            )
+            for ours in columns
+        },
         f"--batch_size {data.batch_size} times --max_seq_length {length} is {tokens} tokens, which is not a "
         f"multiple of {FP8_SIZE_MULTIPLE} as fp8 kernels and packed sequences need; choose a --max_seq_length that "
         "is.": by_multiples and tokens % FP8_SIZE_MULTIPLE != 0,

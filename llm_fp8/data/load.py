@@ -10,10 +10,11 @@ Only the files of the requested split are downloaded and converted, however larg
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class DatasetSource:
     """Split -> its data files relative to `path`; none where they are not known."""
     saved: DatasetDict | None = field(default=None, repr=False)
     """The opened dataset of a `save_to_disk` folder."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """--columns: our name of a column -> the dataset's."""
 
     def training_split(self, wanted: str | None) -> str:
         """`wanted` (--split_name), or the default split; `UserError` where the dataset does not have it."""
@@ -69,14 +72,30 @@ class DatasetSource:
             raise UserError(f"--validation_split_name {wanted} is the split that is trained on; name another.")
         return self._check_split(wanted, "--validation_split_name")
 
+    def renames(self, names: Iterable[str]) -> dict[str, str]:
+        """The dataset's name -> ours, of the columns in --columns; `UserError` where `names`, all of the dataset's,
+        lack one.
+        """
+        names = list(names)
+        for ours, theirs in self.columns.items():
+            if theirs not in names:
+                raise UserError(
+                    f"--columns {ours}={theirs}: {self.name} has no column '{theirs}'; it has: {', '.join(names)}."
+                )
+        return {theirs: ours for ours, theirs in self.columns.items()}
+
     def _check_split(self, wanted: str, flag: str) -> str:
         if wanted not in self.files:
             raise UserError(f"{flag} {wanted}: {self.name} has no such split; it has: {', '.join(self.files)}.")
         return wanted
 
 
-def open_source(name: str) -> DatasetSource:
-    """Find the dataset called `name` and list its splits; reads no row."""
+def open_source(name: str, columns: Mapping[str, str] | None = None) -> DatasetSource:
+    """Find the dataset called `name` and list its splits; reads no row. `columns` as in `DatasetSource`."""
+    return dataclasses.replace(_find(name), columns=columns or {})
+
+
+def _find(name: str) -> DatasetSource:
     path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
     if path.exists():
         _check_path(name, path.resolve())
@@ -157,11 +176,14 @@ def _relative(file: str, dataset_path: str) -> str:
 
 def load_split(source: DatasetSource, split: str) -> Dataset:
     """One split as memory-mapped Arrow. Raises `UserError` with file and line of a broken JSON line."""
-    return source.saved[split] if source.saved is not None else _load(source, split, streaming=False)
+    dataset = source.saved[split] if source.saved is not None else _load(source, split, streaming=False)
+    renames = source.renames(dataset.column_names)
+    hidden = [ours for ours in renames.values() if ours in dataset.column_names and ours not in renames]
+    return dataset.remove_columns(hidden).rename_columns(renames) if renames else dataset
 
 
 def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
-    """One split as a stream from its beginning; read it with `iterate`."""
+    """One split as a stream from its beginning; read it with `iterate`, which renames the columns."""
     if source.saved is not None:
         return source.saved[split].to_iterable_dataset()
     return _load(source, split, streaming=True)
@@ -180,9 +202,11 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
 
 
 def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Iterator[dict[str, Any]]:
-    """The rows of a stream, with unreadable ones turned into a `UserError`."""
+    """The rows of a stream under our names, with unreadable ones turned into a `UserError`."""
     try:
-        yield from stream
+        for row in stream:
+            renamed = {ours: row[theirs] for theirs, ours in source.renames(row).items()}
+            yield {**{name: value for name, value in row.items() if name not in source.columns.values()}, **renamed}
     except READ_ERRORS as error:
         raise unreadable(source, split, error) from error
 

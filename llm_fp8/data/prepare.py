@@ -126,7 +126,7 @@ def prepare_data(
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        source = open_source(config.data.dataset_name)
+        source = open_source(config.data.dataset_name, config.data.column_names)
         split = source.training_split(config.data.split_name)
         validation = source.validation_split(config.data.validation_split_name, split)
         job = _Job(config, tokenizer, collate, Share(rank, world_size), source, split, validation)
@@ -160,7 +160,8 @@ class _Job:
 
     def options(self, columns: Sequence[str]) -> TokeniseOptions:
         data = self.config.data
-        return TokeniseOptions(detect_columns(columns), data.max_seq_length, data.overlong, data.train_on_prompt)
+        form = detect_columns(columns, data.column_names)
+        return TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt)
 
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
         """The sequences of the `chosen` documents; `lengths` are those of all, in tokens."""
@@ -321,7 +322,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
 
 def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]:
     """Column names of a stream, where unknown those of its first row."""
-    return list(stream.column_names or next(iterate(job.source, split, stream), {}))
+    return list(next(iterate(job.source, split, stream), {}))
 
 
 def _tokenise_streamed(

@@ -5,13 +5,15 @@ Columns, the first that fit:
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
     messages                        a conversation: a list of {role, content}; every assistant turn is supervised,
                                     its calls of the tools in the column `tools` too
+    conversations                   the same as ShareGPT writes it: a list of {from, value}
+    instruction + output            Alpaca; a column `input` follows the instruction after a blank line
     prompt + completion             concatenated as they stand: no template, no prompt form
     text                            all of it supervised
 
-The first two go through the tokenizer's chat template, else through `PROMPT_FORM` or `PLAIN_TURN`. Supervised are the
-solution, the completion or each assistant turn (with `train_on_prompt` every token), and EOS, once, as the last token
-of every document, so that the model learns to stop; what a template puts after it is cut off. BOS stands at the front
-once: chat templates write it, elsewhere it is added if the tokenizer would.
+All but the last two go through the tokenizer's chat template, else through `PROMPT_FORM` or `PLAIN_TURN`. Supervised
+are the solution, the completion or each assistant turn (with `train_on_prompt` every token), and EOS, once, as the last
+token of every document, so that the model learns to stop; what a template puts after it is cut off. BOS stands at the
+front once: chat templates write it, elsewhere it is added if the tokenizer would.
 
 A document is tokenised as one text, and a supervised range of characters begins where the tokens of the text before it
 end, so that the prompt's tokens are those that generation starts from. Where a token would straddle the boundary, both
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, Literal, NamedTuple, cast
@@ -55,17 +57,29 @@ overlong all the same: no token of a common tokenizer has more than 128 characte
 FORMAT_VERSION = 2
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
-ColumnForm = Literal["problem_solution", "messages", "prompt_completion", "text"]
+ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
     "problem_solution": ("problem", "generated_solution"),
     "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
 
+CONVERSATIONS: tuple[ColumnForm, ...] = ("messages", "sharegpt")
+AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
+"""Forms that no template touches."""
+
 TOOLS = "tools"
-"""Optional column beside `messages`: the tools that the template shows, a list of JSON schemas or its JSON text."""
+"""Optional column of conversations: the tools that the template shows, a list of JSON schemas or its JSON text."""
+OPTIONAL_COLUMNS: dict[ColumnForm, tuple[str, ...]] = {"messages": (TOOLS,), "sharegpt": (TOOLS,), "alpaca": ("input",)}
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {
+    role: role for role in ("system", "user", "assistant", "tool")
+}
+"""ShareGPT's `from` -> `role`."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -90,24 +104,29 @@ class Encoded(NamedTuple):
     supervised: list[bool]
 
 
-def detect_columns(columns: Sequence[str]) -> ColumnForm:
-    """Which of the understood forms these columns are; `UserError` for none."""
-    for form, needed in COLUMNS.items():
-        if all(column in columns for column in needed):
+def detect_columns(columns: Sequence[str], mapped: Collection[str] = ()) -> ColumnForm:
+    """Which of the understood forms these columns are, first of all one with a column that --columns names (`mapped`);
+    `UserError` for none.
+    """
+    for form in sorted(COLUMNS, key=lambda form: not any(column in mapped for column in COLUMNS[form])):
+        if all(column in columns for column in COLUMNS[form]):
             return form
     understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
-    raise UserError(f"--dataset_name: the dataset has the columns {', '.join(columns)}; understood are: {understood}.")
+    raise UserError(
+        f"--dataset_name: the dataset has the columns {', '.join(columns)}; understood are: {understood}. --columns "
+        "says which column stands for which, as in problem=question,generated_solution=answer."
+    )
 
 
 def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
     """The text by which two rows are the same problem: the question, whatever the answer and the system prompt."""
-    if form == "messages":
-        messages = row["messages"] or []
+    if form in CONVERSATIONS:
+        messages = _messages_of(row, form)
         first = takewhile(lambda message: message["role"] != "assistant", messages)
         question = [m for m in first if m["role"] not in ("system", "developer")]
         # A conversation that the assistant begins is known by all of it.
         return "\n".join(str(message["content"] or "") for message in question or messages)
-    return str(row[COLUMNS[form][0]] or "")
+    return _problem_text(row) if form == "alpaca" else str(row[COLUMNS[form][0]] or "")
 
 
 def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -122,21 +141,21 @@ def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> str:
     """For the log."""
-    if form in ("prompt_completion", "text"):
+    if form in AS_THEY_STAND:
         return "text as it stands" if form == "text" else "prompt and completion as they stand"
     if tokenizer.chat_template is not None:
         dated = f", for which it is {TEMPLATE_DATE}" if "strftime_now" in str(tokenizer.chat_template) else ""
         return f"the tokenizer's chat template{dated}"
-    return repr(PROMPT_FORM if form == "problem_solution" else PLAIN_TURN) + " (the tokenizer has no chat template)"
+    return repr(PLAIN_TURN if form in CONVERSATIONS else PROMPT_FORM) + " (the tokenizer has no chat template)"
 
 
 def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     """The text of a row and what to supervise in it."""
-    if form in ("problem_solution", "messages"):
+    if form not in AS_THEY_STAND:
         conversation = _conversation(row, form)
         if not conversation.messages:
             return Rendered()
-        if form == "messages" or tokenizer.chat_template is not None:
+        if form in CONVERSATIONS or tokenizer.chat_template is not None:
             return _render_conversation(conversation, tokenizer)
         problem, solution = (message["content"] for message in conversation.messages)
         prompt, answer = PROMPT_FORM.format(problem=problem), solution
@@ -161,18 +180,19 @@ class Conversation(NamedTuple):
 
 def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     """The row's messages up to the last assistant turn, without Arrow's None fields; none with nothing to learn."""
-    if form == "problem_solution":
-        problem, solution = (_text(row, name).strip() for name in COLUMNS[form])
+    if form not in CONVERSATIONS:
+        problem = (_problem_text(row) if form == "alpaca" else _text(row, COLUMNS[form][0])).strip()
+        solution = _text(row, COLUMNS[form][-1]).strip()
         if not problem or not solution:
             return Conversation([])
         return Conversation([{"role": "user", "content": problem}, {"role": "assistant", "content": solution}])
     turns: list[dict[str, Any]] = []
-    for message in row["messages"] or []:
+    for message in _messages_of(row, form):
         turn = _without_none(message)
         if not isinstance(turn, dict) or not all(isinstance(turn.setdefault(k, d), str) for k, d in _TURN.items()):
             raise UserError(
-                "--dataset_name: 'messages' must be a list of messages with 'role' and 'content', both text; a row has "
-                f"{_shown(message)}."
+                f"--dataset_name: '{COLUMNS[form][0]}' must be a list of messages with 'role' and 'content', both "
+                f"text; a row has {_shown(message)}."
             )
         turns.append({**turn, "content": turn["content"][:MAX_CHARACTERS]})
     while turns and (turns[-1]["role"] != "assistant" or not (turns[-1]["content"].strip() or _calls(turns[-1]))):
@@ -182,6 +202,30 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
 
 _TURN = {"role": None, "content": ""}
 """Entries of a message, and what one without them has: a tool call needs no content."""
+
+
+def _problem_text(row: Mapping[str, Any]) -> str:
+    """Alpaca's instruction, and the input that it is about."""
+    given = (_text(row, "instruction"), _text(row, "input") if "input" in row else "")
+    return "\n\n".join(text.strip() for text in given if text.strip())
+
+
+def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> Sequence[Any]:
+    """The row's conversation as it stands, or ShareGPT's with the names of `messages`."""
+    messages = row[COLUMNS[form][0]] or []
+    return [_from_sharegpt(message) for message in messages] if form == "sharegpt" else messages
+
+
+def _from_sharegpt(message: Any) -> Any:
+    if not isinstance(message, Mapping) or "from" not in message:
+        return message  # some have role and content in a column of this name
+    role = SHAREGPT_ROLES.get(str(message["from"]))
+    if role is None:
+        raise UserError(
+            f"--dataset_name: a message in 'conversations' is from {_shown(message['from'])}; understood are "
+            f"{', '.join(SHAREGPT_ROLES)}."
+        )
+    return {"role": role, "content": message.get("value")}
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -357,7 +401,7 @@ def encode_batch(
     """The documents of `rows`; one tokenizer call, which runs in parallel."""
     if tokenizer.eos_token_id is None:
         raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
-    if form in ("problem_solution", "messages") and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
+    if form not in AS_THEY_STAND and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
         with memory_limit(TEMPLATE_MEMORY):
             encoded = [_encode_marked(row, form, tokenizer) for row in rows]
     else:

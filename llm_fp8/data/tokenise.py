@@ -33,10 +33,10 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.data.prompt import (
     COLUMNS,
     FORMAT_VERSION,
+    OPTIONAL_COLUMNS,
     PLAIN_TURN,
     PROMPT_FORM,
     TEMPLATE_DATE,
-    TOOLS,
     ColumnForm,
     encode_batch,
     problem_of,
@@ -263,8 +263,8 @@ def tokenise(
 ) -> Dataset:
     """The tokenised form of `dataset`, cached."""
     key = cache_key(dataset._fingerprint, tokenizer, options)
-    optional = [TOOLS] if options.form == "messages" and TOOLS in dataset.column_names else []
-    columns = [*COLUMNS[options.form], *optional]
+    optional = OPTIONAL_COLUMNS.get(options.form, ())
+    columns = [*COLUMNS[options.form], *(name for name in optional if name in dataset.column_names)]
     root = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder = root / f"tokenised-{key}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from llm_fp8.utils.json_files import write_json_atomic
 
 DATA_OPTIONS: dict[str, type] = {
     "dataset_name": str,
+    "columns": str,
     "split_name": str,
     "validation_split_name": str,
     "validation_fraction": float,

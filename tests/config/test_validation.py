@@ -29,6 +29,22 @@ def config(*options):
     return parse_config(list(options), parallel=True)
 
 
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("problem", "--columns 'problem' must be pairs of our name and the dataset's, as in problem=question,"),
+        ("problem=", "--columns 'problem=' must be pairs"),
+        ("problem=a,problem=b", "name no column twice"),
+        ("problem=a,text=a", "name no column twice"),
+        ("", "--columns '' must be pairs"),
+        ("question=problem", r"--columns question=...: 'question' is none of our columns, which are problem, "),
+    ],
+)
+def test_columns_are_pairs(columns, said):
+    with pytest.raises(UserError, match=said):
+        config(f"--columns={columns}")
+
+
 def refusal(*options: str, **facts: object) -> str:
     """The sentence that refuses these options on a machine with these facts."""
     with pytest.raises(UserError) as error:

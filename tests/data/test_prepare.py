@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -192,6 +193,48 @@ def test_columns_that_are_not_understood(prepare: Any, tmp_path: Path, streaming
     _write(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
     with pytest.raises(UserError, match="columns question, answer; understood are"):
         prepare(tmp_path, *streaming)
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps=1"]])
+def test_columns_under_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    """The same batches as those of a dataset with our names; a column that stands in the way is not looked at."""
+    renamed = [
+        {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
+    ]
+    _write(tmp_path / "ours" / "train.jsonl", MIXED)
+    Dataset.from_list(renamed).to_parquet(tmp_path / "theirs" / "train.parquet")
+    columns = "--columns=problem=question, generated_solution=answer"
+    ours, theirs = prepare(tmp_path / "ours", *streaming), prepare(tmp_path / "theirs", columns, *streaming)
+    assert _same(_take(ours, 1), _take(theirs, 1))
+    assert ours.sample == theirs.sample
+    with pytest.raises(
+        UserError,
+        match=r"--columns problem=qestion: .*theirs has no column 'qestion'; it has: question, problem, answer, text",
+    ):
+        prepare(tmp_path / "theirs", "--columns=problem=qestion", *streaming)
+
+
+def test_columns_that_change_places(prepare: Any, tmp_path: Path) -> None:
+    _write(tmp_path / "a" / "train.jsonl", MIXED)
+    swapped = [{"problem": row["generated_solution"], "generated_solution": row["problem"]} for row in MIXED]
+    _write(tmp_path / "b" / "train.jsonl", swapped)
+    columns = "--columns=problem=generated_solution,generated_solution=problem"
+    assert _same(_take(prepare(tmp_path / "a"), 1), _take(prepare(tmp_path / "b", columns), 1))
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps=1"]])
+def test_alpaca_and_sharegpt_files(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    files = {
+        "alpaca": [{"instruction": "Add.", "input": f"{i} and 1", "output": f"= {i + 1}"} for i in range(20)],
+        "sharegpt": [
+            {"id": i, "conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": f"= {i + 1}"}]}
+            for i in range(20)
+        ],
+    }
+    for name, rows in files.items():
+        data = prepare(_write(tmp_path / f"{name}.jsonl", rows), *streaming)
+        assert re.search(r">>>=\s*\d+", data.sample), data.sample
+        assert data.report.num_empty == 0
 
 
 def test_bytes_that_are_no_text(prepare: Any, tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from llm_fp8.config.options import COLUMN_NAMES
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import (
+    COLUMNS,
+    OPTIONAL_COLUMNS,
     PROMPT_FORM,
     Encoded,
     describe_prompt_form,
@@ -22,6 +25,7 @@ from llm_fp8.data.prompt import (
     encode_prompt,
     problem_of,
 )
+from llm_fp8.data.split import ANSWER_COLUMN
 from llm_fp8.utils.errors import UserError
 
 CHATML = (
@@ -135,10 +139,46 @@ def test_columns() -> None:
     assert detect_columns(["messages", "id"]) == "messages"
     assert detect_columns(["prompt", "completion"]) == "prompt_completion"
     assert detect_columns(["text"]) == "text"
+    assert detect_columns(["id", "conversations"]) == "sharegpt"
+    assert detect_columns(["instruction", "input", "output", "text"]) == "alpaca"
+    assert detect_columns(["messages", "text"], mapped=["text"]) == "text", "what --columns names comes first"
     with pytest.raises(
         UserError, match=r"columns question, answer; understood are: problem \+ generated_solution; messages;"
     ):
         detect_columns(["question", "answer"])
+
+
+def test_every_column_can_be_given_another_name() -> None:
+    forms = {*(name for each in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in each), ANSWER_COLUMN}
+    assert set(COLUMN_NAMES) == forms
+
+
+def test_alpaca_is_a_problem_and_its_solution() -> None:
+    for given, problem in (("2 and 3", "Add.\n\n2 and 3"), ("", "Add."), (None, "Add.")):
+        row = {"instruction": "Add.\n", "input": given, "output": "5"}
+        same = {"problem": problem, "generated_solution": "5"}
+        for template in (None, CHATML):
+            tokenizer = _tokenizer(template)
+            assert encode_batch([row], "alpaca", tokenizer) == encode_batch([same], "problem_solution", tokenizer)
+        assert problem_of(row, "alpaca") == problem
+    assert problem_of({"instruction": "Add.", "output": "5"}, "alpaca") == "Add."
+    assert not encode_batch([{"instruction": "Add.", "input": "", "output": " "}], "alpaca", _tokenizer())[0].input_ids
+
+
+def test_sharegpt_is_a_conversation() -> None:
+    roles = {"system": "system", "human": "user", "gpt": "assistant"}
+    shared = [{"from": role, "value": f"from {role}"} for role in roles] + [{"from": "human", "value": "and?"}]
+    messages = [{"role": role, "content": f"from {name}"} for name, role in roles.items()]
+    for template in (None, CHATML):
+        tokenizer = _tokenizer(template)
+        wanted = encode_batch([{"messages": messages}], "messages", tokenizer)
+        for row in ({"conversations": shared}, {"conversations": messages}):
+            assert encode_batch([row], "sharegpt", tokenizer) == wanted
+    assert problem_of({"conversations": shared}, "sharegpt") == "from human"
+    with pytest.raises(UserError, match=r"a message in 'conversations' is from 'bing'; understood are human, gpt,"):
+        encode_batch([{"conversations": [{"from": "bing", "value": "x"}]}], "sharegpt", _tokenizer())
+    with pytest.raises(UserError, match=r"'conversations' must be a list of messages"):
+        encode_batch([{"conversations": [{"from": "gpt", "value": 3}]}], "sharegpt", _tokenizer())
 
 
 def test_the_problem_of_a_row() -> None:
