@@ -17,6 +17,7 @@ PROGRAMS = {
     "compare": ("llm_fp8.tools.compare.cli", "bf16 and fp8 runs that differ in nothing else"),
     "diagnose": ("llm_fp8.tools.diagnose.cli", "where a step's precision, time and memory go"),
     "evaluate": ("llm_fp8.tools.evaluate_cli", "the share of held-out problems that a model answers right"),
+    "export-fp8": ("llm_fp8.tools.export_fp8", "write an exported model in fp8, as vLLM loads it"),
 }
 """Command -> module whose `main()` reads `sys.argv` and returns the exit code, and what it does."""
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser = OneSentenceParser(
         prog="llm-fp8",
         usage="llm-fp8 COMMAND [OPTIONS]",
-        description="\n".join(f"  {name:9} {what}" for name, (_, what) in PROGRAMS.items()),
+        description="\n".join(f"  {name:10} {what}" for name, (_, what) in PROGRAMS.items()),
         epilog="'llm-fp8 COMMAND --help' lists the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

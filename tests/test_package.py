@@ -71,7 +71,7 @@ def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(metadata(wheel, "entry_points.txt"))
     assert dict(entry_points["console_scripts"]) == {"llm-fp8": "llm_fp8.__main__:main"}
-    assert set(PROGRAMS) == {"train", "verify", "predict", "compare", "diagnose", "evaluate"}
+    assert set(PROGRAMS) == {"train", "verify", "predict", "compare", "diagnose", "evaluate", "export-fp8"}
     for module, _ in PROGRAMS.values():
         assert f"{module.replace('.', '/')}.py" in wheel.namelist()
         assert callable(import_module(module).main)

@@ -38,6 +38,9 @@ from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"
 """Largest safetensors file, unless a single tensor is larger."""
+_ADVICE = (
+    "Make room; if a checkpoint was saved, the same command with --resume_from latest then writes the model from it."
+)
 
 
 def export_hf(
@@ -61,7 +64,7 @@ def export_hf(
         deque(gathered, maxlen=0)
         return
     try:
-        with _replaced(folder) as temporary:
+        with replaced_folder(folder) as temporary:
             _write_weights(model, gathered, temporary, dtype, max_file_size)
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
@@ -98,7 +101,7 @@ def export_adapter(
     targets = {name.rpartition(".")[2] for name in adapters_of(model)}
     described = peft_config(options, targets, base_model)
     described.inference_mode = True
-    with _replaced(folder) as temporary:
+    with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -117,7 +120,7 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
 
 
 @contextlib.contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
+def replaced_folder(folder: Path, what: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
     """A temporary folder that replaces `folder` once all is written; `UserError` where it cannot be written."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -127,10 +130,7 @@ def _replaced(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The trained model could not be written to {folder} ({error}). Make room; if a checkpoint was saved, the "
-            "same command with --resume_from latest then writes the model from it."
-        ) from error
+        raise UserError(f"{what} could not be written to {folder} ({error}). {advice}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

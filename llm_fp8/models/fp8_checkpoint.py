@@ -106,7 +106,8 @@ def fp8_format(config: PretrainedConfig) -> Fp8Format | None:
         refuse()
     require_entries(where, entries, _COMPRESSED_TENSORS)
     for part in _UNKNOWN_PARTS:
-        if entries.get(part):
+        value = entries.get(part)
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):  # no sparsity
             refuse(f" with {part}")
     formats = set()
     for group in entries["config_groups"].values():

@@ -88,7 +88,7 @@ def _fill(filler: WeightFiller, checkpoint: _Checkpoint, device: torch.device) -
     files = checkpoint.files
     for path in files:
         try:
-            with _open_weights(path, device) as tensors:
+            with open_weights(path, device) as tensors:
                 for name in tensors.offset_keys():
                     if not is_surplus(checkpoint.fp8, name):
                         filler.fill_rows(name, checkpoint.stored[name].shape, checkpoint.rows(name, tensors, device))
@@ -110,7 +110,7 @@ class _Checkpoint:
         self.files = files
         self.stored: dict[str, StoredTensor] = {}
         for path in files:
-            with _open_weights(path, torch.device("cpu")) as tensors:
+            with open_weights(path, torch.device("cpu")) as tensors:
                 for name in tensors.keys():
                     if name in self.stored:
                         raise UserError(
@@ -130,7 +130,7 @@ class _Checkpoint:
 
     def _scale(self, name: str, device: torch.device) -> torch.Tensor:
         path = self.stored[name].path
-        with _open_weights(path, device) as tensors:
+        with open_weights(path, device) as tensors:
             scale: torch.Tensor = tensors.get_tensor(name)
         if not scale.isfinite().all():
             raise UserError(f"{path}: '{name}' holds a scale that is not finite; fetch the model again.")
@@ -148,7 +148,7 @@ def stored_tensors(
     def read(name: str) -> torch.Tensor:
         if name not in checkpoint.stored:
             raise UserError(f"{files[0].parent} holds no tensor {name}; fetch the model again.")
-        with _open_weights(checkpoint.stored[name].path, device) as tensors:
+        with open_weights(checkpoint.stored[name].path, device) as tensors:
             found: torch.Tensor = checkpoint.rows(name, tensors, device)[:]
             return found
 
@@ -156,7 +156,7 @@ def stored_tensors(
 
 
 @contextlib.contextmanager
-def _open_weights(path: Path, device: torch.device) -> Iterator[Any]:
+def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file whose tensors are read to `device`; raises `UserError` where it is truncated."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as tensors:

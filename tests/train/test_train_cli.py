@@ -63,6 +63,8 @@ def script(*options: object, cwd: Path, launcher: list[str] | None = None) -> su
         ("scripts/evaluate.py", "--help"),
         ("scripts/evaluate.py", "--model=x --num_problems=0"),
         ("scripts/merge_adapter.py", "--help"),
+        ("scripts/export_fp8.py", "--help"),
+        ("scripts/export_fp8.py", "nowhere --output=out"),
         ("benchmarks/startup.py", "--help"),
         ("benchmarks/memory_over_steps.py", "--help"),
     ],

@@ -1,0 +1,138 @@
+"""An exported model in fp8 for inference: the compressed-tensors format that vLLM and transformers load.
+
+Every linear layer but the lm_head gets weights in e4m3 with a scale for each row; whoever loads them scales activations
+per token as they come. Everything else is copied. Scales are amax / 448, in bf16 for bf16 weights, as
+compressed-tensors writes them, else in fp32. A weight is divided by its stored scale, so that rounding the scale costs
+nothing. Tensor names and config.json are those of compressed-tensors 0.20.
+
+A file of the model is read, written and dropped before the next one, so that memory holds about one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.build import model_on_meta
+from llm_fp8.models.export import replaced_folder
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.models.weight_shards import stored_names
+from llm_fp8.models.weights import WEIGHTS_INDEX, open_weights, weight_files
+from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.utils.json_files import read_json
+
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+_COPIED = (".json", ".jinja", ".txt", ".model", ".md")
+"""Suffixes of the files beside the weights: tokenizer, generation settings, model card."""
+_SYMMETRIC_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_LINEAR = {
+    "targets": ["Linear"],
+    "weights": {**_SYMMETRIC_FP8, "strategy": "channel", "dynamic": False},
+    "input_activations": {**_SYMMETRIC_FP8, "strategy": "token", "dynamic": True},
+    "output_activations": None,
+}
+
+
+@dataclass(frozen=True)
+class Fp8Export:
+    """What was written."""
+
+    num_layers: int
+    """Linear layers in fp8."""
+    bytes_before: int
+    """Of the safetensors files."""
+    bytes_after: int
+
+
+def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Finite `values` [..., k] as e4m3 and the scale [..., 1] of each row, 1 for zeros: value = e4m3 * scale."""
+    wide = values.to(torch.float32)
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).to(scale_dtype)
+    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1)  # a subnormal one would divide to infinity
+    # Divided by a scale that was rounded down, the largest value is above 448.
+    return (wide / scale.to(torch.float32)).clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Name -> linear layer, without the lm_head."""
+    head = model.get_output_embeddings()
+    return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
+
+
+def export_fp8(folder: Path, output: Path) -> Fp8Export:
+    """Write the model in `folder` to `output` in fp8. Raises `UserError` where it cannot be read, is quantised already
+    or is a mixture of experts, and where `output` holds files or cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
+    options = ModelConfig(model_name=str(folder))
+    source = resolve_source(options)
+    hf_config = load_config(options, source)
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise UserError(
+            f"{folder} is quantised already (quantization_config in config.json); give the model before it."
+        )
+    files, (weights, head) = weight_files(options, source), _stored_weights(folder, hf_config)
+    index: dict[str, str] = {}
+    missing = set(weights)
+    with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
+        for path in files:
+            contents = dict(_in_fp8(path, weights))
+            missing -= contents.keys()
+            index |= dict.fromkeys(contents, path.name)
+            save_file(contents, temporary / path.name, metadata={"format": "pt"})
+            del contents  # before the next file's are read
+        if missing:
+            raise UserError(f"{folder}: its files hold no {listed(sorted(missing))}; export it again.")
+        before, after = (sum((place / path.name).stat().st_size for path in files) for place in (folder, temporary))
+        for path in folder.iterdir():
+            if path.is_file() and path.suffix in _COPIED and path.name != WEIGHTS_INDEX:
+                shutil.copyfile(path, temporary / path.name)
+        if len(files) > 1:
+            whole = {"metadata": {"total_size": after}, "weight_map": index}
+            (temporary / WEIGHTS_INDEX).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
+        config = read_json(folder / "config.json") | {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": _LINEAR},
+                "ignore": [head],
+            }
+        }
+        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return Fp8Export(len(weights), before, after)
+
+
+def _stored_weights(folder: Path, hf_config: PretrainedConfig) -> tuple[set[str], str]:
+    """Stored names of the weights of linear layers, and the module's name of the lm_head."""
+    model = model_on_meta(hf_config)
+    names, head, layers = stored_names(model), model.get_output_embeddings(), linear_layers(model)
+    if names is None or not layers:
+        raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
+    weights = {stored for stored, name in names.items() if name in {f"{layer}.weight" for layer in layers}}
+    return weights, next(name for name, module in model.named_modules() if module is head)
+
+
+def _in_fp8(path: Path, weights: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, those of `weights` as fp8 values and scale."""
+    with open_weights(path, torch.device("cpu")) as tensors:
+        for name in tensors.offset_keys():
+            tensor = tensors.get_tensor(name)
+            if name not in weights:
+                yield name, tensor
+                continue
+            if not tensor.isfinite().all():
+                raise UserError(f"{path}: '{name}' holds values that are not finite, which fp8 cannot scale.")
+            values, scale = fp8_rows(tensor, torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32)
+            yield name, values
+            yield f"{name}_scale", scale
