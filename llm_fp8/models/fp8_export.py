@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
@@ -42,17 +41,6 @@ _LINEAR = {
 }
 
 
-@dataclass(frozen=True)
-class Fp8Export:
-    """What was written."""
-
-    num_layers: int
-    """Linear layers in fp8."""
-    bytes_before: int
-    """Of the safetensors files."""
-    bytes_after: int
-
-
 def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Finite `values` [..., k] as e4m3 and the scale [..., 1] of each row, 1 for zeros: value = e4m3 * scale."""
     wide = values.to(torch.float32)
@@ -68,9 +56,22 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
 
 
-def export_fp8(folder: Path, output: Path) -> Fp8Export:
-    """Write the model in `folder` to `output` in fp8. Raises `UserError` where it cannot be read, is quantised already
-    or is a mixture of experts, and where `output` holds files or cannot be written.
+def round_inputs_(model: PreTrainedModel) -> None:
+    """Let linear layers but the lm_head round each token's input to e4m3, scaled by its largest value, and back."""
+
+    def rounded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        values, scale = fp8_rows(inputs[0])
+        return (values.to(scale.dtype) * scale).to(inputs[0].dtype)
+
+    for layer in linear_layers(model).values():
+        layer.register_forward_pre_hook(rounded)
+
+
+def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
+    """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after.
+
+    Raises `UserError` where the model cannot be read, is quantised already or is a mixture of experts, and where
+    `output` holds files or cannot be written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
@@ -78,12 +79,13 @@ def export_fp8(folder: Path, output: Path) -> Fp8Export:
     source = resolve_source(options)
     hf_config = load_config(options, source)
     if getattr(hf_config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{folder} is quantised already (quantization_config in config.json); give the model before it."
-        )
-    files, (weights, head) = weight_files(options, source), _stored_weights(folder, hf_config)
-    index: dict[str, str] = {}
-    missing = set(weights)
+        raise UserError(f"{folder} is quantised already (quantization_config in config.json); give the model before.")
+    model, files = model_on_meta(hf_config), weight_files(options, source)
+    names, layers = stored_names(model), {f"{name}.weight" for name in linear_layers(model)}
+    if names is None or not layers:
+        raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
+    weights = {stored for stored, name in names.items() if name in layers}
+    missing, index = set(weights), dict[str, str]()
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         for path in files:
             contents = dict(_in_fp8(path, weights))
@@ -106,21 +108,11 @@ def export_fp8(folder: Path, output: Path) -> Fp8Export:
                 "format": "float-quantized",
                 "quantization_status": "compressed",
                 "config_groups": {"group_0": _LINEAR},
-                "ignore": [head],
+                "ignore": [name for name, module in model.named_modules() if module is model.get_output_embeddings()],
             }
         }
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return Fp8Export(len(weights), before, after)
-
-
-def _stored_weights(folder: Path, hf_config: PretrainedConfig) -> tuple[set[str], str]:
-    """Stored names of the weights of linear layers, and the module's name of the lm_head."""
-    model = model_on_meta(hf_config)
-    names, head, layers = stored_names(model), model.get_output_embeddings(), linear_layers(model)
-    if names is None or not layers:
-        raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
-    weights = {stored for stored, name in names.items() if name in {f"{layer}.weight" for layer in layers}}
-    return weights, next(name for name, module in model.named_modules() if module is head)
+    return before, after
 
 
 def _in_fp8(path: Path, weights: set[str]) -> Iterator[tuple[str, Tensor]]:

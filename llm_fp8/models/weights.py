@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, is_surplus, scales_of
+from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, scales_of
 from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
 from llm_fp8.models.weight_shards import (
     WeightFiller,
@@ -90,7 +90,7 @@ def _fill(filler: WeightFiller, checkpoint: _Checkpoint, device: torch.device) -
         try:
             with open_weights(path, device) as tensors:
                 for name in tensors.offset_keys():
-                    if not is_surplus(checkpoint.fp8, name):
+                    if checkpoint.fp8 is None or not checkpoint.fp8.is_surplus(name):
                         filler.fill_rows(name, checkpoint.stored[name].shape, checkpoint.rows(name, tensors, device))
         except te_llama.UnsupportedArchitecture as error:
             raise UserError(f"{path}: {error}.") from error

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
     from llm_fp8.data import PreparedData
 
 
@@ -30,8 +27,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not options.folder.is_dir():
         raise UserError(f"FINAL_DIR {options.folder}: no such folder; give the final/ of a run.")
-    if options.max_seq_length < 2:
-        raise UserError(f"--max_seq_length must be at least 2, not {options.max_seq_length}.")
     return options
 
 
@@ -39,57 +34,54 @@ def main() -> int:
     """Write, measure, print."""
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading torch.
+    from llm_fp8.config.options import Config, DataConfig, ModelConfig
+    from llm_fp8.config.validation import check_options
+    from llm_fp8.data import prepare_data
     from llm_fp8.models.fp8_export import export_fp8
+    from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
-    try:
-        data = None if options.data is None else _prepared(options)  # a mistake in it is found before the export
-        written = export_fp8(options.folder, options.output)
-    except UserError as error:
-        words = str(error).replace("--model_name ", "").replace("--dataset_name", "--data")
-        raise UserError(words) from error
-    size, size_before = (count / GIB for count in (written.bytes_after, written.bytes_before))
-    print(f"{options.output}: {size:.3g} GiB of weights, {size_before:.3g} GiB before", flush=True)
-    print(f"  {written.num_layers} linear layers are in fp8, the rest is as it was", flush=True)
-    if data is not None:
-        before, num_tokens, dtype = eval_loss(options.folder, data)
-        after, _, _ = eval_loss(options.output, data, round_inputs=True)
-        print(
-            f"eval loss over {num_tokens} tokens of {options.data}: {before:.5f} before, {after:.5f} in fp8\n"
-            f"  both are computed in {dtype}; fp8 is emulated: weights are dequantised, and each token's input of a "
-            "linear layer is rounded to fp8 and back"
-        )
-    return 0
-
-
-def _prepared(options: argparse.Namespace) -> PreparedData:
-    from llm_fp8.config.options import Config, DataConfig, ModelConfig
-    from llm_fp8.data import prepare_data
-    from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
-
     config = Config(
         model=ModelConfig(model_name=str(options.folder)),
         data=DataConfig(
             options.data, validation_fraction=0.0, max_seq_length=options.max_seq_length, overlong="truncate"
         ),
     )
-    source = resolve_source(config.model)
-    tokenizer, _ = load_tokenizer(config.model, source)
-    check_model(config, load_config(config.model, source), tokenizer)
-    return prepare_data(config, tokenizer)
+    try:
+        if options.data is not None:  # a mistake in it is found before the export
+            check_options(config)
+            source = resolve_source(config.model)
+            tokenizer, _ = load_tokenizer(config.model, source)
+            check_model(config, load_config(config.model, source), tokenizer)
+            data = prepare_data(config, tokenizer)
+        before, after = export_fp8(options.folder, options.output)
+    except UserError as error:
+        words = str(error).replace("--model_name ", "").replace("--dataset_name", "--data")
+        raise UserError(words) from error
+    print(f"{options.output}: {after / GIB:.3g} GiB of weights, {before / GIB:.3g} GiB before", flush=True)
+    if options.data is not None:
+        was, num_tokens, dtype = eval_loss(options.folder, data)
+        now, _, _ = eval_loss(options.output, data, round_inputs=True)
+        print(
+            f"eval loss over {num_tokens} tokens of {options.data}: {was:.5f} before, {now:.5f} in fp8\n"
+            f"  both are computed in {dtype}; fp8 is emulated: weights are dequantised, and each token's input of a "
+            "linear layer is rounded to fp8 and back"
+        )
+    return 0
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
     """Mean cross entropy over the supervised tokens of the validation split of `data`, or of all rows where it has
-    none; their number; the dtype of the computation. `round_inputs`: as of `round_inputs_`.
+    none; their number; the dtype of the computation. `round_inputs`: linear layers round their inputs to fp8 too.
     """
     import torch
 
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.distributed.process_group import own_device
     from llm_fp8.models.build import build_model
+    from llm_fp8.models.fp8_export import round_inputs_
     from llm_fp8.models.loss_model import TrainingModel
     from llm_fp8.models.source import load_config, resolve_source
     from llm_fp8.train.generate import generation_dtype
@@ -103,22 +95,10 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     if round_inputs:
         round_inputs_(model)
     loss_sum = TrainingModel(model.eval(), data.report.max_seq_length, dtype)
-    steps = itertools.islice(data.train, data.train.steps_per_epoch)
+    epoch = itertools.islice(data.train, data.train.steps_per_epoch)
     total, num_tokens = 0.0, 0
     with torch.no_grad():
-        for batch in itertools.chain.from_iterable(steps) if data.eval is None else data.eval:
+        for batch in itertools.chain.from_iterable(epoch) if data.eval is None else data.eval:
             total += loss_sum(batch.to(device)).item()
             num_tokens += batch.num_supervised_tokens
     return total / num_tokens, num_tokens, str(dtype).removeprefix("torch.")
-
-
-def round_inputs_(model: PreTrainedModel) -> None:
-    """Let linear layers but the lm_head round each token's input to e4m3, scaled by its largest value, and back."""
-    from llm_fp8.models.fp8_export import fp8_rows, linear_layers
-
-    def rounded(module: object, inputs: tuple[Tensor, ...]) -> Tensor:
-        values, scale = fp8_rows(inputs[0])
-        return (values.to(scale.dtype) * scale).to(inputs[0].dtype)
-
-    for layer in linear_layers(model).values():
-        layer.register_forward_pre_hook(rounded)

@@ -122,6 +122,12 @@ def test_stored_tensors_reads_fp8_as_fp32(tmp_path):
     assert torch.equal(ours, load_file(Path(plain) / "model.safetensors")[name])
 
 
+def test_a_scale_without_dimensions_is_taken(tmp_path):
+    fp8, plain = write_fp8_model(tmp_path, "tensor")
+    change(fp8, lambda held: held.update({name: held[name].reshape(()) for name in held if name.endswith("_scale")}))
+    assert_same_bits(loaded(fp8), loaded(plain))
+
+
 def test_scales_of_activations_are_passed_over(tmp_path):
     fp8, plain = write_fp8_model(tmp_path, "tensor")
     entries = quantization_config("tensor")
@@ -277,7 +283,7 @@ def test_fp8_without_a_quantization_config_is_named(tmp_path):
 def test_a_quantization_config_without_fp8_is_named(tmp_path):
     _, plain = write_fp8_model(tmp_path, "block")
     set_quantization(plain, quantization_config("block"))
-    with pytest.raises(UserError, match=f"{plain}: config.json has a quantization_config, and no tensor is fp8"):
+    with pytest.raises(UserError, match=f"{plain}/model.safetensors: '.*' is not fp8, nor is any other tensor"):
         loaded(plain)
 
 
@@ -327,7 +333,7 @@ WEIGHTS = "config_groups.group_0.weights"
         (changed("channel", f"{WEIGHTS}.type", "int"), "that are not symmetric fp8"),
         (changed("channel", f"{WEIGHTS}.strategy", "group"), "strategy 'group'"),
         (changed("channel", f"{WEIGHTS}.strategy", "block"), "strategy 'block'"),
-        (changed("channel", WEIGHTS, None), "strategy None"),
+        (changed("channel", WEIGHTS, None), "strategy ''"),
     ],
 )
 def test_every_other_quantisation_is_refused_in_a_sentence(entries, words):
