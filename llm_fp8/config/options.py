@@ -13,6 +13,8 @@ Precedence, lowest first: the field's default, the YAML file, the command line.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -38,6 +40,7 @@ COLUMN_NAMES = (
 )  # fmt: skip
 """Columns of a dataset that are understood (`llm_fp8.data.prompt`), which --columns gives other names."""
 
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 
@@ -172,8 +175,26 @@ class DataConfig:
 
     dataset_name: str = option(
         EMBEDDED,
-        "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file, save_to_disk folder, or "
-        "'embedded'.",
+        "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file or a pattern of files "
+        "('data/train-*.jsonl'), save_to_disk folder, 'embedded', or several of these, separated by commas.",
+    )
+    dataset_config: str | None = option(
+        None,
+        "Configuration of the dataset, as its card on the hub names it (main, of openai/gsm8k); of several datasets "
+        "one each, separated by commas. Default: the card's default.",
+    )
+    dataset_weights: str | None = option(
+        None,
+        "Shares of the rows that several datasets in --dataset_name have, separated by commas (0.7,0.3); an epoch ends "
+        "with the first that is used up, no row comes twice. Default: every dataset whole.",
+    )
+    eval_dataset_name: str | None = option(
+        None,
+        "Dataset to evaluate on, named as in --dataset_name; then nothing is held out of the one that is trained on. "
+        "Its split is --validation_split_name, else validation, test or train. Default: see --validation_split_name.",
+    )
+    eval_dataset_config: str | None = option(
+        None, "Configuration of --eval_dataset_name (default: the card's default)."
     )
     columns: str | None = option(
         None,
@@ -206,6 +227,12 @@ class DataConfig:
     data_cache_dir: str | None = option(
         None, "Folder for the tokenised cache (default: the Hugging Face datasets cache)."
     )
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The numbers in --dataset_weights; NaN for what is none."""
+        words = self.dataset_weights.split(",") if self.dataset_weights is not None else None
+        return None if words is None else [float(w) if _NUMBER.fullmatch(w.strip()) else math.nan for w in words]
 
     @property
     def column_names(self) -> dict[str, str]:

@@ -147,6 +147,15 @@ def _data_checks(config: Config) -> Checks:
     by_multiples = config.precision.mixed_precision == "fp8" or config.packing
     columns, theirs = data.column_names, list(data.column_names.values())
     return {
+        f"--eval_dataset_config {data.eval_dataset_config} has no effect without --eval_dataset_name; add it.": (
+            data.eval_dataset_config is not None and data.eval_dataset_name is None
+        ),
+        f"--validation_fraction {data.validation_fraction} has no effect with --eval_dataset_name; drop one.": (
+            data.validation_fraction is not None and data.eval_dataset_name is not None
+        ),
+        f"--dataset_weights {data.dataset_weights} must be numbers above 0, one for each dataset, as in 0.7,0.3.": (
+            not all(weight > 0 for weight in data.weights or [])
+        ),
         f"--columns '{data.columns}' must be pairs of our name and the dataset's, as in "
         "problem=question,generated_solution=answer, and name no column twice.": data.columns is not None
         and (not all(columns.values()) or len(set(theirs)) != len(data.columns.split(","))),

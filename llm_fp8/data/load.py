@@ -4,6 +4,8 @@
     owner/name                  a dataset of the Hugging Face hub
     path/to/folder              laid out as the hub lays them out, or written by `save_to_disk`
     path/to/file.jsonl          also .json, .parquet, .csv
+    'path/to/train-*.jsonl'     all files that match, as one dataset
+    any of these,another        several datasets; --dataset_weights says how many rows of each
 
 Only the files of the requested split are downloaded and converted, however large the other splits are.
 """
@@ -14,19 +16,20 @@ import dataclasses
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
-from datasets.data_files import get_data_patterns
+from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
-from huggingface_hub import snapshot_download
+from datasets.utils.metadata import MetadataConfigs
+from huggingface_hub import DatasetCard, snapshot_download
 from yaml import YAMLError
 
-from llm_fp8.config.options import EMBEDDED
+from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.utils.errors import UserError
 
@@ -34,6 +37,8 @@ FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv
 DEFAULT_SPLITS = ("train_1M", "train")
 """`--split_name` defaults to the first of these that the dataset has."""
 VALIDATION_SPLIT = "validation"
+EVALUATION_SPLITS = (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
+"""Of --eval_dataset_name; `--validation_split_name` then defaults to the first of these that it has."""
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, YAMLError)
 """What `datasets` raises on something it cannot reach, find or parse: pyarrow's errors are ValueErrors, and a dataset
@@ -54,6 +59,12 @@ class DatasetSource:
     """The opened dataset of a `save_to_disk` folder."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """--columns: our name of a column -> the dataset's."""
+    several: bool = False
+    """Whether --columns is said of several datasets, some of which may have our names."""
+    config: str | None = None
+    """Its configuration (--dataset_config); None for the default one."""
+    flag: str = "--dataset_name"
+    """The option that names the dataset."""
 
     def training_split(self, wanted: str | None) -> str:
         """`wanted` (--split_name), or the default split; `UserError` where the dataset does not have it."""
@@ -72,17 +83,34 @@ class DatasetSource:
             raise UserError(f"--validation_split_name {wanted} is the split that is trained on; name another.")
         return self._check_split(wanted, "--validation_split_name")
 
+    def evaluation_split(self, wanted: str | None) -> str:
+        """The split of --eval_dataset_name: `wanted` (--validation_split_name), else the first that there is."""
+        if wanted is not None:
+            return self._check_split(wanted, "--validation_split_name")
+        for split in EVALUATION_SPLITS:
+            if split in self.files:
+                return split
+        raise UserError(f"{self.name}: choose --validation_split_name from its splits: {', '.join(self.files)}.")
+
+    def renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row under our names."""
+        renames = self.renames(row)
+        ours = {ours: row[theirs] for theirs, ours in renames.items()}
+        return {**{name: value for name, value in row.items() if name not in renames}, **ours}
+
     def renames(self, names: Iterable[str]) -> dict[str, str]:
         """The dataset's name -> ours, of the columns in --columns; `UserError` where `names`, all of the dataset's,
         lack one.
         """
-        names = list(names)
+        names, renames = list(names), {}
         for ours, theirs in self.columns.items():
-            if theirs not in names:
+            if theirs in names:
+                renames[theirs] = ours
+            elif not (self.several and ours in names):
                 raise UserError(
                     f"--columns {ours}={theirs}: {self.name} has no column '{theirs}'; it has: {', '.join(names)}."
                 )
-        return {theirs: ours for ours, theirs in self.columns.items()}
+        return renames
 
     def _check_split(self, wanted: str, flag: str) -> str:
         if wanted not in self.files:
@@ -90,22 +118,60 @@ class DatasetSource:
         return wanted
 
 
-def open_source(name: str, columns: Mapping[str, str] | None = None) -> DatasetSource:
-    """Find the dataset called `name` and list its splits; reads no row. `columns` as in `DatasetSource`."""
-    return dataclasses.replace(_find(name), columns=columns or {})
+SourceSplit = tuple[DatasetSource, str]
+"""A dataset and the name of one of its splits."""
 
 
-def _find(name: str) -> DatasetSource:
+def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:
+    """What to train on, and what to evaluate on: nothing where a share of the former is to be held out."""
+    asked = [(name, "--dataset_name") for name in _names(data.dataset_name)]
+    configs = [config.strip() or None for config in (data.dataset_config or "," * (len(asked) - 1)).split(",")]
+    if len(configs) != len(asked):
+        raise UserError(
+            f"--dataset_config {data.dataset_config} has {len(configs)} entries for the {len(asked)} datasets of "
+            "--dataset_name; give each its own, or nothing between two commas."
+        )
+    num_trained = len(asked)
+    if data.eval_dataset_name is not None:
+        asked.append((data.eval_dataset_name, "--eval_dataset_name"))
+        configs.append(data.eval_dataset_config)
+    sources = [
+        dataclasses.replace(open_source(name, config, flag), columns=data.column_names, several=len(asked) > 1)
+        for (name, flag), config in zip(asked, configs, strict=True)
+    ]
+    train = [(source, source.training_split(data.split_name)) for source in sources[:num_trained]]
+    wanted = data.validation_split_name
+    if data.eval_dataset_name is not None:
+        return train, [(source, source.evaluation_split(wanted)) for source in sources[num_trained:]]
+    found = [(source, source.validation_split(wanted, split)) for source, split in train]
+    evaluation = [(source, split) for source, split in found if split is not None]
+    return train, evaluation if len(evaluation) == len(train) else []
+
+
+def _names(text: str) -> list[str]:
+    """The datasets of --dataset_name; a path that exists is one, whatever commas it holds."""
+    return [text] if Path(text).expanduser().exists() else [name.strip() for name in text.split(",")]
+
+
+def open_source(name: str, config: str | None = None, flag: str = "--dataset_name") -> DatasetSource:
+    """Find the dataset called `name` and list its splits; reads no row. `config` and `flag` as in `DatasetSource`."""
+    source = _find(name, config, flag)
+    if config is not None and (source.saved is not None or source.path in FILE_BUILDERS.values()):
+        raise UserError(f"{flag} {name} is no dataset with configurations, which {config} would be one of; drop it.")
+    return dataclasses.replace(source, config=config, flag=flag)
+
+
+def _find(name: str, config: str | None, flag: str) -> DatasetSource:
     path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
     if path.exists():
-        _check_path(name, path.resolve())
+        _check_path(name, path.resolve(), flag)
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
             known = ", ".join(FILE_BUILDERS)
-            raise UserError(
-                f"--dataset_name {name}: '{path.suffix}' files are not understood; give {known} or a folder."
-            )
+            raise UserError(f"{flag} {name}: '{path.suffix}' files are not understood; give {known} or a folder.")
         return DatasetSource(name, FILE_BUILDERS[path.suffix], {"train": [str(path.resolve())]})
+    if not path.exists() and glob.has_magic(name):
+        return _matching_files(name, flag)
     if path.is_dir():
         try:
             if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -115,46 +181,83 @@ def _find(name: str) -> DatasetSource:
                 )
                 return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
             folder = str(path.resolve())
-            return _source(name, folder, datasets.load_dataset_builder(folder))
+            return _source(name, folder, _builder(name, folder, config, flag))
         except READ_ERRORS as error:
             reason = _first_line(error)
-            raise UserError(f"--dataset_name {name}: the folder holds no data that can be read: {reason}") from error
+            raise UserError(f"{flag} {name}: the folder holds no data that can be read: {reason}") from error
     if name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
-        raise UserError(f"--dataset_name {name}: no such file or folder.")
-    return _open_hub(name)
+        raise UserError(f"{flag} {name}: no such file or folder.")
+    return _open_hub(name, config, flag)
 
 
-def _check_path(name: str, path: Path) -> None:
+def _matching_files(name: str, flag: str) -> DatasetSource:
+    """All files that match the pattern `name`, sorted, as one dataset."""
+    files = [
+        path.resolve()
+        for path in map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
+        if path.is_file()
+    ]
+    for path in files:
+        _check_path(str(path), path, flag)
+    kinds = sorted({path.suffix for path in files})
+    if len(kinds) != 1 or kinds[0] not in FILE_BUILDERS:
+        found = f"matches {', '.join(kind or 'no suffix' for kind in kinds)} files" if files else "matches no file"
+        raise UserError(f"{flag} '{name}' {found}; give a pattern of files of one kind: {', '.join(FILE_BUILDERS)}.")
+    return DatasetSource(name, FILE_BUILDERS[kinds[0]], {"train": [str(path) for path in files]})
+
+
+def _builder(name: str, path: str, config: str | None, flag: str, **arguments: Any) -> datasets.DatasetBuilder:
+    """`load_dataset_builder`, with a `UserError` for a configuration that is missing or not there."""
+    try:
+        return datasets.load_dataset_builder(path, config, **arguments)
+    except ValueError:
+        known = datasets.get_dataset_config_names(path)
+        if (config or datasets.get_dataset_default_config_name(path)) in known:
+            raise
+        why = "has several configurations" if config is None else f"has no configuration {config}"
+        option = flag.replace("_name", "_config")
+        raise UserError(f"{flag} {name} {why}; choose {option} from: {', '.join(known)}.") from None
+
+
+def _check_path(name: str, path: Path, flag: str) -> None:
     """Refuse what `datasets` would take for other files, or search for hours."""
     if path in (Path.home().resolve(), Path("/")):
-        raise UserError(f"--dataset_name {name} is the folder {path} itself; name the dataset's folder or file in it.")
+        raise UserError(f"{flag} {name} is the folder {path} itself; name the dataset's folder or file in it.")
     if os.path.expandvars(path) != str(path) or (path.is_dir() and str(path) != glob.escape(str(path))):
         raise UserError(
-            f"--dataset_name {name}: to datasets, $NAME in a path is a variable, and [, * and ? in a folder's are "
+            f"{flag} {name}: to datasets, $NAME in a path is a variable, and [, * and ? in a folder's are "
             "patterns; rename it."
         )
 
 
-def _open_hub(name: str) -> DatasetSource:
+def _open_hub(name: str, config: str | None, flag: str) -> DatasetSource:
     try:
-        return _source(name, name, datasets.load_dataset_builder(name))
+        return _source(name, name, _builder(name, name, config, flag))
     except DatasetNotFoundError as error:
         raise UserError(
-            f"--dataset_name {name} is not a local path, and the Hugging Face hub has no such dataset or wants a "
+            f"{flag} {name} is not a local path, and the Hugging Face hub has no such dataset or wants a "
             "login for it ('hf auth login', and accept its terms on its page if it is gated)."
         ) from error
     except READ_ERRORS as error:
         try:  # the files that an earlier run or `hf download` left in the hub's cache
             path = snapshot_download(name, repo_type="dataset", local_files_only=True)
-            return _source(name, path, datasets.load_dataset_builder(path, data_files=get_data_patterns(path)))
+            files = _files_of_config(Path(path), config) if config else get_data_patterns(path)
+            return _source(name, path, _builder(name, path, config, flag, data_files=files))
         except READ_ERRORS:
             pass
         if isinstance(error, ConnectionError):
             raise UserError(
-                f"--dataset_name {name} is not a local path, and the Hugging Face hub cannot be reached; where it "
+                f"{flag} {name} is not a local path, and the Hugging Face hub cannot be reached; where it "
                 f"can, fetch it with 'hf download {name} --repo-type dataset --local-dir DIR', and pass that folder."
             ) from error
-        raise UserError(f"--dataset_name {name}: the dataset cannot be opened: {_first_line(error)}") from error
+        raise UserError(f"{flag} {name}: the dataset cannot be opened: {_first_line(error)}") from error
+
+
+def _files_of_config(folder: Path, config: str) -> dict[str, list[str]]:
+    """Split -> patterns of its files, as the card in `folder` has them for `config`; of splits that are there."""
+    configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(folder / "README.md").data)
+    patterns: dict[str, list[str]] = sanitize_patterns(configs[config]["data_files"])
+    return {split: named for split, named in patterns.items() if any(any(folder.glob(each)) for each in named)}
 
 
 def _source(name: str, path: str, builder: datasets.DatasetBuilder) -> DatasetSource:
@@ -194,34 +297,35 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # They are patterns to it, and names may hold [ and *.
     data_files = {split: [glob.escape(file) for file in source.files[split]]} if source.files[split] else None
     try:
-        return datasets.load_dataset(source.path, data_files=data_files, split=split, streaming=streaming)
+        return datasets.load_dataset(
+            source.path, source.config, data_files=data_files, split=split, streaming=streaming
+        )
     except StopIteration as error:  # an empty JSON file
-        raise UserError(f"--dataset_name {source.name}: split '{split}' holds no row.") from error
+        raise UserError(f"{source.flag} {source.name}: split '{split}' holds no row.") from error
     except READ_ERRORS as error:
-        raise unreadable(source, split, error) from error
+        raise unreadable([(source, split)], error) from error
 
 
 def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Iterator[dict[str, Any]]:
     """The rows of a stream under our names, with unreadable ones turned into a `UserError`."""
     try:
         for row in stream:
-            renamed = {ours: row[theirs] for theirs, ours in source.renames(row).items()}
-            yield {**{name: value for name, value in row.items() if name not in source.columns.values()}, **renamed}
+            yield source.renamed(row)
     except READ_ERRORS as error:
-        raise unreadable(source, split, error) from error
+        raise unreadable([(source, split)], error) from error
 
 
-def unreadable(source: DatasetSource, split: str, error: BaseException) -> UserError:
-    """The error of a broken file, with the line where it is in a local JSON file."""
-    root = Path(source.path) if Path(source.path).is_dir() else Path()
-    for file in source.files[split]:
-        path = root / file
-        if path.suffix in (".jsonl", ".json") and path.is_file():
-            if (broken := _broken_line(path)) is not None:
+def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
+    """The error of a broken file of one of `parts`, with the line where it is in a local JSON file."""
+    for source, split in parts:
+        root = Path(source.path) if Path(source.path).is_dir() else Path()
+        for path in (root / file for file in source.files[split]):
+            if path.suffix in (".jsonl", ".json") and path.is_file() and (broken := _broken_line(path)) is not None:
                 line, reason = broken
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
     reason = _first_line(error.__cause__ or error)
-    return UserError(f"--dataset_name {source.name}: split '{split}' cannot be read: {reason}")
+    which = ", ".join(f"{source.flag} {source.name}: split '{split}'" for source, split in parts)
+    return UserError(f"{which} cannot be read: {reason}")
 
 
 def _broken_line(path: Path) -> tuple[int, str] | None:

@@ -12,18 +12,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
-from llm_fp8.data.load import DatasetSource, iterate, load_split, open_source, open_split_stream, unreadable
+from llm_fp8.data.load import (
+    DatasetSource,
+    SourceSplit,
+    find_splits,
+    iterate,
+    load_split,
+    open_split_stream,
+    unreadable,
+)
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
+from llm_fp8.data.mix import MixedRow, interleave_streams, iterate_mixed, shares_of, take_shares
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.prompt import ColumnForm, describe_prompt_form, detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, StreamedRows, StreamSequences, sequence_readers
@@ -37,6 +46,7 @@ from llm_fp8.data.split import (
     is_held_out,
 )
 from llm_fp8.data.tokenise import (
+    FEATURES,
     FIGURES,
     DataReport,
     Document,
@@ -126,10 +136,9 @@ def prepare_data(
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        source = open_source(config.data.dataset_name, config.data.column_names)
-        split = source.training_split(config.data.split_name)
-        validation = source.validation_split(config.data.validation_split_name, split)
-        job = _Job(config, tokenizer, collate, Share(rank, world_size), source, split, validation)
+        train, evaluation = find_splits(config.data)
+        shares = shares_of(config.data.weights, train)
+        job = _Job(config, tokenizer, collate, Share(rank, world_size), train, evaluation, shares)
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
@@ -149,10 +158,21 @@ class _Job:
     tokenizer: PreTrainedTokenizerBase
     collate: Collate
     share: Share
-    source: DatasetSource
-    split: str
-    validation: str | None
-    """The split to evaluate on; None where a share of the training problems is held out."""
+    train: list[SourceSplit]
+    evaluation: list[SourceSplit]
+    """What to evaluate on; empty where a share of the training problems is held out."""
+    shares: list[float] | None
+    """Of the datasets in what is trained on; None where each is taken whole."""
+
+    @property
+    def split(self) -> str:
+        """For the user: what is trained on."""
+        return _describe(self.train, self.config.data.dataset_name)
+
+    @property
+    def validation(self) -> str:
+        """For the user: what is evaluated on."""
+        return _describe(self.evaluation, self.config.data.dataset_name)
 
     @property
     def document_multiple(self) -> int:
@@ -172,7 +192,7 @@ class _Job:
 
     def nothing_to_train_on(self, why: str) -> UserError:
         name = self.config.data.dataset_name
-        return UserError(f"--dataset_name {name}: no row of split {self.split} can be trained on: {why}.")
+        return UserError(f"--dataset_name {name}: no row of {self.split} can be trained on: {why}.")
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
@@ -187,16 +207,21 @@ class _Job:
         evaluation: Sequence[Reader],
         report: DataReport,
         example: Document,
-        form: ColumnForm,
+        forms: Sequence[ColumnForm],
         eval_from: str,
         problems: Sequence[Problem] = (),
+        taken: Sequence[str] = (),
     ) -> PreparedData:
         data, kind = self.config.data, "packed" if self.config.packing else "padded"
         description = (
-            f"data: {data.dataset_name}, split {self.split}, evaluated on {eval_from}, {kind} sequences of "
+            f"data: {data.dataset_name}, {self.split}, evaluated on {eval_from}, {kind} sequences of "
             f"{data.max_seq_length} tokens\n"
-            f"  prompt form: {describe_prompt_form(form, self.tokenizer)}"
+            f"  prompt form: {'; '.join(dict.fromkeys(describe_prompt_form(form, self.tokenizer) for form in forms))}"
         )
+        if len(self.train) > 1:
+            notes = taken or [f"{share:.2%} of the rows" for share in self.shares or ()]
+            for (source, split), note in zip(self.train, notes, strict=True):
+                description += f"\n  {source.name}, split {split}: {note}"
         num_micro_batches = self.config.optim.gradient_accumulation_steps
         train_loader = TrainLoader(train, self.collate, data.batch_size, num_micro_batches, self.share)
         eval_loader = None
@@ -207,32 +232,47 @@ class _Job:
         return PreparedData(train_loader, eval_loader, report, description, sample, tuple(problems))
 
 
+def _describe(parts: Sequence[SourceSplit], dataset_name: str) -> str:
+    """The splits, with their dataset's name where that is not all of --dataset_name."""
+    return " + ".join(f"split {split}" + (f" of {s.name}" if s.name != dataset_name else "") for s, split in parts)
+
+
 def _prepare_map(job: _Job) -> PreparedData:
     data = job.config.data
-    dataset = load_split(job.source, job.split)
+    datasets = [load_split(source, split) for source, split in job.train]
     if data.num_of_samples is not None:
-        dataset = dataset.select(range(min(data.num_of_samples, len(dataset))))
-    eval_source = dataset if job.validation is None else load_split(job.source, job.validation)
+        datasets = [dataset.select(range(min(data.num_of_samples, len(dataset)))) for dataset in datasets]
+    whole = datasets
+    if job.shares is not None:
+        datasets = take_shares(datasets, job.shares)
+    eval_datasets = [load_split(source, split) for source, split in job.evaluation] or datasets
     num_problems = job.config.run.eval_exact_match
     if num_problems:
-        check_answer_column(eval_source.column_names)
-    rows, figures = _tokenise(job, job.split, dataset)
+        if len(eval_datasets) > 1:
+            raise UserError(
+                f"--eval_exact_match {num_problems} looks problems up in one dataset, and evaluation is on "
+                f"{len(eval_datasets)}; name one with --eval_dataset_name."
+            )
+        check_answer_column(eval_datasets[0].column_names)
+    rows, figures = _tokenise(job, job.train, datasets)
     used, held_out = figures["length"] > 0, np.zeros(len(rows), dtype=bool)
     report = DataReport(max_seq_length=data.max_seq_length)
-    if job.validation is None:
+    if not job.evaluation:
         held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
         eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
         eval_from = f"{len(eval_set) / used.sum():.2%} of it" if len(eval_set) else "nothing"
     else:
-        eval_rows, eval_figures = _tokenise(job, job.validation, eval_source)
+        eval_rows, eval_figures = _tokenise(job, job.evaluation, eval_datasets)
         eval_used = eval_figures["length"] > 0
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
-        eval_set, eval_from = np.flatnonzero(eval_used & ~seen), f"split {job.validation}"
+        eval_set, eval_from = np.flatnonzero(eval_used & ~seen), job.validation
         report.num_eval_rows_seen_in_training = int(seen.sum())
         if len(eval_set) == 0:
+            flag = "--eval_dataset_name" if data.eval_dataset_name else "--validation_split_name"
             raise UserError(
-                f"--validation_split_name {job.validation}: none of its {len(eval_source)} rows can be evaluated on: "
-                f"{seen.sum()} hold a problem that split {job.split} trains on, the others are empty or too long."
+                f"{flag} {data.eval_dataset_name or job.evaluation[0][1]}: none of its {len(eval_rows)} "
+                f"rows can be evaluated on: {seen.sum()} hold a problem that {job.split} trains on, the "
+                "others are empty or too long."
             )
     report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
@@ -241,7 +281,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         raise job.nothing_to_train_on(report.summary())
     problems: list[Problem] = []
     if num_problems and len(eval_set):
-        problems = choose_problems(eval_source, eval_set, eval_figures["problem_key"][eval_set], num_problems)
+        problems = choose_problems(eval_datasets[0], eval_set, eval_figures["problem_key"][eval_set], num_problems)
         if not problems:
             raise UserError(
                 f"--eval_exact_match {num_problems}: none of the {len(eval_set)} held-out rows has an {ANSWER_COLUMN}; "
@@ -252,37 +292,53 @@ def _prepare_map(job: _Job) -> PreparedData:
     identity = job.identify(content_key(figures["document_key"][train_set]))
     sequences = MapSequences(plan, read, job.config.optim.seed, identity)
     eval_readers = sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows))
-    form, (example,) = job.options(dataset.column_names).form, read(train_set[:1].tolist())
-    return job.finish(sequences, eval_readers, report, example, form, eval_from, problems)
+    forms, (example,) = [job.options(each.column_names).form for each in datasets], read(train_set[:1].tolist())
+    taken = [f"{len(part)} of {len(all_of_it)} rows" for part, all_of_it in zip(datasets, whole, strict=True)]
+    return job.finish(sequences, eval_readers, report, example, forms, eval_from, problems, taken)
 
 
-def _tokenise(job: _Job, split: str, dataset: Dataset) -> tuple[Dataset, Figures]:
-    """The tokenised rows of `dataset`, and the columns of them that are counted."""
-    data, options = job.config.data, job.options(dataset.column_names)
-    try:
-        rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
-    except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
-        raise unreadable(job.source, split, error) from error
+def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> tuple[Dataset, Figures]:
+    """The tokenised rows of `datasets`, one after the other, and the columns of them that are counted."""
+    data, tokenised = job.config.data, []
+    for part, dataset in zip(parts, datasets, strict=True):
+        options = job.options(dataset.column_names)
+        try:
+            rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
+        except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
+            raise unreadable([part], error) from error
+        tokenised.append(rows)
+    rows = concatenate_datasets(tokenised) if len(tokenised) > 1 else tokenised[0]
     table = arrow_table(rows)
     return rows, {name: table.column(name).to_numpy().astype(np.int64) for name in FIGURES}
 
 
 def _prepare_stream(job: _Job) -> PreparedData:
-    data, validation = job.config.data, job.validation
+    data, shares, seed = job.config.data, job.shares, job.config.optim.seed
+    if len(job.train) > 1 and shares is None:
+        raise UserError(
+            f"--streaming reads the datasets of --dataset_name {data.dataset_name} side by side and needs to know how "
+            "much of each; add --dataset_weights."
+        )
 
-    def open_stream() -> IterableDataset:
-        opened = open_split_stream(job.source, job.split)
+    def open_part(source: DatasetSource, split: str) -> IterableDataset:
+        opened = open_split_stream(source, split)
         return opened if data.num_of_samples is None else opened.take(data.num_of_samples)
 
-    stream = open_stream()
-    options = job.options(_stream_columns(job, job.split, stream))
+    def open_stream() -> IterableDataset:
+        streams = [open_part(*part) for part in job.train]
+        return interleave_streams(job.train, streams, shares, seed) if shares is not None else streams[0]
+
+    def read(stream: IterableDataset) -> Iterator[MixedRow]:
+        return iterate_mixed(job.train, stream) if shares is not None else _numbered(0, iterate(*job.train[0], stream))
+
+    options = [job.options(_stream_columns(part)) for part in job.train]
     share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
-    fraction = share if validation is None else 0.0
+    fraction = 0.0 if job.evaluation else share
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
 
     held_out: list[Document] = []
     example = None
-    for streamed in _scan(iterate(job.source, job.split, stream), make):
+    for streamed in _scan(read(open_stream()), make):
         held_out += streamed.held_out
         example = example or next(iter(streamed.train), None)
         if example and (fraction == 0.0 or len(held_out) >= STREAMED_EVAL_ROWS):
@@ -293,23 +349,31 @@ def _prepare_stream(job: _Job) -> PreparedData:
         )
     held_out = held_out[:STREAMED_EVAL_ROWS]
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
-    if validation is not None:
-        other = open_split_stream(job.source, validation)
-        make_eval = partial(make, options=job.options(_stream_columns(job, validation, other)))
-        scanned = _scan(iterate(job.source, validation, other), make_eval)
-        held_out = list(islice((document for each in scanned for document in each.train), STREAMED_EVAL_ROWS))
-        eval_from = f"the first {len(held_out)} rows of split {validation}"
+    if job.evaluation:
+        make_eval = partial(make, options=[job.options(_stream_columns(part)) for part in job.evaluation])
+        opened = (_numbered(i, iterate(*part, open_split_stream(*part))) for i, part in enumerate(job.evaluation))
+        firsts = (islice(rows, STREAMED_EVAL_SCAN_ROWS // len(job.evaluation)) for rows in opened)
+        each = STREAMED_EVAL_ROWS // len(job.evaluation)
+        held_out = list(chain.from_iterable(islice(_trained(_scan(rows, make_eval)), each) for rows in firsts))
+        eval_from = f"the first {len(held_out)} rows of {job.validation}"
 
     report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
+    keys = [cache_key("", job.tokenizer, each) for each in options]
+    mix = [data.dataset_config, data.columns, shares, *keys[1:], *(split for _, split in job.train[1:])]
     identity = job.identify(
-        data.dataset_name, job.split, data.num_of_samples, cache_key("", job.tokenizer, options), fraction
+        data.dataset_name,
+        job.train[0][1],
+        data.num_of_samples,
+        keys[0],
+        fraction,
+        *(mix if any(part is not None for part in mix) else []),
     )
     sequences = StreamSequences(
         open_stream,
-        partial(iterate, job.source, job.split),
+        read,
         make,
         data.max_seq_length if job.config.packing else None,
-        job.config.optim.seed,
+        seed,
         identity,
         report,
         job.document_multiple,
@@ -317,23 +381,37 @@ def _prepare_stream(job: _Job) -> PreparedData:
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))
     eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices])
-    return job.finish(sequences, eval_readers, report, example, options.form, eval_from)
+    return job.finish(sequences, eval_readers, report, example, [each.form for each in options], eval_from)
 
 
-def _stream_columns(job: _Job, split: str, stream: IterableDataset) -> list[str]:
-    """Column names of a stream, where unknown those of its first row."""
-    return list(next(iterate(job.source, split, stream), {}))
+def _stream_columns(part: SourceSplit) -> list[str]:
+    """Column names of a stream: those of its first row."""
+    return list(next(iterate(*part, open_split_stream(*part)), {}))
+
+
+def _numbered(number: int, rows: Iterator[dict[str, Any]]) -> Iterator[MixedRow]:
+    return ((number, row) for row in rows)
+
+
+def _trained(chunks: Iterator[StreamedRows]) -> Iterator[Document]:
+    return (document for chunk in chunks for document in chunk.train)
 
 
 def _tokenise_streamed(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[MixedRow],
     row_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
-    options: TokeniseOptions,
+    options: Sequence[TokeniseOptions],
     fraction: float,
 ) -> StreamedRows:
-    """What becomes of `rows` of a stream: the same as in a dataset that is not streamed."""
-    columns = tokenise_rows(rows, row_ids, tokenizer, options)
+    """What becomes of `rows` of a stream: the same as in a dataset that is not streamed. `options` by dataset."""
+    columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in FEATURES}
+    for number, of_part in enumerate(options):
+        places = [place for place, (part, _) in enumerate(rows) if part == number]
+        made = tokenise_rows([rows[i][1] for i in places], [row_ids[i] for i in places], tokenizer, of_part)
+        for name, values in made.items():
+            for place, value in zip(places, values, strict=True):
+                columns[name][place] = value
     figures = {name: np.array(columns[name], dtype=np.int64) for name in FIGURES}
     documents = list(map(Document.of, columns["input_ids"], columns["supervised"], row_ids))
     used, held_out = figures["length"] > 0, is_held_out(figures["problem_key"], fraction)
@@ -342,7 +420,7 @@ def _tokenise_streamed(
 
 
 def _scan(
-    rows: Iterator[dict[str, Any]], make: Callable[[Sequence[dict[str, Any]], Sequence[int]], StreamedRows]
+    rows: Iterator[MixedRow], make: Callable[[Sequence[MixedRow], Sequence[int]], StreamedRows]
 ) -> Iterator[StreamedRows]:
     """Tokenised rows, chunk by chunk from the beginning of a stream."""
     for first in range(0, STREAMED_EVAL_SCAN_ROWS, STREAMED_EVAL_ROWS):

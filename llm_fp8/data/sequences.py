@@ -109,8 +109,8 @@ class StreamSequences:
     """
 
     open_stream: Callable[[], IterableDataset]
-    iterate: Callable[[IterableDataset], Iterator[dict[str, Any]]]
-    tokenise: Callable[[Sequence[dict[str, Any]], Sequence[int]], StreamedRows]
+    iterate: Callable[[IterableDataset], Iterator[Any]]
+    tokenise: Callable[[Sequence[Any], Sequence[int]], StreamedRows]
     capacity: int | None
     seed: int
     data: str

@@ -45,6 +45,24 @@ def test_columns_are_pairs(columns, said):
         config(f"--columns={columns}")
 
 
+@pytest.mark.parametrize("weights", ["", "0.5,", "1,x", "1,-1", "0,1", "nan,1", "inf,1"])
+def test_weights_are_numbers(weights):
+    with pytest.raises(UserError, match="--dataset_weights .* must be numbers above 0, one for each dataset"):
+        config("--dataset_name=a,b", f"--dataset_weights={weights}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--eval_dataset_config=main"], "--eval_dataset_config main has no effect without --eval_dataset_name"),
+        (["--eval_dataset_name=b", "--validation_fraction=0.1"], "--validation_fraction 0.1 has no effect with"),
+    ],
+)
+def test_options_of_a_dataset_to_evaluate_on(options, said):
+    with pytest.raises(UserError, match=said):
+        config(*options)
+
+
 def refusal(*options: str, **facts: object) -> str:
     """The sentence that refuses these options on a machine with these facts."""
     with pytest.raises(UserError) as error:

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ from urllib.parse import unquote, urlparse
 import pytest
 from datasets import Dataset, DatasetDict
 
-from llm_fp8.data.load import iterate, load_split, open_source, open_split_stream
+from llm_fp8.config.options import DataConfig
+from llm_fp8.data.load import find_splits, iterate, load_split, open_source, open_split_stream
 from llm_fp8.utils.errors import UserError
 
 ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
@@ -53,6 +55,70 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert _read("here/train.jsonl") == ROWS
     assert _read("here") == ROWS
     assert _read("./here") == ROWS
+
+
+def test_a_pattern_of_files(tmp_path: Path) -> None:
+    for part, rows in (("train-1", ROWS[:3]), ("train-2", ROWS[3:5]), ("deep/train-3", ROWS[5:]), ("valid", ROWS[:1])):
+        _write_jsonl(tmp_path / f"{part}.jsonl", rows)
+    assert _read(tmp_path / "train-*.jsonl") == ROWS[:5]
+    assert sorted(row["problem"] for row in _read(tmp_path / "**" / "train-[0-9].jsonl")) == [f"p{i}" for i in range(7)]
+    (tmp_path / "train-0.csv").write_text("problem\np\n")
+    for pattern, said in (("train-*", "matches .csv, .jsonl files"), ("nothing-*", "matches no file")):
+        with pytest.raises(UserError, match=rf"--dataset_name '.*/{re.escape(pattern)}' {said}; give a pattern of"):
+            open_source(str(tmp_path / pattern))
+
+
+def _with_configs(path: Path, default: bool = False) -> Path:
+    """A folder laid out as the hub has openai/gsm8k: parquet files of two configurations, which the card names."""
+    card = ""
+    for number, config in enumerate(("main", "socratic")):
+        Dataset.from_list(ROWS[: 5 + number]).to_parquet(path / config / "train-00000-of-00001.parquet")
+        Dataset.from_list(ROWS[5 + number :]).to_parquet(path / config / "test-00000-of-00001.parquet")
+        card += f"- config_name: {config}\n{'  default: true' if default and number else ''}\n  data_files:\n"
+        card += "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
+    (path / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    return path
+
+
+def test_configurations(tmp_path: Path) -> None:
+    folder = str(_with_configs(tmp_path / "a"))
+    for config, num_rows in (("main", 5), ("socratic", 6)):
+        source = open_source(folder, config)
+        assert list(source.files) == ["train", "test"]
+        rows = list(load_split(source, "train"))
+        assert rows == ROWS[:num_rows]
+        assert list(iterate(source, "train", open_split_stream(source, "train"))) == rows
+    with pytest.raises(
+        UserError, match=r"a has several configurations; choose --dataset_config from: main, socratic\."
+    ):
+        open_source(folder)
+    with pytest.raises(UserError, match=r"a has no configuration man; choose --dataset_config from: main, socratic\."):
+        open_source(folder, "man")
+    with pytest.raises(UserError, match=r"--eval_dataset_name .* choose --eval_dataset_config from: main, socratic\."):
+        open_source(folder, "man", "--eval_dataset_name")
+    assert _read(_with_configs(tmp_path / "b", default=True)) == ROWS[:6]
+    with pytest.raises(UserError, match=r"a\.jsonl is no dataset with configurations, which main would be one of"):
+        open_source(str(_write_jsonl(tmp_path / "a.jsonl", ROWS)), "main")
+
+
+def test_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "a,b"):
+        _write_jsonl(Path(f"{name}.jsonl"), ROWS)
+
+    def found(name: str, **options: Any) -> list[list[tuple[str, str]]]:
+        return [
+            [(s.name, split) for s, split in each] for each in find_splits(DataConfig(dataset_name=name, **options))
+        ]
+
+    assert found("a.jsonl, b.jsonl") == [[("a.jsonl", "train"), ("b.jsonl", "train")], []]
+    assert found("a,b.jsonl") == [[("a,b.jsonl", "train")], []], "a file of that name is one dataset"
+    _with_configs(Path("c"))
+    assert found("a.jsonl,c", dataset_config=",main")[0] == [("a.jsonl", "train"), ("c", "train")]
+    assert found("a.jsonl", eval_dataset_name="c", eval_dataset_config="main")[1] == [("c", "test")]
+    assert found("c", dataset_config="main", validation_split_name="test")[1] == [("c", "test")]
+    with pytest.raises(UserError, match="--dataset_config main has 1 entries for the 2 datasets of --dataset_name"):
+        found("a.jsonl,c", dataset_config="main")
 
 
 def test_names_that_hold_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +370,24 @@ print(list(source.files), split, len(load_split(source, split)), len(rows))
     assert {file for file in _Hub.downloads if file.startswith("data/")} == {"data/train_1M-00000-of-00001.parquet"}
     offline = _run_with_hub("http://127.0.0.1:9", tmp_path / "home", program, offline=True)
     assert offline.stdout.strip() == "['train_1M'] train_1M 3 3", offline.stderr
+
+
+def test_a_configuration_on_the_hub(hub: str, tmp_path: Path) -> None:
+    program = """
+source = open_source("own/math", "default")
+print(list(source.files), len(load_split(source, "train_1M")))
+try:
+    open_source("own/math", "main")
+except UserError as error:
+    print(error)
+"""
+    online = _run_with_hub(hub, tmp_path / "home", program)
+    assert online.stdout.splitlines() == [
+        "['train', 'train_1M'] 3",
+        "--dataset_name own/math has no configuration main; choose --dataset_config from: default.",
+    ], online.stderr
+    offline = _run_with_hub("http://127.0.0.1:9", tmp_path / "home", program.split("try")[0], offline=True)
+    assert offline.stdout.splitlines() == ["['train_1M'] 3"], offline.stderr
 
 
 def test_a_cache_without_the_data_is_no_dataset(hub: str, tmp_path: Path) -> None:

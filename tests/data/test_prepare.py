@@ -237,6 +237,119 @@ def test_alpaca_and_sharegpt_files(prepare: Any, tmp_path: Path, streaming: list
         assert data.report.num_empty == 0
 
 
+def _mix(folder: Path, num_ours: int = 30, num_chats: int = 90) -> str:
+    """Names of two datasets of different columns: problems "a 0", "a 1", ... and conversations "b 0", ..."""
+    ours = [_row(f"a {i}", f"= {i}") for i in range(num_ours)]
+    chats = [
+        {"id": i, "conversations": [{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}]}
+        for i in range(num_chats)
+    ]
+    return f"{_write(folder / 'a.jsonl', ours)},{_write(folder / 'b.jsonl', chats)}"
+
+
+def _counted(data: PreparedData, tokenizer: PreTrainedTokenizerBase, steps: list[list[Batch]]) -> Counter[str]:
+    """How many documents of each problem ("a 3") the batches hold."""
+    texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
+    return Counter(found for text in texts for found in re.findall(r"[ab] \d+(?=\n)", text))
+
+
+def test_several_datasets_are_trained_on_whole(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
+    data = prepare(_mix(tmp_path), "--validation_fraction=0")
+    assert _counted(data, tokenizer, [[batch] for batch in _epoch(data)]) == Counter(
+        [f"a {i}" for i in range(30)] + [f"b {i}" for i in range(90)]
+    )
+    assert "a.jsonl, split train: 30 of 30 rows\n" in data.describe()
+
+
+def test_weights_are_shares_of_the_rows(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
+    name = _mix(tmp_path)
+    for weights, num_ours, num_chats in (("0.75,0.25", 30, 10), ("1,9", 10, 90), ("3, 1.0", 30, 10)):
+        data = prepare(name, f"--dataset_weights={weights}", "--validation_fraction=0")
+        assert _counted(data, tokenizer, [[batch] for batch in _epoch(data)]) == Counter(
+            [f"a {i}" for i in range(num_ours)] + [f"b {i}" for i in range(num_chats)]
+        )
+        assert f"b.jsonl, split train: {num_chats} of 90 rows" in data.describe()
+    for names, weights in ((name, "1,2,3"), (str(tmp_path / "a.jsonl"), "1")):
+        with pytest.raises(UserError, match=r"--dataset_weights has \d numbers for the \d datasets of --dataset_name"):
+            prepare(names, f"--dataset_weights={weights}")
+
+
+def test_a_mix_in_a_stream_is_drawn_by_weight(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
+    name = _mix(tmp_path, 2000, 2000)
+    options = ["--streaming", "--validation_fraction=0", "--batch_size=32"]
+    data = prepare(name, "--dataset_weights=0.8,0.2", *options)
+    counted = _counted(data, tokenizer, _take(data, 25))
+    share = sum(count for found, count in counted.items() if found[0] == "a") / counted.total()
+    assert counted.total() == 800 and abs(share - 0.8) < 0.06
+    assert max(counted.values()) == 1, "no row twice"
+    with pytest.raises(UserError, match="--streaming reads the datasets .* add --dataset_weights"):
+        prepare(name, *options)
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    name, options = _mix(tmp_path), ["--batch_size=2", *streaming]
+
+    def fresh(*more: str) -> PreparedData:
+        return _small_buffer(prepare(name, *options, *more), 16) if streaming else prepare(name, *options, *more)
+
+    for done in (1, 3, 7, 20):  # beyond an epoch
+        whole, begun, resumed = (fresh("--dataset_weights=0.5,0.5") for _ in range(3))
+        wanted = _take(whole, done + 6)
+        _take(begun, done)
+        resumed.train.load_state_dict(json.loads(json.dumps(begun.train.state_dict())))
+        assert _same(_take(resumed, 6), wanted[done:])
+    state = fresh("--dataset_weights=0.5,0.5").train.state_dict()
+    with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
+        fresh("--dataset_weights=0.4,0.6").train.load_state_dict(state)
+    if not streaming:  # what a stream holds is known only once it is read
+        _mix(tmp_path, num_ours=31)
+        with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
+            fresh("--dataset_weights=0.5,0.5").train.load_state_dict(state)
+
+
+def test_a_mix_in_a_stream_that_changed_is_not_continued(prepare: Any, tmp_path: Path) -> None:
+    options = ("--dataset_weights=1,1", "--streaming", "--batch_size=2")
+    begun = prepare(_mix(tmp_path), *options)
+    _take(begun, 2)
+    name = _mix(tmp_path)
+    file = tmp_path / "b.jsonl"
+    file.write_text(file.read_text().replace('"= 3"', '"= 4"'))
+    resumed = prepare(name, *options)
+    resumed.train.load_state_dict(begun.train.state_dict())
+    with pytest.raises(UserError, match="of the stream are not those that the checkpoint's run read"):
+        _take(resumed, 1)
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_a_dataset_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    """Nothing is held out of what is trained on, and columns with other names count for both."""
+    _repeated_problems(tmp_path / "a" / "train.jsonl")
+    questions = [{"question": f"What is {i}?", "answer": str(i)} for i in range(9)]
+    _write(tmp_path / "b" / "test.jsonl", questions)
+    columns = "--columns=problem=question,generated_solution=answer"
+    data = prepare(tmp_path / "a", f"--eval_dataset_name={tmp_path / 'b'}", columns, *streaming)
+    assert data.report.num_eval_rows == 9 and data.report.num_rows_held_out == 0
+    assert (
+        f"evaluated on {'the first 9 rows of ' if streaming else ''}split test of {tmp_path / 'b'}" in data.describe()
+    )
+    if not streaming:
+        assert data.report.num_rows_used == 300
+        with pytest.raises(UserError, match=r"--eval_dataset_name .*a: none of its 300 rows can be evaluated on: 300"):
+            prepare(tmp_path / "a", f"--eval_dataset_name={tmp_path / 'a'}")
+    with pytest.raises(UserError, match="--eval_dataset_name nothing.jsonl: no such file"):
+        prepare(tmp_path / "a", "--eval_dataset_name=nothing.jsonl", *streaming)
+
+
+def test_a_broken_line_in_a_mix(prepare: Any, tmp_path: Path) -> None:
+    name = _mix(tmp_path)
+    with open(tmp_path / "b.jsonl", "a") as file:
+        file.write('{"conversations": \n')
+    for streaming in ([], ["--streaming"]):
+        with pytest.raises(UserError, match=r"b\.jsonl, line 91: not valid JSON"):
+            _take(prepare(name, "--dataset_weights=1,9", *streaming), 30)
+
+
 def test_bytes_that_are_no_text(prepare: Any, tmp_path: Path) -> None:
     file = _write(tmp_path / "train.jsonl", MIXED[:1])
     file.write_bytes(file.read_bytes() + b'{"problem": "\xff\xfe", "generated_solution": "x"}\n')
