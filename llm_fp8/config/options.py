@@ -282,6 +282,11 @@ class RunConfig:
         "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/. Default: a new folder "
         "under runs/, named after the time, model and precision.",
     )
+    dry_run: bool = option(
+        False,
+        "Prepare the data, print its counts, the number of steps and, where they can be predicted, time and memory; "
+        "then end without loading weights or writing a run.",
+    )
     resume_from: str | None = option(
         None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
     )

@@ -43,9 +43,11 @@ from llm_fp8.train.loop import LoopOptions, TrainingLoop
 from llm_fp8.train.run_dir import check_free_space, is_finished, refuse_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
     Predict,
+    PredictSteps,
     Progress,
     RunResults,
     closing_words,
+    describe_dry_run,
     export_final,
     exported_bytes,
     memory_advice,
@@ -77,7 +79,11 @@ STEPS_BEFORE_PROFILE = 4
 
 
 def run_training(
-    config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None, predict: Predict | None = None
+    config: Config,
+    idle_fp8_keys: Sequence[str] = (),
+    clock: PhaseClock | None = None,
+    predict: Predict | None = None,
+    predict_steps: PredictSteps = lambda *run: None,
 ) -> int:
     """Train, and return the exit code: 0, or that of the signal that stopped the run. Raises `FailedCheck` where the
     run is finished and its upload failed (--push_to_hub).
@@ -87,6 +93,7 @@ def run_training(
         idle_fp8_keys: sentences on what the launcher's fp8_config asked for and nothing here acts on.
         clock: started when the script began: its first phase is the imports.
         predict: compares the finished run with its prediction (`llm_fp8.tools.predict.after_run`).
+        predict_steps: says what --dry_run has predicted (the same module).
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
     phase_ends = results.clock.end
@@ -110,12 +117,16 @@ def run_training(
         )
         fingerprint = run_fingerprint(config, plan.precision, plan.strategy, plan.optimizer_kind, plan.hf_config)
         resume_path = find_checkpoint(checkpoints, config.run.resume_from, fingerprint)
-        hub_repo = prepare_hub_repo(config.run, plan.accelerator.is_main_process)
+        hub_repo = None if config.run.dry_run else prepare_hub_repo(config.run, plan.accelerator.is_main_process)
         phase_ends("config_and_tokenizer")
         data = _prepare_data(plan, tokenizer, context)
         if resume_path and (changed := changed_options(resume_path, run_options(config, data), config.allowed_changes)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         refuse_finished(config, total_steps(config, data))
+        if config.run.dry_run:
+            plan.say(describe_dry_run(plan, data, total_steps(config, data), first_step(data.train), predict_steps))
+            end_process_group(plan.accelerator)
+            return 0
         phase_ends("data")
         setup = build_setup(plan)
         phase_ends("weights")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData
+from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.models.lora import scaling_of
@@ -78,6 +79,41 @@ class RunOutcome:
 Predict = Callable[[RunOutcome], tuple[dict[str, Any], str] | None]
 """From a run's outcome to the entry `prediction` of its summary and a line for the terminal; None where nothing
 predicts it."""
+
+
+PredictSteps = Callable[[RunOutcome, int, float, int], str | None]
+"""What is predicted of a run without steps so far, by the positions of its micro-batches, its token-averaged document
+length and its number of steps; None where nothing predicts it."""
+
+
+def outcome_of(plan: RunPlan, steps: list[dict[str, Any]]) -> RunOutcome:
+    """The run of `plan` on GPUs, with the steps that it took."""
+    return RunOutcome(
+        config=plan.config,
+        hf_config=plan.hf_config,
+        recipe=plan.precision.effective_scenario or plan.precision.effective,
+        optimizer=plan.optimizer_kind,
+        mode=plan.strategy.mode,
+        num_gpus=plan.accelerator.num_processes,
+        gpu_name=torch.cuda.get_device_name(plan.device),
+        steps=steps,
+    )
+
+
+def describe_dry_run(
+    plan: RunPlan, data: PreparedData, num_steps: int, batches: Sequence[Batch], predict: PredictSteps
+) -> str:
+    """What --dry_run prints behind the data's counts; `batches` are this process's of the first step."""
+    steps = f"{num_steps:,} steps of {data.train.global_batch_size:,} sequences"
+    said = f"dry run: {steps}; no weight was loaded and no run written"
+    if data.train.steps_per_epoch is None:
+        said = f"the beginning of the stream: {data.report.summary()}\n{said}"
+    if plan.device.type != "cuda":
+        return f"{said}\nno prediction without a GPU: 'llm-fp8 predict' predicts for one by its name"
+    first = count_tokens(batches)
+    length = first.sum_squared_lengths / first.num_tokens
+    found = predict(outcome_of(plan, []), first.num_tokens // len(batches), length, num_steps)
+    return f"{said}\n{found or 'no prediction: nothing that was measured is like this run (docs/tools.md)'}"
 
 
 def parallel_record(plan: RunPlan) -> dict[str, Any]:
@@ -218,20 +254,7 @@ def _prediction(
     """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
     if predict is None or not plan.accelerator.is_main_process or plan.device.type != "cuda":
         return None
-    if plan.config.lora.lora_rank:
-        return None
-    found = predict(
-        RunOutcome(
-            config=plan.config,
-            hf_config=plan.hf_config,
-            recipe=plan.precision.effective_scenario or plan.precision.effective,
-            optimizer=plan.optimizer_kind,
-            mode=plan.strategy.mode,
-            num_gpus=plan.accelerator.num_processes,
-            gpu_name=torch.cuda.get_device_name(plan.device),
-            steps=steps,
-        )
-    )
+    found = predict(outcome_of(plan, steps))
     if found is None:
         return None
     entry, results.prediction_line = found

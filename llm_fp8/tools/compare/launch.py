@@ -103,6 +103,8 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
                 config = parse_config(own, prog=prog, parallel=num_gpus > 1)
             except UserError as error:
                 raise UserError(f"--train: {error}") from error
+            if config.run.dry_run:
+                raise UserError("--train: --dry_run trains nothing that could be compared; leave it out.")
             if config.parallel.fp8_params:
                 raise UserError(
                     "--train: --fp8_params changes what is stored and not only what is computed in, and bf16 has no "

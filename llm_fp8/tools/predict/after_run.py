@@ -1,4 +1,4 @@
-"""A finished run beside its prediction: which runs have one, of which tokens and lengths, and summary.json's entry."""
+"""A run and its prediction: which runs have one, what --dry_run says of it, and the entry of summary.json."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
 
 
-def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | None:
-    """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts it:
-    a GPU without constants, a decoder that is not TE's, a sharding mode, recipe or option that no constant was fitted
-    for, or no step. Tokens and lengths are those of the steps that were measured, padding included.
+def predict_run(run: RunOutcome, micro_batch_tokens: int, mean_length: float) -> Prediction | None:
+    """A run with micro-batches of so many positions, and documents of this token-averaged length; None where nothing
+    predicts it: a GPU without constants, a decoder that is not TE's, adapters, a sharding mode, recipe or option that
+    no constant was fitted for.
     """
     config, options, precision = run.config, run.config.parallel, run.config.precision
-    num_gpus, steps, recipe = run.num_gpus, run.steps, run.recipe
+    num_gpus, recipe = run.num_gpus, run.recipe
     gpu = known_gpu(run.gpu_name)
     mode = "single" if num_gpus == 1 and run.mode == "ddp" else run.mode  # nothing is exchanged
     if (
         gpu is None
         or not config.model.use_te
+        or config.lora.lora_rank
         or recipe not in PREDICTED
         or not can_predict(gpu, recipe)
         or precision.fp8_bf16_modules
@@ -40,22 +41,18 @@ def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | Non
         or (num_gpus > 1 and not gpu.calibrated)
     ):
         return None
-    throughput, measured = throughput_summary(steps), measured_steps(steps)
-    if not measured or "peak_memory_gib" not in steps[-1]:
-        return None
-    micro_batches = config.optim.gradient_accumulation_steps
-    tokens = statistics.mean(step["tokens_per_s"] * step["step_time_s"] for step in measured)
-    flops_per_token = [step["model_tflops"] * 1e12 * num_gpus / step["tokens_per_s"] for step in measured]
-    size = DecoderSize.from_config(run.hf_config)
+    model = ModelSize.from_config(run.hf_config)
     recomputed = range(
-        0, size.num_layers if config.model.gradient_checkpointing else 0, config.model.gradient_checkpointing_every
+        0,
+        model.spec.num_layers if config.model.gradient_checkpointing else 0,
+        config.model.gradient_checkpointing_every,
     )
     scenario = StepWorkload(
-        model=ModelSize.from_config(run.hf_config),
+        model=model,
         recipe=recipe,
-        micro_batch_tokens=max(1, round(tokens / (micro_batches * num_gpus))),
-        micro_batches=micro_batches,
-        mean_length=max(1.0, mean_length(size, statistics.mean(flops_per_token))),
+        micro_batch_tokens=max(1, micro_batch_tokens),
+        micro_batches=config.optim.gradient_accumulation_steps,
+        mean_length=max(1.0, mean_length),
         optimizer=run.optimizer,
         mode=mode,
         num_gpus=num_gpus,
@@ -66,8 +63,38 @@ def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | Non
         flash_attention_4=config.model.flash_attention_4,
         fp8_params=options.fp8_params,
     )
+    return predict(scenario, gpu)
+
+
+def describe_prediction(run: RunOutcome, micro_batch_tokens: int, mean_length: float, num_steps: int) -> str | None:
+    """What --dry_run says of `num_steps` steps, evaluation and checkpoints left out; None where nothing predicts it."""
+    found = predict_run(run, micro_batch_tokens, mean_length)
+    if found is None:
+        return None
+    line = (
+        f"predicted: {found.step_time_s:.3g} s a step, {found.step_time_s * num_steps / 3600:.2g} hours for all, "
+        f"{found.peak_memory_gib:.1f} of {found.gpu.memory_gib:.1f} GiB{'' if found.fits else ': DOES NOT FIT'}"
+    )
+    return line + "".join(f"\n  {note}" for note in found.notes)
+
+
+def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | None:
+    """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts it
+    (`predict_run`) or it took no step. Tokens and lengths are those of the steps that were measured, with padding.
+    """
+    steps, num_gpus = run.steps, run.num_gpus
+    measured = measured_steps(steps)
+    if not measured or "peak_memory_gib" not in steps[-1]:
+        return None
+    tokens = statistics.mean(step["tokens_per_s"] * step["step_time_s"] for step in measured)
+    flops_per_token = [step["model_tflops"] * 1e12 * num_gpus / step["tokens_per_s"] for step in measured]
+    micro_batches = run.config.optim.gradient_accumulation_steps
+    length = mean_length(DecoderSize.from_config(run.hf_config), statistics.mean(flops_per_token))
+    found = predict_run(run, round(tokens / (micro_batches * num_gpus)), length)
+    if found is None:
+        return None
     peak = steps[-1].get("peak_memory_gib_max_rank", steps[-1]["peak_memory_gib"])
-    entry = compare(predict(scenario, gpu), throughput["median_step_time_s"], peak)
+    entry = compare(found, throughput_summary(steps)["median_step_time_s"], peak)
     return entry, describe_comparison(entry)
 
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, with_errors, workload_of
-from llm_fp8.config.options import Config, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.config.options import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.models.architectures import bundled_architectures, bundled_config
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
@@ -23,7 +23,13 @@ from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.tools import gemm_rates
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.tools.predict import cli as command
-from llm_fp8.tools.predict.after_run import compare, compare_with_prediction, describe_comparison, mean_length
+from llm_fp8.tools.predict.after_run import (
+    compare,
+    compare_with_prediction,
+    describe_comparison,
+    describe_prediction,
+    mean_length,
+)
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
@@ -828,6 +834,23 @@ def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
     took, held = 0.7 / expected.step_time_s - 1, 36.9 / expected.peak_memory_gib - 1
     assert f"took 0.7 ({took:+.0%})" in line and f"took 36.9 ({held:+.0%})" in line
     json.dumps(found, allow_nan=False)
+
+
+def test_what_a_dry_run_is_told_is_what_the_predictor_says():
+    run = RunOutcome(
+        run_config(), hf_config("Llama-3.2-1B"), "delayed", "adamw_master", "single", 1, CALIBRATED_GPU, []
+    )
+    found = predict(scenario("Llama-3.2-1B", tokens=16384, mean_length=300.0), known_gpu(CALIBRATED_GPU))
+    line = describe_prediction(run, 16384, 300.0, 1000).splitlines()[0]
+    assert line == (
+        f"predicted: {found.step_time_s:.3g} s a step, {found.step_time_s * 1000 / 3600:.2g} hours for all, "
+        f"{found.peak_memory_gib:.1f} of {found.gpu.memory_gib:.1f} GiB"
+    )
+    large = dataclasses.replace(run, hf_config=hf_config("Llama-3.1-8B"))
+    assert describe_prediction(large, 65536, 1024.0, 1).splitlines()[0].endswith("GiB: DOES NOT FIT")
+    assert describe_prediction(dataclasses.replace(run, gpu_name="a GPU"), 16384, 300.0, 1) is None
+    adapters = dataclasses.replace(run, config=run_config(lora=LoraConfig(lora_rank=8)))
+    assert describe_prediction(adapters, 16384, 300.0, 1) is None
 
 
 def test_a_resumed_run_is_held_against_its_own_steps(tmp_path):
