@@ -15,7 +15,7 @@ from tests.support.told_losses import telling
 
 @pytest.fixture
 def small_run(tiny_model: str, rows: str) -> list[str]:
-    """The 54 rows that are trained on give seven steps to an epoch."""
+    """The 49 rows that are trained on give seven steps to an epoch."""
     return [
         f"--model_name={tiny_model}",
         f"--dataset_name={rows}",
