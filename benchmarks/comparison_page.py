@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Comparison
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
+from llm_fp8.utils.errors import OneSentenceParser, run_script
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "results" / "comparison_8b_pair.json"
@@ -40,5 +41,12 @@ def sample() -> Comparison:
     return comparison
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Writes the page."""
+    OneSentenceParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     PAGE.write_text(render_page(sample()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

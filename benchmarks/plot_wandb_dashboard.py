@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.wandb_dashboard import SECTIONS, Bars, Curve, Panel
+from llm_fp8.utils.errors import OneSentenceParser, run_script
 
 PICTURE = Path(__file__).resolve().parent / "plots" / "wandb_dashboard.svg"
 COLUMNS, WIDTH, HEIGHT, GAP, TITLE = 6, 176, 96, 8, 28
@@ -55,5 +56,12 @@ def draw() -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Writes the picture."""
+    OneSentenceParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     PICTURE.write_text(draw(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
