@@ -157,7 +157,8 @@ class CertificateCallback(TrainerCallback):
             rank=args.process_index,
         )
         failures, remarks = _compare_recipe(layers, launch) if in_fp8 else ([], [])
-        remarks += _remarks_on_layers(model, optimizer, asked)
+        failures += _not_trained(model, optimizer)
+        remarks += _not_converted(model, asked)
         if not failures and not remarks:
             return certificate
         return dataclasses.replace(
@@ -242,15 +243,18 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     return failures, remarks
 
 
-def _remarks_on_layers(model: nn.Module, optimizer: torch.optim.Optimizer, asked: str) -> list[str]:
-    remarks = []
+def _not_converted(model: nn.Module, asked: str) -> list[str]:
     if asked == "fp8" and (te_linears(model) or converted_modules(model)) and (left := _convertible(model)):
-        remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
+        return [f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}"]
+    return []
+
+
+def _not_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     lost = not_optimised(model, optimizer)
     # An optimizer that holds none of them holds shards or copies, as under DeepSpeed.
-    if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
-        remarks.append(
-            f"WARNING: the optimizer does not hold {len(lost)} of the parameters that are to be trained, such as "
-            f"{lost[0]}"
-        )
-    return remarks
+    if not lost or len(lost) == sum(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    return [
+        f"the optimizer does not hold {len(lost)} of the parameters that require a gradient, such as {lost[0]}, so "
+        "they are not trained"
+    ]
