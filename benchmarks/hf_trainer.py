@@ -63,10 +63,10 @@ def write_full_rows(path: Path, num_rows: int, seq_length: int) -> None:
     problems = itertools.cycle(read_jsonl(DATASET_DIR / "data" / "train-00000-of-00004.jsonl"))
     rows = []
     for number in range(num_rows):
-        solution, num_tokens = "", 0
-        while num_tokens <= seq_length:
-            more = next(problems)["generated_solution"] + "\n"
-            solution, num_tokens = solution + more, num_tokens + len(tokenizer(more)["input_ids"])
+        solution = ""
+        # Counted as a whole: tokens of joined texts are fewer than those of its parts.
+        while len(tokenizer(solution)["input_ids"]) <= seq_length:
+            solution += next(problems)["generated_solution"] + "\n"
         rows.append({"problem": f"Number {number}.", "generated_solution": solution})
     write_jsonl_atomic(path, rows)
 

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from benchmarks.hf_trainer import write_full_rows
 from benchmarks.trainers_certificate import TRAININGS, VARIANTS, axolotl_file, describe, parse
+from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +29,14 @@ def test_axolotls_file_has_the_plugin_and_the_variants_options():
     job = {"model": "m", "rows": "r", "folder": "f", "seq_length": 64, "batch_size": 2, "steps": 9}
     entries = axolotl_file({**job, "options": {"fp8": True}})
     assert entries["fp8"] and entries["plugins"] == ["llm_fp8.tools.axolotl_plugin.CertificatePlugin"]
+
+
+def test_every_row_is_longer_than_the_sequence(tmp_path):
+    """Tokens of the whole text are fewer than those of the solutions that it is made of."""
+    rows = tmp_path / "rows.jsonl"
+    write_full_rows(rows, 32, 1024)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    assert min(len(tokenizer(row["generated_solution"])["input_ids"]) for row in read_jsonl(rows)) > 1024
 
 
 def test_trainers_run_and_one_that_cannot_says_why(tmp_path):
