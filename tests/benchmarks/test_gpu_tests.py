@@ -130,6 +130,26 @@ def test_a_test_that_was_cut_off_is_not_recorded(tmp_path, monkeypatch):
     assert list(found["tests"]) == ["a"] and found["tests"]["a"]["duration_s"] == 3.0
 
 
+def test_a_test_that_is_skipped_stays_passed(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_FP8_COMMIT", "2" * 40)
+    write_record(tmp_path / "record.json", test_one="passed", test_two="failed")
+    outcomes_so_far = Outcomes(tmp_path / "record.json", [])
+    for name in ("test_one", "test_two"):
+        for phase, outcome in (("setup", "skipped"), ("teardown", "passed")):
+            report = SimpleNamespace(
+                nodeid=f"test_small.py::{name}",
+                when=phase,
+                outcome=outcome,
+                duration=0.0,
+                user_properties=[],
+                longrepr="",
+            )
+            outcomes_so_far.pytest_runtest_logreport(report)
+    outcomes_so_far.write(exit_code=0)
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert outcomes(found) == {"test_one": "passed", "test_two": "skipped", "test_other": "passed"}
+
+
 SEVERAL = """
 import os
 import time
