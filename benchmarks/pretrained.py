@@ -217,8 +217,10 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if all(name in run for pair in pairs for run in pair):
                     entry[name] = interval([run[name] - other[name] for run, other in pairs])
                     entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
-            if rate:
-                entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in pairs)
+            # Some runs are known by what was printed of them alone, which has no evaluations on the way.
+            followed = [(run, other) for run, other in pairs if rate and "evaluations" in other]
+            if followed:
+                entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in followed)
             comparisons.append(entry)
     return comparisons
 
