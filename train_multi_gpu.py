@@ -29,10 +29,10 @@ def main() -> int:
         sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True
     )
     # After the parser: --help and mistakes answer without loading the rest.
-    from llm_fp8.tools.predict.after_run import compare_with_prediction, describe_prediction
+    from llm_fp8.tools.predict.after_run import PREDICTOR
     from llm_fp8.train.run import run_training
 
-    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S), compare_with_prediction, describe_prediction)
+    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S), PREDICTOR)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 
 
+AUTO_BATCH_SIZE = 0
+"""What --batch_size auto is until the run has settled it."""
+
 MOST_USED = (
     "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
     "batch_size", "gradient_accumulation_steps", "learning_rate", "num_epochs", "max_steps", "sharding_mode",
@@ -124,10 +127,10 @@ class ModelConfig:
 class PrecisionConfig:
     """Precision of the linear layers."""
 
-    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = option(
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
         None,
-        "no (fp32), bf16, fp16 or fp8. Default: what 'accelerate launch' asked for, else bf16 on a GPU that has it, "
-        "else fp32.",
+        "no (fp32), bf16, fp16, fp8, or auto: fp8 unless bf16 is predicted to be faster. Default: the launcher's, "
+        "else bf16 on a GPU that has it, else fp32.",
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
@@ -162,6 +165,11 @@ class PrecisionConfig:
         "unchanged; all: fprop too. Evaluation keeps them in high precision. Needs --fp8_backend te.",
     )
     fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
+
+    @property
+    def may_be_fp8(self) -> bool:
+        """Whether fp8 was asked for, or is taken where it is faster (auto)."""
+        return self.mixed_precision in ("fp8", "auto")
 
     @property
     def bf16_patterns(self) -> tuple[str, ...]:
@@ -215,7 +223,11 @@ class DataConfig:
         False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split)."
     )
     max_seq_length: int = option(1024, "Tokens of a sequence; --overlong says what happens to longer samples.")
-    batch_size: int = option(8, "Sequences of a micro-batch per GPU.", alias="per_device_train_batch_size")
+    batch_size: int = option(
+        8,
+        "Sequences of a micro-batch per GPU, or auto: as many as fit.",
+        alias="per_device_train_batch_size",
+    )
     packing: bool | None = option(
         None,
         "Pack whole samples into sequences of max_seq_length tokens; attention stays inside each sample. Default: on "
@@ -279,8 +291,8 @@ class RunConfig:
 
     output_dir: str | None = option(
         None,
-        "Folder of the run: run.json, metrics.jsonl, summary.json, checkpoints/ and final/. Default: a new folder "
-        "under runs/, named after the time, model and precision.",
+        "Folder of the run, its records, checkpoints/ and final/. Default: a new one under runs/, named after time, "
+        "model and precision.",
     )
     dry_run: bool = option(
         False,

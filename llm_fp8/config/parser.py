@@ -18,6 +18,7 @@ from llm_fp8.config.accelerate_env import (
     require_single_process,
 )
 from llm_fp8.config.options import (
+    AUTO_BATCH_SIZE,
     EMBEDDED,
     LORA_LEARNING_RATE,
     MOST_USED,
@@ -58,6 +59,19 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
+def _batch_size(word: str) -> int:
+    """The type of --batch_size: a number, or 'auto'."""
+    if word == "auto":
+        return AUTO_BATCH_SIZE
+    try:
+        size = int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value: '{word}' is neither a number nor auto") from None
+    if size < 1:
+        raise UserError(f"--batch_size must be at least 1, or auto, not {size}.")
+    return size
+
+
 class _HelpAll(argparse.Action):
     """Print the help of every option and exit."""
 
@@ -85,6 +99,8 @@ class _Parser(OneSentenceParser, HfArgumentParser):
                 action.help, action.default = f"Turn --{action.dest} off.", argparse.SUPPRESS
             if action.dest == "mixed_precision":
                 action.type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML reads no as False
+            if action.dest == "batch_size":
+                action.type = _batch_size
             if action.dest == "fp8_scenario":
                 action.choices = (DEFAULT, *recipe_names())
                 action.help = f"{describe_recipes()} {action.help}"

@@ -32,7 +32,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "at least 1",
         lambda value: value >= 1,
-        "max_seq_length batch_size num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
+        "max_seq_length num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
         "preprocessing_workers num_of_samples max_steps eval_batches eval_max_new_tokens gradient_checkpointing_every "
         "context_parallel_size hybrid_shard_size",
     ),
@@ -144,7 +144,7 @@ def _range_checks(config: Config) -> Checks:
 def _data_checks(config: Config) -> Checks:
     data, size = config.data, config.parallel.context_parallel_size
     length, tokens = data.max_seq_length, data.max_seq_length * data.batch_size
-    by_multiples = config.precision.mixed_precision == "fp8" or config.packing
+    by_multiples = config.precision.may_be_fp8 or config.packing
     columns, theirs = data.column_names, list(data.column_names.values())
     return {
         f"--eval_dataset_config {data.eval_dataset_config} has no effect without --eval_dataset_name; add it.": (
@@ -222,7 +222,7 @@ def _precision_checks(config: Config) -> Checks:
         "torchao; drop one of them.": torchao and options.fp8_lm_head != "none",
         **{
             f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.": (
-                mixed != "fp8" and name != "mixed_precision" and getattr(options, name) != getattr(unset, name)
+                not options.may_be_fp8 and name != "mixed_precision" and getattr(options, name) != getattr(unset, name)
             )
             for name in vars(unset)
         },
@@ -256,9 +256,7 @@ def _lora_checks(config: Config) -> Checks:
         f"{ALL_LINEAR}.": config.model.use_te and unknown,
         f"{flag} cannot go with --sharding_mode {mode}; use ddp or an fsdp mode.": mode.startswith("deepspeed"),
         f"{flag} cannot go with --fp8_backend torchao, whose layers compute the gradients of frozen weights too; "
-        "use --fp8_backend te.": (
-            config.precision.mixed_precision == "fp8" and config.precision.fp8_backend == "torchao"
-        ),
+        "use --fp8_backend te.": (config.precision.may_be_fp8 and config.precision.fp8_backend == "torchao"),
         f"--fp8_params gives trained weights an fp8 form, and {flag} freezes them; drop one of them.": (
             config.parallel.fp8_params
         ),
@@ -277,7 +275,7 @@ def _mode_checks(config: Config, mode: str) -> Checks:
         {
             "such a mode": sharded and mode != "fsdp_offload",
             "--use_te": use_te,
-            "--mixed_precision fp8": precision.mixed_precision == "fp8",
+            "--mixed_precision fp8": precision.may_be_fp8,
         }
     )
     lacking_for_context = _lacking({"--use_te": use_te, "an fsdp mode": sharded})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks, launcher_store
 from llm_fp8.utils.subprocesses import end_with_parent
 from llm_fp8.utils.torch_internals import set_group_timeout
+
+T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
@@ -82,6 +86,23 @@ def largest(value: int) -> int:
     tensor = torch.tensor([value])
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor.item())
+
+
+def decided_by_main(decide: Callable[[], T]) -> T:
+    """What `decide` returns on rank 0, on every rank; or the `UserError` that it raises there. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide()
+    decision: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            decision[0] = decide()
+        except UserError as error:
+            decision[1] = str(error)
+    dist.broadcast_object_list(decision, src=0, device=torch.device("cpu"))
+    value, problem = decision
+    if problem is not None:
+        raise UserError(str(problem))
+    return value  # type: ignore[return-value]
 
 
 def smallest_gpu_gib(device: torch.device) -> float | None:

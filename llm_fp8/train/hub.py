@@ -5,34 +5,23 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
 from huggingface_hub import auth_check, constants, create_repo, is_offline_mode, repo_info, upload_folder, whoami
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from llm_fp8.config.options import RunConfig
+from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.utils.errors import FailedCheck, UserError
 
 REPLACED = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json")
 """Files of an earlier upload. Those that the new one does not overwrite are deleted: loaders would take them first."""
 
 
-def prepare_hub_repo(run: RunConfig, is_main: bool) -> str | None:
+def prepare_hub_repo(run: RunConfig) -> str | None:
     """The repository of --push_to_hub, created where it was missing; None without the option. Collective.
 
     Raises `UserError` on every rank where the main rank cannot write to it.
     """
-    if not run.push_to_hub:
-        return None
-    repo = problem = None
-    if is_main:
-        try:
-            repo = _writable_repo(run)
-        except UserError as error:
-            problem = str(error)
-    repo, problem = broadcast_object_list([repo, problem])
-    if problem is not None:
-        raise UserError(problem)
-    return repo
+    return decided_by_main(lambda: _writable_repo(run)) if run.push_to_hub else None
 
 
 def _writable_repo(run: RunConfig) -> str:

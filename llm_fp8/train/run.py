@@ -40,10 +40,9 @@ from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.hub import prepare_hub_repo, upload_final
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
+from llm_fp8.train.prediction import Predictor
 from llm_fp8.train.run_dir import check_free_space, is_finished, refuse_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
-    Predict,
-    PredictSteps,
     Progress,
     RunResults,
     closing_words,
@@ -82,8 +81,7 @@ def run_training(
     config: Config,
     idle_fp8_keys: Sequence[str] = (),
     clock: PhaseClock | None = None,
-    predict: Predict | None = None,
-    predict_steps: PredictSteps = lambda *run: None,
+    predictor: Predictor | None = None,
 ) -> int:
     """Train, and return the exit code: 0, or that of the signal that stopped the run. Raises `FailedCheck` where the
     run is finished and its upload failed (--push_to_hub).
@@ -92,8 +90,7 @@ def run_training(
         config: passed `check_options`.
         idle_fp8_keys: sentences on what the launcher's fp8_config asked for and nothing here acts on.
         clock: started when the script began: its first phase is the imports.
-        predict: compares the finished run with its prediction (`llm_fp8.tools.predict.after_run`).
-        predict_steps: says what --dry_run has predicted (the same module).
+        predictor: of `llm_fp8.tools.predict`; without it nothing is predicted and no option can be `auto`.
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
     phase_ends = results.clock.end
@@ -105,7 +102,8 @@ def run_training(
             print(f"WARNING: {sentence}", flush=True)
     config = with_output_dir(config, ranks)
     start_process_group(ranks)
-    plan = plan_run(config, ranks)
+    plan = plan_run(config, ranks, settle=None if predictor is None else predictor.settle)
+    config = plan.config
     phase_ends("devices")
     with explained_failures(plan.folder, functools.partial(memory_advice, plan, results)), ExitStack() as held:
         set_seed(config.optim.seed)
@@ -117,14 +115,14 @@ def run_training(
         )
         fingerprint = run_fingerprint(config, plan.precision, plan.strategy, plan.optimizer_kind, plan.hf_config)
         resume_path = find_checkpoint(checkpoints, config.run.resume_from, fingerprint)
-        hub_repo = None if config.run.dry_run else prepare_hub_repo(config.run, plan.accelerator.is_main_process)
+        hub_repo = None if config.run.dry_run else prepare_hub_repo(config.run)
         phase_ends("config_and_tokenizer")
         data = _prepare_data(plan, tokenizer, context)
         if resume_path and (changed := changed_options(resume_path, run_options(config, data), config.allowed_changes)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         refuse_finished(config, total_steps(config, data))
         if config.run.dry_run:
-            plan.say(describe_dry_run(plan, data, total_steps(config, data), first_step(data.train), predict_steps))
+            plan.say(describe_dry_run(plan, data, total_steps(config, data), first_step(data.train), predictor))
             end_process_group(plan.accelerator)
             return 0
         phase_ends("data")
@@ -152,7 +150,7 @@ def run_training(
                 state.finish_save()
             if not loop.is_complete:
                 stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
-                figures = summary_of(setup, loop, results, None, predict)
+                figures = summary_of(setup, loop, results, None, predictor)
                 reporter.finish({**figures, **_best_record(state, loop), **stopped})
                 plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
                 exit_code = stop.exit_code
@@ -169,7 +167,7 @@ def run_training(
                         {**best, "exported_step": holds.step},
                     )
                 why = {"stopped_early": loop.history.describe_stop()} if loop.history.stops_early else {}
-                summary = reporter.finish({**summary_of(setup, loop, results, exported, predict), **best, **why})
+                summary = reporter.finish({**summary_of(setup, loop, results, exported, predictor), **best, **why})
                 closing_words(setup, results, summary, exported)
                 exit_code = 0
     accelerator, final = plan.accelerator, plan.folder / "final"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.models.build import count_parameters
@@ -23,11 +22,11 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_stats import RESUMES, own_steps
-from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.optim.schedule import effective_warmup_steps
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
 from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.prediction import Predictor, RunDescription
 from llm_fp8.train.setup import RunPlan, TrainingSetup
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.phases import PhaseClock
@@ -60,35 +59,9 @@ class Progress:
     tokens_seen: int
 
 
-@dataclass(frozen=True)
-class RunOutcome:
-    """A completed run on GPUs, for comparison with its prediction."""
-
-    config: Config
-    hf_config: PretrainedConfig
-    recipe: str
-    """The fp8 recipe, or bf16, fp16, no."""
-    optimizer: OptimizerKind
-    mode: str
-    num_gpus: int
-    gpu_name: str
-    steps: list[dict[str, Any]]
-    """Of this process, as in metrics.jsonl."""
-
-
-Predict = Callable[[RunOutcome], tuple[dict[str, Any], str] | None]
-"""From a run's outcome to the entry `prediction` of its summary and a line for the terminal; None where nothing
-predicts it."""
-
-
-PredictSteps = Callable[[RunOutcome, int, float, int], str | None]
-"""What is predicted of a run without steps so far, by the positions of its micro-batches, its token-averaged document
-length and its number of steps; None where nothing predicts it."""
-
-
-def outcome_of(plan: RunPlan, steps: list[dict[str, Any]]) -> RunOutcome:
-    """The run of `plan` on GPUs, with the steps that it took."""
-    return RunOutcome(
+def description_of(plan: RunPlan) -> RunDescription:
+    """The run of `plan`, which is on GPUs."""
+    return RunDescription(
         config=plan.config,
         hf_config=plan.hf_config,
         recipe=plan.precision.effective_scenario or plan.precision.effective,
@@ -96,23 +69,22 @@ def outcome_of(plan: RunPlan, steps: list[dict[str, Any]]) -> RunOutcome:
         mode=plan.strategy.mode,
         num_gpus=plan.accelerator.num_processes,
         gpu_name=torch.cuda.get_device_name(plan.device),
-        steps=steps,
     )
 
 
 def describe_dry_run(
-    plan: RunPlan, data: PreparedData, num_steps: int, batches: Sequence[Batch], predict: PredictSteps
+    plan: RunPlan, data: PreparedData, num_steps: int, batches: Sequence[Batch], predictor: Predictor | None
 ) -> str:
     """What --dry_run prints behind the data's counts; `batches` are this process's of the first step."""
     steps = f"{num_steps:,} steps of {data.train.global_batch_size:,} sequences"
     said = f"dry run: {steps}; no weight was loaded and no run written"
     if data.train.steps_per_epoch is None:
         said = f"the beginning of the stream: {data.report.summary()}\n{said}"
-    if plan.device.type != "cuda":
+    if plan.device.type != "cuda" or predictor is None:
         return f"{said}\nno prediction without a GPU: 'llm-fp8 predict' predicts for one by its name"
     first = count_tokens(batches)
     length = first.sum_squared_lengths / first.num_tokens
-    found = predict(outcome_of(plan, []), first.num_tokens // len(batches), length, num_steps)
+    found = predictor.describe_steps(description_of(plan), first.num_tokens // len(batches), length, num_steps)
     return f"{said}\n{found or 'no prediction: nothing that was measured is like this run (docs/tools.md)'}"
 
 
@@ -223,7 +195,7 @@ def export_final(
 
 
 def summary_of(
-    setup: TrainingSetup, loop: TrainingLoop, results: RunResults, exported: Path | None, predict: Predict | None
+    setup: TrainingSetup, loop: TrainingLoop, results: RunResults, exported: Path | None, predictor: Predictor | None
 ) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     plan = setup.plan
@@ -242,19 +214,19 @@ def summary_of(
         "num_trainable_parameters": setup.num_trainable_parameters,
         "no_energy_because": loop.energy.no_counter,
         "exported": None if exported is None else str(exported),
-        "prediction": _prediction(plan, results, steps, predict),
+        "prediction": _prediction(plan, results, steps, predictor),
         "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
         "wall_time_s": time.time() - results.started_s,
     }
 
 
 def _prediction(
-    plan: RunPlan, results: RunResults, steps: list[dict[str, Any]], predict: Predict | None
+    plan: RunPlan, results: RunResults, steps: list[dict[str, Any]], predictor: Predictor | None
 ) -> dict[str, Any] | None:
     """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
-    if predict is None or not plan.accelerator.is_main_process or plan.device.type != "cuda":
+    if predictor is None or not plan.accelerator.is_main_process or plan.device.type != "cuda":
         return None
-    found = predict(outcome_of(plan, steps))
+    found = predictor.compare(description_of(plan), steps)
     if found is None:
         return None
     entry, results.prediction_line = found

@@ -62,7 +62,7 @@ def test_every_promised_option_is_there():
 
 def test_the_choices_and_defaults_that_were_promised():
     actions = {action.dest: action for action in build_parser()._actions}
-    assert list(actions["mixed_precision"].choices) == ["no", "bf16", "fp16", "fp8"]
+    assert list(actions["mixed_precision"].choices) == ["no", "bf16", "fp16", "fp8", "auto"]
     assert flat(Config())["wandb_project"] == "llm-fp8"
 
 

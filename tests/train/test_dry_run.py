@@ -9,8 +9,9 @@ import torch
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.train import run
+from llm_fp8.train.prediction import Predictor, RunDescription
 from llm_fp8.train.run import run_training
-from llm_fp8.train.run_record import RunOutcome, describe_dry_run
+from llm_fp8.train.run_record import describe_dry_run
 from llm_fp8.train.setup import RunPlan, plan_run
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -52,16 +53,21 @@ def test_on_a_gpu_the_first_step_is_predicted(dry, monkeypatch):
     batches = run.first_step(data.train)
     asked = []
 
-    def predict(outcome: RunOutcome, *figures: float) -> str:
-        asked.append((outcome.gpu_name, outcome.steps, *figures))
+    def predict(described: RunDescription, *figures: float) -> str:
+        asked.append((described.gpu_name, *figures))
         return "predicted: so"
 
-    assert describe_dry_run(plan, data, 9, batches, predict).splitlines()[-1] == "predicted: so"
+    assert describe_dry_run(plan, data, 9, batches, _only(predict)).splitlines()[-1] == "predicted: so"
     lengths = torch.cat([batch.cu_seqlens.diff() for batch in batches]).double()
     mean_length = (lengths.square().sum() / lengths.sum()).item()
-    assert asked == [("a GPU", [], 8 * 128, pytest.approx(mean_length), 9)]
-    last = describe_dry_run(plan, data, 9, batches, lambda *figures: None).splitlines()[-1]
+    assert asked == [("a GPU", 8 * 128, pytest.approx(mean_length), 9)]
+    last = describe_dry_run(plan, data, 9, batches, _only(lambda *figures: None)).splitlines()[-1]
     assert last == "no prediction: nothing that was measured is like this run (docs/tools.md)"
+
+
+def _only(describe_steps):
+    """A predictor that answers nothing else."""
+    return Predictor(_refuse, describe_steps, _refuse)
 
 
 def _planned(config, monkeypatch):

@@ -149,7 +149,7 @@ for options, token in json.loads(sys.argv[1]):
     if token:
         os.environ["HF_TOKEN"] = token
     try:
-        print(prepare_hub_repo(parse_config(["--push_to_hub", "--output_dir=x", *options]).run, is_main=True))
+        print(prepare_hub_repo(parse_config(["--push_to_hub", "--output_dir=x", *options]).run))
     except UserError as error:
         print(error)
 """

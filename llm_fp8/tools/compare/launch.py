@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_fp8.config.options import AUTO_BATCH_SIZE
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare.report import Failure
 from llm_fp8.tools.compare.run_record import why_unfinished
@@ -103,6 +104,10 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
                 config = parse_config(own, prog=prog, parallel=num_gpus > 1)
             except UserError as error:
                 raise UserError(f"--train: {error}") from error
+            if config.data.batch_size == AUTO_BATCH_SIZE:
+                raise UserError(
+                    "--train: --batch_size auto would give each precision batches of its own; give a number."
+                )
             if config.run.dry_run:
                 raise UserError("--train: --dry_run trains nothing that could be compared; leave it out.")
             if config.parallel.fp8_params:

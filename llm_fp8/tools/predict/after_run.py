@@ -7,10 +7,9 @@ from typing import Any
 
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.observability.step_stats import measured_steps, throughput_summary
-from llm_fp8.tools.predict.calibration import MAX_GPUS, MODES
+from llm_fp8.tools.predict.before_run import settle, workload_of
 from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
-from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
-from llm_fp8.train.run_record import RunOutcome
+from llm_fp8.train.prediction import Predictor, RunDescription
 
 
 def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
@@ -18,55 +17,17 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
     return (model_flops_per_token / 6 - size.num_linear_parameters) / (size.num_layers * size.attention_width)
 
 
-def predict_run(run: RunOutcome, micro_batch_tokens: int, mean_length: float) -> Prediction | None:
+def predict_run(run: RunDescription, micro_batch_tokens: int, mean_length: float) -> Prediction | None:
     """A run with micro-batches of so many positions, and documents of this token-averaged length; None where nothing
-    predicts it: a GPU without constants, a decoder that is not TE's, adapters, a sharding mode, recipe or option that
-    no constant was fitted for.
+    predicts it: a GPU without constants, or what `workload_of` does not know.
     """
-    config, options, precision = run.config, run.config.parallel, run.config.precision
-    num_gpus, recipe = run.num_gpus, run.recipe
-    gpu = known_gpu(run.gpu_name)
-    mode = "single" if num_gpus == 1 and run.mode == "ddp" else run.mode  # nothing is exchanged
-    if (
-        gpu is None
-        or not config.model.use_te
-        or config.lora.lora_rank
-        or recipe not in PREDICTED
-        or not can_predict(gpu, recipe)
-        or precision.fp8_bf16_modules
-        or mode not in MODES
-        or (mode == "single") != (num_gpus == 1)
-        or options.context_parallel_size > 1
-        or num_gpus > MAX_GPUS
-        or (num_gpus > 1 and not gpu.calibrated)
-    ):
+    gpu, work = known_gpu(run.gpu_name), workload_of(run, micro_batch_tokens, mean_length)
+    if gpu is None or work is None or not can_predict(gpu, run.recipe) or (work.num_gpus > 1 and not gpu.calibrated):
         return None
-    model = ModelSize.from_config(run.hf_config)
-    recomputed = range(
-        0,
-        model.spec.num_layers if config.model.gradient_checkpointing else 0,
-        config.model.gradient_checkpointing_every,
-    )
-    scenario = StepWorkload(
-        model=model,
-        recipe=recipe,
-        micro_batch_tokens=max(1, micro_batch_tokens),
-        micro_batches=config.optim.gradient_accumulation_steps,
-        mean_length=max(1.0, mean_length),
-        optimizer=run.optimizer,
-        mode=mode,
-        num_gpus=num_gpus,
-        sync_every_micro_batch=options.sync_every_micro_batch,
-        recomputed_layers=len(recomputed),
-        bf16_layers=precision.fp8_first_bf16_layers + precision.fp8_last_bf16_layers if recipe != "bf16" else 0,
-        fp8_lm_head=precision.fp8_lm_head,
-        flash_attention_4=config.model.flash_attention_4,
-        fp8_params=options.fp8_params,
-    )
-    return predict(scenario, gpu)
+    return predict(work, gpu)
 
 
-def describe_prediction(run: RunOutcome, micro_batch_tokens: int, mean_length: float, num_steps: int) -> str | None:
+def describe_prediction(run: RunDescription, micro_batch_tokens: int, mean_length: float, num_steps: int) -> str | None:
     """What --dry_run says of `num_steps` steps, evaluation and checkpoints left out; None where nothing predicts it."""
     found = predict_run(run, micro_batch_tokens, mean_length)
     if found is None:
@@ -78,11 +39,11 @@ def describe_prediction(run: RunOutcome, micro_batch_tokens: int, mean_length: f
     return line + "".join(f"\n  {note}" for note in found.notes)
 
 
-def compare_with_prediction(run: RunOutcome) -> tuple[dict[str, Any], str] | None:
+def compare_with_prediction(run: RunDescription, steps: list[dict[str, Any]]) -> tuple[dict[str, Any], str] | None:
     """The entry `prediction` of a finished run's summary and its line for the terminal; None where nothing predicts it
     (`predict_run`) or it took no step. Tokens and lengths are those of the steps that were measured, with padding.
     """
-    steps, num_gpus = run.steps, run.num_gpus
+    num_gpus = run.num_gpus
     measured = measured_steps(steps)
     if not measured or "peak_memory_gib" not in steps[-1]:
         return None
@@ -125,3 +86,7 @@ def describe_comparison(outcome: dict[str, Any]) -> str:
         f"predicted {room:.1f} GiB, took {held:.1f} ({held / room - 1:+.0%})"
     )
     return line + "".join(f"\n  {note}" for note in outcome["notes"])
+
+
+PREDICTOR = Predictor(settle, describe_prediction, compare_with_prediction)
+"""What the training scripts hand to a run."""

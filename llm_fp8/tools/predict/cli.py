@@ -133,13 +133,16 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
     from llm_fp8.distributed.sharding_mode import default_optimizer
     from llm_fp8.models.source import load_config, resolve_source
     from llm_fp8.tools.predict.workload import ModelSize, StepWorkload
-    from te_llama import layer_weight_shapes
+    from te_llama import UnsupportedArchitecture, layer_weight_shapes
 
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
     model_options = ModelConfig(model_name=model_name, random_init=bundled)  # a bundled config needs no hub
     hf_config = load_config(model_options, resolve_source(model_options))
-    model = ModelSize.from_config(hf_config)
+    try:
+        model = ModelSize.from_config(hf_config)
+    except UnsupportedArchitecture as error:
+        raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
     positions = getattr(hf_config, "max_position_embeddings", None)
     if positions is not None and options.max_seq_length > positions:
         raise UserError(

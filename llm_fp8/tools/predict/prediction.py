@@ -17,13 +17,12 @@ from llm_fp8.tools.gemm_rates import MeasuredRates, known_gpu_names, known_rates
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
     FITS_RESERVE_GIB,
-    HOST_S_PER_LAYER,
     MEASURED_GPUS,
     MEASURED_TOKENS,
     Rates,
 )
 from llm_fp8.tools.predict.memory import Memory, peak_memory
-from llm_fp8.tools.predict.step_time import StepTime, step_time
+from llm_fp8.tools.predict.step_time import StepTime, host_seconds, step_time
 from llm_fp8.tools.predict.workload import StepWorkload
 from llm_fp8.utils.errors import UserError
 
@@ -108,15 +107,8 @@ class Prediction:
 
     @property
     def host_s(self) -> float | None:
-        """The host's seconds in fp8 to launch the kernels of so many layers and micro-batches on the slowest recorded
-        machine (`HOST_S_PER_LAYER`); None for bf16.
-        """
-        scenario = self.scenario
-        if scenario.recipe == "bf16":
-            return None
-        kept_s, recomputed_s = HOST_S_PER_LAYER[scenario.mode]
-        kept = scenario.model.spec.num_layers - scenario.recomputed_layers
-        return scenario.micro_batches * (kept * kept_s + scenario.recomputed_layers * recomputed_s)
+        """`host_seconds`; None for bf16, whose launches were not measured apart."""
+        return None if self.scenario.recipe == "bf16" else host_seconds(self.scenario)
 
     @property
     def notes(self) -> list[str]:

@@ -26,6 +26,7 @@ from llm_fp8.tools.predict.calibration import (
     DIAGONAL_TOKENS,
     FLASH_ATTENTION_4_SPEED_UP,
     GAP_S,
+    HOST_S_PER_LAYER,
     SMALL_GEMM_TOKENS,
     WAIT_SPREAD,
     Rates,
@@ -266,3 +267,12 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         return alone
     exchange_s = exchanged_bytes(work) / (rates.exchange_tb_s * 1e12) + idle_share(work.num_gpus) * alone.total_s
     return dataclasses.replace(alone, exchange_s=exchange_s)
+
+
+def host_seconds(work: StepWorkload) -> float:
+    """The host's seconds to launch the kernels of a step's layers and micro-batches in fp8, on the slowest recorded
+    machine (`HOST_S_PER_LAYER`).
+    """
+    kept_s, recomputed_s = HOST_S_PER_LAYER[work.mode]
+    kept = work.model.spec.num_layers - work.recomputed_layers
+    return work.micro_batches * (kept * kept_s + work.recomputed_layers * recomputed_s)

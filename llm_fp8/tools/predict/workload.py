@@ -13,8 +13,7 @@ from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
 from llm_fp8.config.validation import fp8_params_recipes
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.tools.predict.calibration import MODES
-from llm_fp8.utils.errors import UserError
-from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
+from te_llama import DecoderSpec, decoder_spec, parameter_map
 
 PREDICTED = ("bf16", "delayed", "current", "block")
 
@@ -29,11 +28,8 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelSize:
-        """Of a Hugging Face config. Raises `UserError` where there is no TE decoder for it."""
-        try:
-            spec = decoder_spec(config)
-        except UnsupportedArchitecture as error:
-            raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
+        """Of a Hugging Face config. Raises `UnsupportedArchitecture` where there is no TE decoder for it."""
+        spec = decoder_spec(config)
         shapes = (part.shape for parts in parameter_map(spec).values() for part in parts)
         return cls(spec, sum(math.prod(shape) for shape in shapes))
 

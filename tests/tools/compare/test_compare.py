@@ -583,6 +583,7 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
         ("--seed 3", "--seed is set by the comparison itself"),
         ("--mixed_precision=fp8", "--mixed_precision is set by the comparison itself"),
         ("--batch_size 0", "--train: --batch_size must be at least 1"),
+        ("--batch_size auto", "--train: --batch_size auto would give each precision batches of its own"),
         ("--fp8_params", "--fp8_params changes what is stored"),
         ("--dry_run", "--dry_run trains nothing that could be compared"),
         ("--model_name 'x", "No closing quotation"),

@@ -55,7 +55,7 @@ from llm_fp8.tools.predict.step_time import (
     weight_cast_bytes,
 )
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
-from llm_fp8.train.run_record import RunOutcome
+from llm_fp8.train.prediction import RunDescription
 from llm_fp8.utils.errors import UserError, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -475,11 +475,12 @@ def test_sizes_are_those_of_the_model(model):
     assert size.spec.num_layers * size.layer_linear + size.head == DecoderSize.from_config(config).num_linear_parameters
 
 
-def test_a_model_without_te_decoder_is_refused():
+def test_a_model_without_te_decoder_is_refused(tmp_path):
+    GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(
         UserError, match="--model_name: there is no prediction for this model, because model_type 'gpt2'"
     ):
-        ModelSize.from_config(GPT2Config())
+        command.workload_of(command.parse(["--model_name", str(tmp_path)]))
 
 
 # --- how time and memory behave ---------------------------------------------------------------------------------------
@@ -810,8 +811,8 @@ def outcome(
     gpu: str = CALIBRATED_GPU,
 ):
     shape = hf_config("Llama-3.2-1B")
-    run = RunOutcome(config, shape, recipe, "adamw_master", mode, num_gpus, gpu, own_steps(path))
-    found = compare_with_prediction(run)
+    run = RunDescription(config, shape, recipe, "adamw_master", mode, num_gpus, gpu)
+    found = compare_with_prediction(run, own_steps(path))
     return None if found is None else found[0]
 
 
@@ -837,8 +838,8 @@ def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
 
 
 def test_what_a_dry_run_is_told_is_what_the_predictor_says():
-    run = RunOutcome(
-        run_config(), hf_config("Llama-3.2-1B"), "delayed", "adamw_master", "single", 1, CALIBRATED_GPU, []
+    run = RunDescription(
+        run_config(), hf_config("Llama-3.2-1B"), "delayed", "adamw_master", "single", 1, CALIBRATED_GPU
     )
     found = predict(scenario("Llama-3.2-1B", tokens=16384, mean_length=300.0), known_gpu(CALIBRATED_GPU))
     line = describe_prediction(run, 16384, 300.0, 1000).splitlines()[0]
