@@ -109,27 +109,41 @@ def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
     assert "contradicts accelerate's launch configuration" in refused.stderr
 
 
-@pytest.mark.exclusive
-def test_out_of_memory_is_a_sentence(tmp_path):
-    done = train(
-        "--model_name",
-        "Qwen/Qwen2.5-14B",
-        "--random_init",
-        "--use_te",
-        "--mixed_precision",
-        "bf16",
-        "--optimizer",
-        "adamw_master",
-        "--max_steps",
-        "2",
-        "--output_dir",
-        str(tmp_path / "run"),
-    )
-    if torch.cuda.get_device_properties(0).total_memory > 200e9:
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(tmp_path):
+    words = ["--model_name", "Qwen/Qwen2.5-14B", "--random_init", "--use_te", "--mixed_precision", "bf16"]
+    done = train(*words, "--optimizer", "adamw_master", "--max_steps", "2", "--output_dir", str(tmp_path / "run"))
+    if torch.cuda.get_device_properties(0).total_memory > 180e9:
         pytest.skip("this GPU is large enough")
     assert done.returncode == 2
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: this run cannot fit: ") and " What would fit: " in said
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+_ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--packing")
+
+
+@pytest.mark.exclusive
+def test_out_of_memory_is_predicted_and_a_sentence(tmp_path):
+    done = train(
+        *_ONE_BILLION, "--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2", "--output_dir",
+        str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "WARNING: a step is predicted to take " in done.stdout
     assert done.stderr.strip().splitlines()[-1].startswith("error: the GPU is out of memory")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.exclusive
+def test_auto_fills_the_gpu_and_takes_fp8(tmp_path):
+    folder = tmp_path / "run"
+    auto = ("--mixed_precision", "auto", "--batch_size", "auto")
+    done = train(*_ONE_BILLION, *auto, "--max_steps", "3", "--output_dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
+    assert record["config"]["data"]["batch_size"] > 8 and record["precision"]["requested"] == "auto"
+    assert record["precision"]["effective"] == "fp8" and summary["certificate"]["verdict"] == "certified"
 
 
 def test_adamw_8bit_trains(model_folder, tmp_path):
