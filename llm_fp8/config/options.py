@@ -1,8 +1,8 @@
 """Every option of the training scripts, declared once.
 
 Each option is a field of one of the frozen dataclasses below. The field gives its type, default, choices and help
-text, and from it come the command line (through transformers' HfArgumentParser), the keys of a `--config` YAML file
-and the entries of `run.json`. `parse_config` is the only way a script obtains a `Config`:
+text, and from it come the command line, the keys of a `--config` YAML file and the entries of `run.json`.
+`parse_config` is the only way a script obtains a `Config`:
 
     config = parse_config(sys.argv[1:])
     config.data.max_seq_length

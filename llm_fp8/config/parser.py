@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
 from llm_fp8.config.accelerate_env import (
     apply_launch_settings,
@@ -80,23 +80,31 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _Parser(OneSentenceParser, HfArgumentParser):
-    """HfArgumentParser whose errors are one sentence and whose optional booleans can be bare flags."""
+def _truth(word: str) -> bool:
+    """The boolean that a word stands for."""
+    if word.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if word.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    known = "one of yes/no, true/false, t/f, y/n, 1/0 (case insensitive)"
+    raise argparse.ArgumentTypeError(f"Truthy value expected: got {word} but expected {known}.")
+
+
+class _Parser(OneSentenceParser):
+    """Takes an option for each field of the sections, which are dataclasses."""
 
     full_help = "--help-all"
 
     def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
-        kwargs = {"formatter_class": _HelpFormatter, "allow_abbrev": False, **kwargs}
-        super().__init__(list(sections.values()), usage="%(prog)s [--option value ...]", **kwargs)  # type: ignore[arg-type]
+        usage = "%(prog)s [--option value ...]"
+        super().__init__(usage=usage, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
         self.sections = sections
-        self.add_argument("--help-all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         for section in sections.values():
-            for name, hint in get_type_hints(section).items():
-                if bool in get_args(hint):
-                    self._make_flag(name)
+            hints = get_type_hints(section)
+            for each in dataclasses.fields(section):
+                self._add_option(each, hints[each.name])
+        self.add_argument("--help-all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         for action in self._actions:
-            if action.option_strings[0].startswith("--no_"):
-                action.help, action.default = f"Turn --{action.dest} off.", argparse.SUPPRESS
             if action.dest == "mixed_precision":
                 action.type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML reads no as False
             if action.dest == "batch_size":
@@ -105,11 +113,23 @@ class _Parser(OneSentenceParser, HfArgumentParser):
                 action.choices = (DEFAULT, *recipe_names())
                 action.help = f"{describe_recipes()} {action.help}"
 
-    def _make_flag(self, name: str) -> None:
-        """Let `--name` stand for true and add `--no_name`; argparse's default for Optional[bool] wants a value."""
-        action = next(a for a in self._actions if a.dest == name)
-        action.nargs, action.const = "?", True
-        self.add_argument(f"--no_{name}", dest=name, action="store_false")
+    def _add_option(self, field: dataclasses.Field[Any], hint: Any) -> None:
+        """`--name value` with its spelling with hyphens and its aliases. A boolean can be a bare flag, and has
+        `--no_name` unless it is off by default.
+        """
+        name, hyphens = field.name, field.name.replace("_", "-")
+        kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
+        names = dict.fromkeys((f"--{name}", f"--{hyphens}", *field.metadata["aliases"]))
+        given: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
+        if get_origin(kind) is Literal:
+            self.add_argument(*names, **given, choices=get_args(kind))
+        elif kind is not bool:
+            self.add_argument(*names, **given, type=kind)
+        else:
+            self.add_argument(*names, **given, type=_truth, nargs="?", const=True)
+            if field.default is not False:
+                given = {"default": argparse.SUPPRESS, "help": f"Turn --{name} off."}
+                self.add_argument(f"--no_{name}", f"--no-{hyphens}", dest=name, action="store_false", **given)
 
     def hint(self, option: str) -> str:
         name = option[2:].replace("-", "_")

@@ -189,10 +189,21 @@ def test_no_option_is_declared_twice():
         (["--packing", "true"], True),
         (["--packing=false"], False),
         (["--no_packing"], False),
+        (["--no-packing"], False),
     ],
 )
 def test_a_flag_with_three_states(argv, packing):
     assert parse_config(argv).data.packing is packing
+
+
+@pytest.mark.parametrize("option", ["export", "use_wandb", "packing"])
+def test_what_words_behind_a_flag_mean(option, capsys):
+    def read(word: str) -> object:
+        return flat(parse_config([f"--{option}", word]))[option]
+
+    assert {read(word) for word in ("yes", "True", "t", "Y", "1")} == {True}
+    assert {read(word) for word in ("no", "False", "f", "N", "0")} == {False}
+    assert "got perhaps but expected one of yes/no, true/false" in exit_message(capsys, [f"--{option}=perhaps"])
 
 
 def test_packing_follows_use_te_unless_said():

@@ -69,8 +69,8 @@ def script(*options: object, cwd: Path, launcher: list[str] | None = None) -> su
         ("benchmarks/memory_over_steps.py", "--help"),
     ],
 )
-def test_help_and_mistakes_are_answered_without_torch(program, words):
-    _answers_without(program, words, "torch")
+def test_help_and_mistakes_are_answered_without_torch_and_transformers(program, words):
+    _answers_without(program, words, "torch", "transformers")
 
 
 @pytest.mark.parametrize(
