@@ -31,6 +31,7 @@ def predict_run(run: RunOutcome, micro_batch_tokens: int, mean_length: float) ->
         gpu is None
         or not config.model.use_te
         or config.lora.lora_rank
+        or config.optim.offload_optimizer
         or recipe not in PREDICTED
         or not can_predict(gpu, recipe)
         or precision.fp8_bf16_modules
