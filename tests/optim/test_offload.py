@@ -4,11 +4,13 @@ copies and updates, for which streams that do everything as late as they may sta
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from llm_fp8.optim.adamw_master import MasterAdamW, give_remainder_, join_master
 from llm_fp8.optim.offload import OffloadedMasterAdamW, largest_first
 from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
 from llm_fp8.optim.state import bytes_on_host, optimizer_scalars, optimizer_tensors
+from llm_fp8.utils.errors import UserError
 from tests.support.optimizer_state import restore
 
 SHAPES = {"embedding": (64, 16), "head": (64, 16), "up": (48, 16), "down": (16, 47), "norm": (16,), "idle": (30, 16)}
@@ -144,6 +147,31 @@ def test_a_checkpoint_goes_on_with_any_share(before, after):
     restore(resumed, second.items(), saved, json.loads(json.dumps(optimizer_scalars(stopped))))
     train(second, resumed, range(3, 6))
     assert_same_bits(whole, never_stopped, second, resumed)
+
+
+def test_host_memory_is_pinned_as_long_as_it_lives_or_refused(monkeypatch):
+    """With a driver that only writes down what it is asked."""
+    asked: list[tuple[Any, ...]] = []
+    answers = [0, 2]
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda *what: asked.append(("pin", *what)) or answers.pop(0),
+        cudaHostUnregister=lambda *what: asked.append(("let go", *what)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(("wait",)))
+    zeros = offload.pinned_zeros(2**20 + 1, torch.int16, torch.device("cuda"))
+    address, part = zeros.data_ptr(), zeros[5:]
+    assert asked == [("pin", address, 2 * (2**20 + 1), 0)] and not zeros.any()
+    del zeros
+    gc.collect()
+    assert len(asked) == 1 and not part.any(), "a part of it is still in use"
+    del part
+    gc.collect()
+    assert asked[1:] == [("wait",), ("let go", address)]
+    with pytest.raises(
+        UserError, match=r"--offload_optimizer: the driver does not pin 1\.0 GiB of host memory .*error 2"
+    ):
+        offload.pinned_zeros(2**28, torch.float32, torch.device("cuda"))
 
 
 class Adversary:
