@@ -282,6 +282,11 @@ class OptimConfig:
         "a 16-bit remainder, fused on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and "
         "8-bit moments (6 bytes). auto: adamw_master on a GPU when the run computes in bf16 or fp8, else adamw_fp32.",
     )
+    offload_optimizer: float = option(
+        0.0,
+        "Share of the parameters, the largest first, whose state of adamw_master (8 of its 12 bytes) lies in host "
+        "memory and passes through the GPU in each step, from 0 (none) to 1 (all); on one GPU, or under ddp.",
+    )
     seed: int = option(42, "Seed of initialisation, data order and the rounding of adamw_8bit.")
 
 

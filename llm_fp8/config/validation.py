@@ -49,11 +49,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "adam_beta1 adam_beta2 validation_fraction lora_dropout",
     ),
     ("a finite number above 0", lambda value: 0 < value < math.inf, "adam_epsilon lora_alpha"),
+    ("from 0 to 1", lambda value: 0 <= value <= 1, "offload_optimizer"),
     ("from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32, "seed"),
 )
 """What a number must be, and the options that are such numbers where they are given."""
 RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin")
 """Options that some recipes take (`Recipe.options`)."""
+HOST_RESERVE_GIB = 4.0
+"""Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
 FLASH_ATTENTION_HEAD_DIMS = (64, 128)
 """Those for which flash-attn 4's gradients were compared with an fp32 reference."""
 FLASH_ATTENTION_CAPABILITY = (9, 0)
@@ -77,13 +80,16 @@ def check_options(config: Config) -> None:
         _refuse(checks(config))
     if config.parallel.sharding_mode != "auto":
         _refuse(_mode_checks(config, config.parallel.sharding_mode))
-    model, run = config.model, config.run
+    model, run, kind = config.model, config.run, config.optim.optimizer
     _refuse(
         {
             f"--gradient_checkpointing_every {model.gradient_checkpointing_every} has no effect without "
             "--gradient_checkpointing; add it.": (
                 not model.gradient_checkpointing and model.gradient_checkpointing_every != 1
             ),
+            f"--offload_optimizer moves the state of adamw_master, and --optimizer {kind} has another; use "
+            "adamw_master or auto, or drop it.": config.optim.offload_optimizer > 0
+            and kind not in ("auto", "adamw_master"),
             "--parity_check compares the TE decoder with Hugging Face's and needs --use_te.": (
                 model.parity_check and not model.use_te
             ),
@@ -260,6 +266,8 @@ def _lora_checks(config: Config) -> Checks:
         f"--fp8_params gives trained weights an fp8 form, and {flag} freezes them; drop one of them.": (
             config.parallel.fp8_params
         ),
+        f"--offload_optimizer has next to nothing to move with {flag}, whose frozen weights have no optimizer state; "
+        "drop it.": config.optim.offload_optimizer > 0,
         "--lora_merge has no effect with --no_export; drop one of them.": (
             options.lora_merge and not config.run.export
         ),
@@ -286,6 +294,9 @@ def _mode_checks(config: Config, mode: str) -> Checks:
         "--optimizer auto, or --sharding_mode ddp.": kind == "adamw_8bit" and (sharded or deepspeed),
         f"--optimizer {kind} cannot go with {flag}, where DeepSpeed keeps fp32 master weights itself; use auto or "
         "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
+        f"--offload_optimizer cannot go with {flag}; use --sharding_mode ddp, one GPU, or fsdp_offload without it.": (
+            config.optim.offload_optimizer > 0 and mode not in ("single", "ddp")
+        ),
         "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
         f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params,
         f"--fp8_params keeps fp32 master weights, which --optimizer {kind} has not; use adamw_fp32 or auto.": (
@@ -349,6 +360,10 @@ class MachineFacts:
     """The fp8 recipe that runs; None outside fp8."""
     token_multiple: int = 1
     """What the tokens of a micro-batch on one GPU must be a multiple of."""
+    offloaded_gib: float = 0.0
+    """Optimizer state that the processes of this host keep in its memory (--offload_optimizer)."""
+    free_host_gib: float = math.inf
+    """Memory of the host that is free; known where some is needed."""
     problems: Mapping[str, str] = field(default_factory=dict)
     """Of the packages that the run needs (`packages_needed`) those that it cannot use, with the sentence to say."""
     model: ModelFacts | None = None
@@ -365,7 +380,8 @@ def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str
         "flash_attention_4": ("--attn_implementation flash_attention_4", model.flash_attention_4),
         "triton": (
             f"--optimizer {config.optim.optimizer}",
-            config.optim.optimizer in ("adamw_master", "adamw_8bit") and device == "cuda",
+            (config.optim.optimizer in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0)
+            and device == "cuda",
         ),
         "peft": (f"--lora_rank {config.lora.lora_rank}", config.lora.lora_rank),
         "deepspeed": (f"--sharding_mode {mode}", mode.startswith("deepspeed")),
@@ -378,7 +394,7 @@ def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str
 
 def check_machine(config: Config, facts: MachineFacts) -> None:
     """Raise `UserError` where options cannot take effect on this machine, in this launch or with this model."""
-    on_gpu, kind = facts.device == "cuda", config.optim.optimizer
+    on_gpu, kind, share = facts.device == "cuda", config.optim.optimizer, config.optim.offload_optimizer
     fa4, capability = config.model.flash_attention_4, facts.capability or FLASH_ATTENTION_CAPABILITY
     _refuse(
         {
@@ -392,6 +408,10 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
             "bf16 or fp8, or use --optimizer adamw_fp32.": (
                 kind not in ("auto", "adamw_fp32") and facts.compute != "bf16"
             ),
+            "--offload_optimizer moves the state of adamw_master, which --optimizer auto takes on a GPU in bf16 or fp8 "
+            "alone; name it, with --mixed_precision bf16 or fp8, or drop --offload_optimizer.": (
+                share > 0 and kind == "auto" and not (on_gpu and facts.compute == "bf16")
+            ),
             **dict.fromkeys(facts.problems.values(), True),
             "--attn_implementation flash_attention_4: its gradients were compared on Hopper alone (compute capability "
             f"9.0), and this GPU has {'.'.join(map(str, capability))}; drop it.": (
@@ -399,12 +419,23 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
             ),
         }
     )
+    _refuse(_host_checks(share, facts.offloaded_gib, facts.free_host_gib))
     _refuse(_token_checks(config, facts))
     if config.parallel.sharding_mode == "auto":
         _refuse(_mode_checks(config, facts.sharding_mode))
     _refuse(_rank_checks(config, facts))
     if facts.model is not None:
         _check_model(config, facts, facts.model)
+
+
+def _host_checks(share: float, needed_gib: float, free_gib: float) -> Checks:
+    room_gib = free_gib - HOST_RESERVE_GIB
+    fitting = math.floor(100 * share * max(0.0, room_gib) / needed_gib) / 100 if needed_gib > room_gib else share
+    return {
+        f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, {free_gib:.1f} GiB are free, "
+        f"and the programs need some {HOST_RESERVE_GIB:g} themselves; use {fitting:g} or less, or --optimizer "
+        "adamw_8bit on the GPU.": needed_gib > room_gib,
+    }
 
 
 def _token_checks(config: Config, facts: MachineFacts) -> Checks:

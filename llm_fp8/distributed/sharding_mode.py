@@ -86,9 +86,10 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     if mode in _DEEPSPEED_BYTES:
         sharded, unsharded = _DEEPSPEED_BYTES[mode]
         return sharded / num_shards + unsharded
-    total = bytes_per_parameter(kind).total
+    kept = bytes_per_parameter(kind)
+    total = kept.total
     if not mode.startswith("fsdp"):
-        return total
+        return total - config.optim.offload_optimizer * kept.state
     gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
     return total / num_shards + gathered + gradients
 

@@ -36,8 +36,10 @@ FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master weight of a bf16 `weight` and an int16 `remainder`: bit for bit what `split_master` was given."""
-    lower = remainder.to(torch.int32)
+    """The fp32 master weight of a bf16 `weight` and an int16 `remainder`: bit for bit what `split_master` was given; on
+    the weight's device, wherever the remainder lies.
+    """
+    lower = remainder.to(weight.device).to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one where the remainder is negative
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
 

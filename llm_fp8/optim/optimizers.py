@@ -31,6 +31,7 @@ from llm_fp8.optim.adamw_8bit import EightBitAdamW
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
 from llm_fp8.optim.adamw_base import GroupedAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
+from llm_fp8.optim.offload import OffloadedMasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
@@ -47,6 +48,11 @@ class BytesPerParameter(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
+
+    @property
+    def state(self) -> float:
+        """What the optimizer keeps beside weight and gradient."""
+        return self.master + self.first_moment + self.second_moment
 
 
 def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
@@ -104,7 +110,8 @@ def build_optimizer(
         fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
         return torch.optim.AdamW(groups, fused=fused, **shared)
     if kind == "adamw_master":
-        return MasterAdamW(groups, **shared)
+        share = config.offload_optimizer
+        return OffloadedMasterAdamW(groups, share=share, **shared) if share else MasterAdamW(groups, **shared)
     return EightBitAdamW(groups, seed=config.seed, **shared)
 
 

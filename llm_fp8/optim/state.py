@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.optim.adamw_base import GroupedAdamW
+from llm_fp8.optim.offload import OffloadedMasterAdamW
 from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.utils.errors import UserError
 
@@ -51,11 +52,20 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
 
     Tied parameters appear under their first name. The steps of this project's AdamWs are in `optimizer_scalars`.
     """
-    state = unwrap(optimizer).state
+    optimizer = unwrap(optimizer)
+    if isinstance(optimizer, OffloadedMasterAdamW):
+        optimizer.pipeline.copies_out.synchronize()
+    state = optimizer.state
     names: dict[Parameter, str] = {}
     for name, parameter in named_parameters:
         names.setdefault(parameter, name)
     return {f"{names[p]}.{key}": value for p in names if p in state for key, value in state[p].items()}
+
+
+def bytes_on_host(optimizer: Optimizer) -> int:
+    """Bytes of state that --offload_optimizer keeps in host memory."""
+    optimizer = unwrap(optimizer)
+    return optimizer.host_bytes if isinstance(optimizer, OffloadedMasterAdamW) else 0
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:

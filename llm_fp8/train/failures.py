@@ -71,8 +71,13 @@ def out_of_memory_advice(
         advice.append("--gradient_checkpointing")
     if keeps_unsharded_gradients(mode, config):
         advice.append("--sync_every_micro_batch")
-    if not sharded and not config.lora.lora_rank and kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
-        advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")
+    if not sharded and not config.lora.lora_rank:
+        if kind != "adamw_8bit" and lean_gib + _RESERVE_GIB < use.total_gib:
+            advice.append(f"--optimizer adamw_8bit ({lean_gib:.1f} GiB in place of {standing_gib:.1f})")
+        state_gib = num_parameters * bytes_per_parameter(kind).state / GIB
+        left_gib = standing_gib - (1 - config.optim.offload_optimizer) * state_gib
+        if kind == "adamw_master" and left_gib + _RESERVE_GIB < use.total_gib and left_gib < standing_gib:
+            advice.append(f"--offload_optimizer 1 ({left_gib:.1f} GiB, and {state_gib:.1f} in host memory)")
     if mode == "single":
         advice.append("several GPUs (train_multi_gpu.py --sharding_mode fsdp_full)")
     elif mode not in ("fsdp_full", "fsdp_offload"):

@@ -11,10 +11,14 @@ import te_llama
 from llm_fp8.config.options import Config
 from llm_fp8.config.validation import MachineFacts, ModelFacts, packages_needed
 from llm_fp8.distributed.deepspeed_config import load_deepspeed
+from llm_fp8.models.build import count_parameters
 from llm_fp8.models.lora import require_peft
+from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import require_wandb_login
+from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.host_memory import free_host_bytes
 from llm_fp8.utils.packages import FLASH_ATTENTION_4, TENSORBOARD, TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
@@ -59,7 +63,18 @@ def gather_facts(
         token_multiple=plan.token_multiple,
         problems=problems,
         model=model_facts(config, hf_config),
+        **_host_facts(config.optim.offload_optimizer, hf_config, ranks),
     )
+
+
+def _host_facts(share: float, hf_config: PretrainedConfig, ranks: LaunchRanks) -> dict[str, float]:
+    if not share:
+        return {}
+    offloaded = share * count_parameters(hf_config) * bytes_per_parameter("adamw_master").state
+    return {
+        "offloaded_gib": offloaded * ranks.local_world_size / GIB,
+        "free_host_gib": free_host_bytes() / GIB,
+    }
 
 
 def model_facts(config: Config, hf_config: PretrainedConfig) -> ModelFacts | None:

@@ -31,6 +31,7 @@ from llm_fp8.models.weights import weight_files
 from llm_fp8.observability.metrics import GIB, device_peak_tflops
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.schedule import build_scheduler
+from llm_fp8.optim.state import bytes_on_host
 from llm_fp8.train.callbacks import RunCallbacks, SaveTimer
 from llm_fp8.train.checkpoint import CheckpointManager
 from llm_fp8.train.eval_history import EvalHistory
@@ -198,6 +199,8 @@ def build_loop(
     plan, training_model = setup.plan, setup.training_model
     config, accelerator, strategy = plan.config, plan.accelerator, plan.strategy
     optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, training_model.named_parameters())
+    if on_host := bytes_on_host(optimizer):
+        plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     prepared, optimizer = prepare_with_scales(
         strategy, training_model, optimizer, lambda: _warm_up_scales(setup, data, resumed=resume_path is not None)
     )

@@ -23,6 +23,7 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
 from llm_fp8.observability.step_stats import RESUMES, own_steps
 from llm_fp8.optim.schedule import effective_warmup_steps
+from llm_fp8.optim.state import bytes_on_host
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
 from llm_fp8.train.loop import TrainingLoop
@@ -110,7 +111,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
     A run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`.
     """
     plan = setup.plan
-    config, total_steps = plan.config, loop.options.total_steps
+    config, total_steps, on_host = plan.config, loop.options.total_steps, bytes_on_host(loop.optimizer)
     if not plan.accelerator.is_main_process:
         return
     record = {
@@ -121,6 +122,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
             "packing": config.packing,
             "attn_implementation": setup.attention,
             **parallel_record(plan),
+            **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
             "global_batch_size": data.train.global_batch_size,
             "tokens_per_step": data.train.global_batch_size * config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, total_steps),

@@ -103,6 +103,8 @@ def refusal(*options: str, **facts: object) -> str:
         ("fsdp_full", ["--context_parallel_size=2"], "this run has --sharding_mode fsdp_full and lacks --use_te."),
         ("fsdp_full", ["--hybrid_shard_size=2"], "--hybrid_shard_size 2 has no effect"),
         ("ddp", ["--deepspeed_config=x.json"], "--deepspeed_config x.json has no effect"),
+        ("fsdp_full", ["--offload_optimizer=1"], "--offload_optimizer cannot go with --sharding_mode fsdp_full"),
+        ("deepspeed_2", ["--offload_optimizer=0.1"], "--offload_optimizer cannot go with --sharding_mode deepspeed_2"),
         ("deepspeed_1", ["--async_save"], "--async_save cannot go with"),
         ("deepspeed_2", ["--sync_every_micro_batch"], "--sync_every_micro_batch has no effect"),
     ],
@@ -148,6 +150,20 @@ def test_what_the_number_of_processes_does_not_allow(mode, options, words):
         ),
         (["--mixed_precision=fp8", "--fp8_scenario=nvfp4", "--fp8_format=E4M3"], "--fp8_format has no effect with"),
         (["--parity_check"], "--parity_check compares"),
+        (["--offload_optimizer=1.5"], "--offload_optimizer must be from 0 to 1, not 1.5"),
+        (["--offload_optimizer=nan"], "--offload_optimizer must be from 0 to 1, not nan"),
+        (
+            ["--offload_optimizer=1", "--optimizer=adamw_8bit"],
+            "--offload_optimizer moves .* --optimizer adamw_8bit has",
+        ),
+        (
+            ["--offload_optimizer=1", "--optimizer=adamw_fp32"],
+            "--offload_optimizer moves .* --optimizer adamw_fp32 has",
+        ),
+        (
+            ["--offload_optimizer=1", "--lora_rank=8"],
+            "--offload_optimizer has next to nothing to move with --lora_rank 8",
+        ),
     ],
 )
 def test_options_that_could_not_take_effect(options, words):
@@ -201,6 +217,20 @@ def test_bf16_parameters_need_a_run_in_bf16(kind, compute, device):
     assert said.startswith(f"--optimizer {kind}") and "--mixed_precision bf16 or fp8" in said
 
 
+@pytest.mark.parametrize("facts", [{"device": "cpu"}, {"compute": "fp32"}, {"device": "cpu", "compute": "fp16"}])
+def test_state_is_offloaded_where_auto_is_adamw_master(facts):
+    check_machine(config("--offload_optimizer=1"), MachineFacts())
+    assert "which --optimizer auto takes on a GPU in bf16 or fp8 alone" in refusal("--offload_optimizer=1", **facts)
+
+
+def test_offloaded_state_fits_the_host():
+    check_machine(config("--offload_optimizer=1"), MachineFacts(offloaded_gib=60, free_host_gib=64))
+    said = refusal("--offload_optimizer=0.8", offloaded_gib=48, free_host_gib=34)
+    assert said.startswith("--offload_optimizer 0.8 takes 48.0 GiB of this host's memory, 34.0 GiB are free")
+    assert "use 0.5 or less" in said
+    assert "use 0 or less" in refusal("--offload_optimizer=1", offloaded_gib=48, free_host_gib=3)
+
+
 def test_what_needs_a_gpu():
     assert refusal("--use_te", device="cpu").startswith("--use_te needs an NVIDIA GPU")
     assert refusal("--certify", device="cpu").startswith("--certify")
@@ -227,6 +257,7 @@ def test_a_package_that_cannot_be_used_is_named():
         (["--report_to=all"], "cpu", 1, {}),
         (["--optimizer=adamw_8bit"], "cuda", 0, {"triton": "--optimizer adamw_8bit"}),
         (["--optimizer=adamw_8bit"], "cpu", 0, {}),
+        (["--offload_optimizer=1"], "cuda", 0, {"triton": "--optimizer auto"}),
         (["--lora_rank=8"], "cpu", 0, {"peft": "--lora_rank 8"}),
         (["--sharding_mode=deepspeed_1"], "cpu", 1, {"deepspeed": "--sharding_mode deepspeed_1"}),
         (

@@ -32,6 +32,7 @@ def config(*options: str):
         (8, LaunchRanks(launched=True), 139.8, [], "single"),
         (8, EIGHT, 139.8, ["--sharding_mode=ddp"], "ddp"),
         (8, EIGHT, 80, ["--optimizer=adamw_8bit"], "ddp"),  # 6 bytes are 44.7 of 48 GiB
+        (8, EIGHT, 80, ["--offload_optimizer=1"], "ddp"),  # 4 bytes are 29.8 of 48 GiB
         (6.5, EIGHT, 139.8, [], "ddp"),
         (6.5, EIGHT, 139.8, ["--optimizer=adamw_fp32"], "fsdp_grad"),  # 16 bytes are 96.9 of 83.9 GiB
     ],
@@ -50,6 +51,7 @@ def test_the_reason_names_what_was_compared():
 def test_bytes_of_every_mode():
     once, accumulated = config(), config("--gradient_accumulation_steps=2")
     assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
+    assert state_bytes("single", "adamw_master", 1, config("--offload_optimizer=0.75")) == 6
     assert (
         state_bytes("fsdp_full", "adamw_fp32", 8, once) == 2
         and state_bytes("fsdp_full", "adamw_fp32", 8, accumulated) == 6

@@ -30,3 +30,15 @@ def test_a_model_that_cannot_stand_gets_no_batch():
     assert "--batch_size" not in advice and "adamw_8bit (84.3 GiB in place of 167.6)" in advice
     advice = out_of_memory_advice(parse_config([]), "adamw_8bit", 70 * BILLION, MemoryUse(139.8, 139.0, 0.0))
     assert "adamw_8bit (" not in advice and advice.endswith("a GPU with more memory.")
+
+
+def test_state_that_the_host_could_hold():
+    use = MemoryUse(total_gib=79.1, peak_gib=78.0, resident_gib=0.0)
+    advice = out_of_memory_advice(parse_config([]), "adamw_master", 8 * BILLION, use)
+    assert "adamw_8bit (44.9 GiB in place of 89.4); --offload_optimizer 1 (29.8 GiB, and 59.6 in host memory)" in advice
+    advice = out_of_memory_advice(parse_config(["--offload_optimizer=0.5"]), "adamw_master", 8 * BILLION, use)
+    assert "take 59.6 GiB with" in advice and "--offload_optimizer 1 (29.8 GiB, and 59.6 in host memory)" in advice
+    too_large = out_of_memory_advice(parse_config([]), "adamw_master", 21 * BILLION, use)
+    everything = out_of_memory_advice(parse_config(["--offload_optimizer=1"]), "adamw_master", 8 * BILLION, use)
+    adapters = out_of_memory_advice(parse_config(["--lora_rank=8"]), "adamw_master", 8 * BILLION, use)
+    assert not any("--offload_optimizer" in said for said in (too_large, everything, adapters))

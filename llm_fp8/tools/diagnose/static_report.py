@@ -82,9 +82,8 @@ def planned_optimizer(config: Config, plan: PrecisionPlan) -> OptimizerKind:
 def planned_memory(num_parameters: int, kind: OptimizerKind) -> dict[str, int]:
     """Bytes by kind that follow from the number of parameters."""
     each = bytes_per_parameter(kind)
-    state = each.master + each.first_moment + each.second_moment
     return {
         "weights": int(num_parameters * each.weight),
         "gradients": int(num_parameters * each.gradient),
-        "optimizer_state": int(num_parameters * state),
+        "optimizer_state": int(num_parameters * each.state),
     }

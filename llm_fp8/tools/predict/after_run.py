@@ -7,8 +7,8 @@ from typing import Any
 
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.observability.step_stats import measured_steps, throughput_summary
-from llm_fp8.tools.predict.before_run import settle, workload_of
-from llm_fp8.tools.predict.prediction import Prediction, can_predict, known_gpu, predict
+from llm_fp8.tools.predict.before_run import has_times, settle, workload_of
+from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.train.prediction import Predictor, RunDescription
 
 
@@ -19,12 +19,10 @@ def mean_length(size: DecoderSize, model_flops_per_token: float) -> float:
 
 def predict_run(run: RunDescription, micro_batch_tokens: int, mean_length: float) -> Prediction | None:
     """A run with micro-batches of so many positions, and documents of this token-averaged length; None where nothing
-    predicts it: a GPU without constants, or what `workload_of` does not know.
+    predicts it: a GPU without constants, an optimizer on the host, or what `workload_of` does not know.
     """
     gpu, work = known_gpu(run.gpu_name), workload_of(run, micro_batch_tokens, mean_length)
-    if gpu is None or work is None or not can_predict(gpu, run.recipe) or (work.num_gpus > 1 and not gpu.calibrated):
-        return None
-    return predict(work, gpu)
+    return predict(work, gpu) if gpu is not None and work is not None and has_times(work, gpu) else None
 
 
 def describe_prediction(run: RunDescription, micro_batch_tokens: int, mean_length: float, num_steps: int) -> str | None:

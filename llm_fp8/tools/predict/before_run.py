@@ -28,6 +28,8 @@ from te_llama import UnsupportedArchitecture
 
 NUM_ALTERNATIVES = 3
 """At most so many are told where a run cannot fit."""
+OFFLOADED_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Values of --offload_optimizer that are tried."""
 _LEAST_TOKENS = 16
 
 
@@ -72,7 +74,14 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
         fp8_lm_head=precision.fp8_lm_head,
         flash_attention_4=config.model.flash_attention_4,
         fp8_params=options.fp8_params,
+        offload_optimizer=config.optim.offload_optimizer,
     )
+
+
+def has_times(work: StepWorkload, gpu: Gpu) -> bool:
+    """Whether there are constants for the time of `work` on this GPU."""
+    measured = can_predict(gpu, work.recipe) and (work.num_gpus == 1 or gpu.calibrated)
+    return measured and not work.offload_optimizer
 
 
 def settle(run: RunDescription, machine: Machine) -> tuple[Config, list[str]]:
@@ -119,13 +128,9 @@ def _intended(run: RunDescription, batch_size: int | None = None) -> StepWorkloa
     return workload_of(run, size * data.max_seq_length, data.max_seq_length)
 
 
-def _with_batch_size(run: RunDescription, batch_size: int, micro_batches: int | None = None) -> RunDescription:
-    config = run.config
-    optim = dataclasses.replace(
-        config.optim, gradient_accumulation_steps=micro_batches or config.optim.gradient_accumulation_steps
-    )
-    data = dataclasses.replace(config.data, batch_size=batch_size)
-    return dataclasses.replace(run, config=dataclasses.replace(config, data=data, optim=optim))
+def _with_batch_size(run: RunDescription, batch_size: int) -> RunDescription:
+    data = dataclasses.replace(run.config.data, batch_size=batch_size)
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
 
 
 # --- --batch_size auto ---------------------------------------------------------------------------------------
@@ -291,55 +296,55 @@ def alternatives(run: RunDescription, memory_gib: float) -> list[Alternative]:
     """Changes of options under which `run` is predicted to fit, the fastest first, `NUM_ALTERNATIVES` at most: none
     that holds another one's changes and more.
     """
-    gpu, found = known_gpu(run.gpu_name), []
+    gpu = known_gpu(run.gpu_name)
+    found: list[Alternative] = []
     for words, changed in _variations(run):
-        for batch_size, batch_words in _batch_sizes(changed):
-            sized = _with_batch_size(changed, batch_size, _micro_batches(run, batch_size))
+        for sized, words_of_size in _sizes(changed):
             work = _intended(sized)
             if work is None or not fits(work, memory_gib):
                 continue
-            timed = gpu is not None and can_predict(gpu, run.recipe) and (run.num_gpus == 1 or gpu.calibrated)
+            timed = gpu is not None and has_times(work, gpu)
             speed = work.tokens_per_step / step_time(work, gpu.rates).total_s if gpu is not None and timed else None
-            found.append(Alternative((*words, *batch_words), peak_gib(work), speed))
+            found.append(Alternative((*words, *words_of_size), peak_gib(work), speed))
             break
     found.sort(key=lambda each: (-(each.tokens_per_s or 0.0), len(each.words)))
     simplest = [each for each in found if not any(each.holds_more_than(other) for other in found)]
     return simplest[:NUM_ALTERNATIVES]
 
 
-def _micro_batches(run: RunDescription, batch_size: int) -> int:
-    """Those of a step with as many sequences as `run` has."""
-    return run.config.data.batch_size * run.config.optim.gradient_accumulation_steps // batch_size
-
-
-def _batch_sizes(run: RunDescription) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Sizes of a micro-batch from `run`'s down, each with its options: a step keeps its number of sequences."""
-    data, multiple = run.config.data, max(token_multiple(run.recipe), _LEAST_TOKENS)
-    for size in range(max(1, data.batch_size), 0, -1):
-        in_step = max(1, data.batch_size) * run.config.optim.gradient_accumulation_steps
+def _sizes(run: RunDescription) -> Iterator[tuple[RunDescription, tuple[str, ...]]]:
+    """`run` with micro-batches from its own size down, and as many sequences in a step; with the options of each. Of an
+    optimizer that lies on the host altogether, also the smaller shares, which come first.
+    """
+    data, optim, multiple = run.config.data, run.config.optim, max(token_multiple(run.recipe), _LEAST_TOKENS)
+    asked = max(1, data.batch_size)
+    in_step, offloaded = asked * optim.gradient_accumulation_steps, optim.offload_optimizer
+    for size in range(asked, 0, -1):
         if in_step % size or size * data.max_seq_length % multiple:
             continue
-        same = size == max(1, data.batch_size)
-        yield size, () if same else (f"--batch_size {size}", f"--gradient_accumulation_steps {in_step // size}")
+        words = () if size == asked else (f"--batch_size {size}", f"--gradient_accumulation_steps {in_step // size}")
+        for share in OFFLOADED_SHARES if offloaded == 1.0 else (offloaded,):
+            changed = dataclasses.replace(optim, gradient_accumulation_steps=in_step // size, offload_optimizer=share)
+            config = dataclasses.replace(run.config, data=dataclasses.replace(data, batch_size=size), optim=changed)
+            on_host = (f"--offload_optimizer {share:g}",) if share else ()
+            yield dataclasses.replace(run, config=config), (*on_host, *words)
 
 
 def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription]]:
     """`run` with every combination of what lowers its memory, and the options of each."""
-    config, several = run.config, run.num_gpus > 1
-    sharded = run.mode.startswith("fsdp")
-    can_be_8bit = not sharded and run.optimizer != "adamw_8bit"
-    modes = [run.mode, *(mode for mode in ("fsdp_grad", "fsdp_full") if several and mode != run.mode)]
-    can_sync = several and config.optim.gradient_accumulation_steps > 1
-    can_be_fp8 = several and run.recipe in fp8_params_recipes()
-    for mode, eight_bit, recompute, sync, in_fp8 in itertools.product(
-        modes,
-        (False, True) if can_be_8bit else (False,),
-        (False, True) if not config.model.gradient_checkpointing else (False,),
-        (False, True) if can_sync and not config.parallel.sync_every_micro_batch else (False,),
-        (False, True) if can_be_fp8 and not config.parallel.fp8_params else (False,),
+    config, several, sharded = run.config, run.num_gpus > 1, run.mode.startswith("fsdp")
+    accumulates, parallel = config.optim.gradient_accumulation_steps > 1, config.parallel
+    both, no = (False, True), (False,)
+    for mode, eight_bit, on_host, recompute, sync, in_fp8 in itertools.product(
+        [run.mode, *(mode for mode in ("fsdp_grad", "fsdp_full") if several and mode != run.mode)],
+        both if not sharded and run.optimizer != "adamw_8bit" else no,
+        both if not sharded and run.optimizer == "adamw_master" and not config.optim.offload_optimizer else no,
+        both if not config.model.gradient_checkpointing else no,
+        both if several and accumulates and not parallel.sync_every_micro_batch else no,
+        both if several and run.recipe in fp8_params_recipes() and not parallel.fp8_params else no,
     ):
         to_fsdp = mode.startswith("fsdp")
-        if (eight_bit and to_fsdp) or (in_fp8 and not to_fsdp):
+        if eight_bit + on_host + to_fsdp > 1 or (in_fp8 and not to_fsdp):
             continue
         changes = {
             f"--sharding_mode {mode}": mode != run.mode,
@@ -353,10 +358,13 @@ def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription
             model=dataclasses.replace(
                 config.model, gradient_checkpointing=recompute or config.model.gradient_checkpointing
             ),
+            optim=dataclasses.replace(
+                config.optim, offload_optimizer=1.0 if on_host else config.optim.offload_optimizer
+            ),
             parallel=dataclasses.replace(
-                config.parallel,
-                sync_every_micro_batch=sync or config.parallel.sync_every_micro_batch,
-                fp8_params=in_fp8 or config.parallel.fp8_params,
+                parallel,
+                sync_every_micro_batch=sync or parallel.sync_every_micro_batch,
+                fp8_params=in_fp8 or parallel.fp8_params,
             ),
         )
         kind = "adamw_8bit" if eight_bit else "adamw_fp32" if to_fsdp and not sharded else run.optimizer

@@ -33,6 +33,7 @@ import torch
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
+from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
 from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.tools.predict.workload import StepWorkload
 from te_llama import DecoderSpec
@@ -94,6 +95,8 @@ def _standing_bytes(work: StepWorkload, outermost: int, with_gradients: bool) ->
         total -= kept.gradient / (work.num_gpus if work.sharded else 1) * parameters
     if work.mode == "ddp":
         total += kept.gradient * parameters  # buckets
+    if work.offload_optimizer:
+        total += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
     total += work.fp8_weights / work.num_gpus  # beside their masters
     if work.mode == "fsdp_grad":
         total -= (_BF16 - 1) * work.fp8_weights  # unsharded ones in one byte

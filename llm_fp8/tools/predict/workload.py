@@ -78,6 +78,8 @@ class StepWorkload:
     """flash-attn 4 in place of cuDNN's attention."""
     fp8_params: bool = False
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
+    offload_optimizer: float = 0.0
+    """As the option. Of the memory alone: no run was timed with it."""
 
     def __post_init__(self) -> None:
         smallest = min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length)
@@ -148,6 +150,6 @@ class StepWorkload:
     def config(self) -> Config:
         """The options that `llm_fp8.distributed.sharding_mode` reads."""
         return Config(
-            optim=OptimConfig(gradient_accumulation_steps=self.micro_batches),
+            optim=OptimConfig(gradient_accumulation_steps=self.micro_batches, offload_optimizer=self.offload_optimizer),
             parallel=ParallelConfig(sync_every_micro_batch=self.sync_every_micro_batch),
         )

@@ -852,6 +852,8 @@ def test_what_a_dry_run_is_told_is_what_the_predictor_says():
     assert describe_prediction(dataclasses.replace(run, gpu_name="a GPU"), 16384, 300.0, 1) is None
     adapters = dataclasses.replace(run, config=run_config(lora=LoraConfig(lora_rank=8)))
     assert describe_prediction(adapters, 16384, 300.0, 1) is None
+    offloaded = dataclasses.replace(run.config, optim=OptimConfig(offload_optimizer=0.5))
+    assert describe_prediction(dataclasses.replace(run, config=offloaded), 16384, 300.0, 1) is None
 
 
 def test_a_resumed_run_is_held_against_its_own_steps(tmp_path):

@@ -1,0 +1,179 @@
+"""State in pinned host memory on a GPU: the bits of the optimizer without it, memory, and both directions at once.
+
+python -m pytest tests/optim/test_offload_gpu.py -s      (-s shows the rates of the copies)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim import offload
+from llm_fp8.optim.adamw_master import give_remainder_, join_master, remainder_of
+from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
+from llm_fp8.optim.state import optimizer_scalars, optimizer_tensors
+from tests.support.optimizer_state import restore
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"embedding": (3001, 1024), "up": (2048, 1023), "down": (1024, 2048), "norm": (1024,), "bias": (7,)}
+MIB = 2**20
+
+
+@pytest.fixture
+def pieces(monkeypatch) -> int:
+    """Elements of a piece: ten pieces a step, the last of a matrix shorter."""
+    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2**20 - 48)
+    return offload.PIECE_ELEMENTS
+
+
+def make_parameters(shapes=SHAPES, remainders=True):
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = {
+        name: Parameter((0.02 * torch.randn(shape, generator=generator, device="cuda")).bfloat16())
+        for name, shape in shapes.items()
+    }
+    for parameter in made.values() if remainders else ():
+        give_remainder_(parameter)
+        drawn = torch.randint(-(2**15), 2**15, parameter.shape, generator=generator, device="cuda")
+        remainder_of(parameter).copy_(drawn)
+    return made
+
+
+def set_gradients(parameters, step):
+    generator = torch.Generator("cuda").manual_seed(100 + step)
+    for parameter in parameters.values():
+        gradient = torch.randn(parameter.shape, generator=generator, device="cuda")
+        parameter.grad = (1e-3 * (gradient + 0.3)).bfloat16()
+
+
+def build(parameters, share):
+    config = OptimConfig(learning_rate=1e-4, weight_decay=0.1, offload_optimizer=share)
+    return build_optimizer(config, "adamw_master", parameters.items())
+
+
+def train(parameters, optimizer, steps):
+    for step in steps:
+        set_gradients(parameters, step)
+        clip_and_step(optimizer, list(parameters.values()), max_norm=0.1)
+        optimizer.zero_grad(set_to_none=True)
+
+
+def assert_same_bits(parameters, optimizer, others, other_optimizer):
+    state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor.cpu(), other[name].cpu()), name
+    assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_the_bits_are_those_without_it(share, pieces):
+    plain, offloaded = make_parameters(), make_parameters()
+    optimizers = build(plain, 0.0), build(offloaded, share)
+    for steps in (range(1), range(1, 5), range(5, 30)):  # read after one step, and after many without waiting between
+        train(plain, optimizers[0], steps)
+        train(offloaded, optimizers[1], steps)
+        assert_same_bits(plain, optimizers[0], offloaded, optimizers[1])
+    state = optimizers[1].state
+    assert all(tensor.is_pinned() for tensor in state[offloaded["embedding"]].values())
+    assert all(tensor.is_cuda for tensor in state[offloaded["bias"]].values()) == (share < 1)
+    assert all(buffer["exp_avg"].shape == (pieces,) for buffer in optimizers[1].pipeline._buffers)
+
+
+def test_masters_are_read_behind_the_step_without_waiting(pieces):
+    """What reads a remainder on the stream of the step, as export and exact match do, sees that of the step."""
+    plain, offloaded = make_parameters(), make_parameters()
+    optimizers = build(plain, 0.0), build(offloaded, 1.0)
+    for step in range(5):
+        masters = []
+        for parameters, optimizer in zip((plain, offloaded), optimizers, strict=True):
+            train(parameters, optimizer, [step])
+            masters.append([join_master(p.detach(), remainder_of(p)) for p in parameters.values()])
+        assert all(master.is_cuda for side in masters for master in side)
+        assert all(torch.equal(one, other) for one, other in zip(*masters, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0)])
+def test_a_checkpoint_goes_on_in_both_directions(before, after, pieces):
+    whole, first, second = (make_parameters() for _ in range(3))
+    never_stopped, stopped, resumed = build(whole, 0.0), build(first, before), build(second, after)
+    train(whole, never_stopped, range(8))
+    train(first, stopped, range(4))
+    saved = {name: tensor.cpu() for name, tensor in optimizer_tensors(stopped, first.items()).items()}
+    with torch.no_grad():
+        for name, parameter in second.items():
+            parameter.copy_(first[name])
+    restore(resumed, second.items(), saved, json.loads(json.dumps(optimizer_scalars(stopped))))
+    train(second, resumed, range(4, 8))
+    assert_same_bits(whole, never_stopped, second, resumed)
+
+
+def test_the_gpu_holds_the_rest_alone():
+    """At rest and at the peak of a step, with the pieces of training, and without an allocation inside a step."""
+    shapes = {f"layer_{i}": (2**13, 2**12) for i in range(8)}
+    count = sum(rows * columns for rows, columns in shapes.values())
+    at_rest, peaks = {}, {}
+    for share in (0.0, 0.5, 1.0):
+        parameters = make_parameters(shapes)
+        optimizer = build(parameters, share)
+        scale = torch.ones((), device="cuda")
+        counted = []
+        for step in range(5):
+            set_gradients(parameters, step)
+            optimizer.gradient_scale = scale
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            optimizer.step()
+            torch.cuda.synchronize()
+            counted.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+            held = torch.cuda.memory_allocated()
+            if step >= 2:
+                assert (held, torch.cuda.max_memory_allocated()) == (at_rest[share], peaks[share]), step
+            at_rest[share], peaks[share] = held, torch.cuda.max_memory_allocated()
+        assert share == 0 or counted[2:] == [0, 0, 0]
+        assert getattr(optimizer, "host_bytes", 0) == 8 * share * count
+        del parameters, optimizer, scale
+        torch.cuda.empty_cache()
+    buffers = 8 * offload.PIECE_ELEMENTS * offload.NUM_BUFFERS
+    for figures in (at_rest, peaks):
+        for share in (0.5, 1.0):
+            saved = figures[0.0] - figures[share]
+            assert saved == pytest.approx(8 * share * count - buffers, abs=2 * MIB), share
+
+
+def test_both_directions_run_at_once(record_property):
+    """Prints and records the rates; a step takes less than the copies in and the copies out one after the other."""
+    shapes, repeats = {f"layer_{i}": (2**14, 2**12) for i in range(8)}, 5
+    count = sum(rows * columns for rows, columns in shapes.values())
+    parameters = make_parameters(shapes, remainders=False)
+    optimizer = build(parameters, 1.0)
+    set_gradients(parameters, 0)
+
+    def seconds(work) -> float:
+        work()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / repeats
+
+    host, device = optimizer._host["exp_avg_sq"], torch.empty(count, device="cuda")
+    one_way_s = {
+        "in": 2 * seconds(lambda: device.copy_(host, non_blocking=True)),  # half of the state's bytes
+        "out": 2 * seconds(lambda: host.copy_(device, non_blocking=True)),
+    }
+    step_s = seconds(optimizer.step)
+    rates = {**{name: 8 * count / s / 1e9 for name, s in one_way_s.items()}, "step": 8 * count / step_s / 1e9}
+    for name, gb_per_s in rates.items():
+        record_property(f"{name}_gb_per_s", gb_per_s)
+    told = ", ".join(f"{name} {gb_per_s:.1f}" for name, gb_per_s in rates.items())
+    print(f"\nGB/s of state, one way alone and in each direction of a step: {told} on {torch.cuda.get_device_name()}")
+    assert step_s < 0.9 * (one_way_s["in"] + one_way_s["out"])

@@ -1,0 +1,106 @@
+"""Whole runs with --offload_optimizer: the bits of the run without it, resumed in both directions; host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llm_fp8.optim import offload
+from llm_fp8.optim.offload import StatePipeline
+from llm_fp8.train import machine
+from llm_fp8.utils.errors import UserError
+from tests.support.processes import run_ranks
+from tests.support.small import assert_goes_on, final_weights, run_json, tiny_config, train, write_model
+
+GIB = 2**30
+
+
+@pytest.fixture
+def options(rows) -> list[str]:
+    return [
+        f"--dataset_name={rows}",
+        "--mixed_precision=bf16",
+        "--optimizer=adamw_master",
+        "--max_seq_length=128",
+        "--batch_size=4",
+        "--gradient_accumulation_steps=2",
+        "--learning_rate=1e-2",
+        "--validation_fraction=0",
+        "--log_every=1",
+        "--max_steps=4",
+        "--save_every=2",
+    ]
+
+
+@pytest.fixture
+def pieces(monkeypatch) -> list[int]:
+    """Pieces of 1,000 elements; the numbers of those that pass through the device, as they come."""
+    passed: list[int] = []
+    update_ = StatePipeline.update_
+
+    def counted(self, state, update):
+        passed.append(len(state["exp_avg"]))
+        update_(self, state, update)
+
+    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(StatePipeline, "update_", counted)
+    return passed
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["lower bits", "bf16"])
+def test_a_run_and_what_it_resumes_are_the_same_bits(options, pieces, tmp_path, capfd, dtype, tied):
+    """Of a checkpoint in fp32 training starts from the remainders that loading filled, and exports them again."""
+    model = write_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
+    plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
+    options = [f"--model_name={model}", *options]
+    train(*options, f"--output_dir={plain}")
+    assert not pieces and "optimizer_gib_on_host" not in run_json(plain)["effective"]
+    train(*options, "--offload_optimizer=1", f"--output_dir={offloaded}")
+    assert max(pieces) == 1000 and len(pieces) > 4 * 40
+    assert_goes_on(plain, offloaded, completed=0)
+    assert all(tensor.dtype == dtype for tensor in final_weights(offloaded).values())
+
+    num_parameters = run_json(offloaded)["model"]["num_parameters"]
+    assert run_json(offloaded)["effective"]["optimizer_gib_on_host"] == 8 * num_parameters / GIB
+    assert "GiB in host memory (--offload_optimizer)" in capfd.readouterr().out
+
+    for begun, share in ((plain, 0.5), (offloaded, 0.0)):
+        resumed = tmp_path / f"resumed-{share}"
+        checkpoint = begun / "checkpoints" / "step-00000002"
+        train(*options, f"--offload_optimizer={share}", f"--output_dir={resumed}", f"--resume_from={checkpoint}")
+        assert_goes_on(plain, resumed, completed=2)
+
+
+def test_two_ranks_of_ddp(options, tmp_path, tiny_model):
+    folders = {share: tmp_path / f"share-{share}" for share in (0, 0.7)}
+    for share, folder in folders.items():
+        ranks = [f"--model_name={tiny_model}", *options, "--sharding_mode=ddp", f"--output_dir={folder}"]
+        run_ranks(2, folder, *ranks, f"--offload_optimizer={share}")
+    assert_goes_on(folders[0], folders[0.7], completed=0)
+
+
+def test_the_best_weights_are_those_of_the_host(options, pieces, tmp_path, tiny_model, tell_eval_losses):
+    """--keep_best puts a checkpoint back behind the last step, remainders included."""
+    tell_eval_losses({2: 1.0, 4: 2.0})
+    ends = []
+    for share in (0, 1):
+        folder = tmp_path / f"share-{share}"
+        best = ["--eval_every=2", "--keep_best", "--validation_fraction=0.1", f"--output_dir={folder}"]
+        train(f"--model_name={tiny_model}", *options, *best, f"--offload_optimizer={share}")
+        ends.append(final_weights(folder))
+    assert pieces and all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, monkeypatch):
+    """A model of two billion parameters in name only: its folder holds no weights."""
+    folder = tmp_path / "large"
+    tiny_config(hidden_size=2048, intermediate_size=32768, num_hidden_layers=8).save_pretrained(folder)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 10 * GIB)
+    with pytest.raises(UserError) as refused:
+        train(f"--model_name={folder}", *options, "--offload_optimizer=1", f"--output_dir={tmp_path / 'run'}")
+    assert str(refused.value).startswith(
+        "--offload_optimizer 1 takes 12.8 GiB of this host's memory, 10.0 GiB are free, and the programs need some 4 "
+        "themselves; use 0.46 or less"
+    )
+    assert not (tmp_path / "run").exists()
