@@ -169,12 +169,12 @@ def test_an_optimizer_on_the_host_leaves_its_share_of_the_gpu():
     """Eight bytes per parameter, for three buffers of 128 MiB; the least of the shares that fit is told, with no speed,
     which no run has shown."""
     words = "--model_name Llama-3.1-8B --mixed_precision fp8 --gradient_accumulation_steps 2"
-    run, offloaded = described(words), described(f"{words} --offload_optimizer 0.75")
-    saved = 0.75 * 8 * 8_030_261_248 / 2**30 - 3 * 128 / 1024
+    run, offloaded = described(words), described(f"{words} --offload_optimizer 1")
+    saved = 8 * 8_030_261_248 / 2**30 - 3 * 128 / 1024
     assert peak_gib(run, 8) - peak_gib(offloaded, 8) == pytest.approx(saved)
-    [told] = [each for each in alternatives(run, 79.2) if each.words == ("--offload_optimizer 0.75",)]
+    [told] = [each for each in alternatives(run, 79.2) if each.words == ("--offload_optimizer 1",)]
     assert told.tokens_per_s is None and fits(workload_of(offloaded, 8192, 1024), 79.2)
-    assert not fits(workload_of(described(f"{words} --offload_optimizer 0.5"), 8192, 1024), 79.2)
+    assert not fits(workload_of(described(f"{words} --offload_optimizer 0.75"), 8192, 1024), 79.2)
 
 
 def test_an_unknown_gpu_gets_memory_and_no_speed():
