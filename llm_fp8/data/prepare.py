@@ -55,6 +55,7 @@ from llm_fp8.data.tokenise import (
     arrow_table,
     cache_key,
     content_key,
+    document_key,
     document_reader,
     tokenise,
     tokenise_rows,
@@ -210,6 +211,7 @@ class _Job:
         self,
         train: MapSequences | StreamSequences,
         evaluation: Sequence[Reader],
+        eval_data: str,
         report: DataReport,
         example: Document,
         forms: Sequence[ColumnForm],
@@ -232,7 +234,7 @@ class _Job:
         eval_loader = None
         if evaluation:
             limit = self.config.run.eval_batches
-            eval_loader = EvalLoader(evaluation, self.collate, data.batch_size, self.share, limit)
+            eval_loader = EvalLoader(evaluation, self.collate, data.batch_size, self.share, limit, eval_data)
         sample = mark_supervised(example, self.tokenizer)
         return PreparedData(train_loader, eval_loader, report, description, sample, tuple(problems))
 
@@ -296,7 +298,8 @@ def _prepare_map(job: _Job) -> PreparedData:
     forms = [job.options(part[0], each.column_names).form for part, each in zip(job.train, datasets, strict=True)]
     (example,) = read(train_set[:1].tolist())
     taken = [f"{len(part)} of {len(all_of_it)} rows" for part, all_of_it in zip(datasets, whole, strict=True)]
-    return job.finish(sequences, eval_readers, report, example, forms, eval_from, problems, taken)
+    eval_data = content_key(eval_figures["document_key"][eval_set])
+    return job.finish(sequences, eval_readers, eval_data, report, example, forms, eval_from, problems, taken)
 
 
 def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> tuple[Dataset, Figures]:
@@ -385,7 +388,10 @@ def _prepare_stream(job: _Job) -> PreparedData:
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))
     eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices])
-    return job.finish(sequences, eval_readers, report, example, [each.form for each in options], eval_from)
+    eval_keys = [document_key(each.input_ids.tolist(), each.supervised.tolist()) for each in held_out]
+    eval_data = content_key(np.array(eval_keys, dtype=np.int64))
+    forms = [each.form for each in options]
+    return job.finish(sequences, eval_readers, eval_data, report, example, forms, eval_from)
 
 
 def _stream_columns(part: SourceSplit) -> list[str]:
