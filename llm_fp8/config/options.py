@@ -412,6 +412,11 @@ TRAINING_OPTIONS = (
 GPUs, and the steps of the whole run.
 """
 
+EVALUATION_OPTIONS = (
+    "eval_every", "eval_batches", "keep_best", "early_stopping_patience", "early_stopping_threshold",
+)  # fmt: skip
+"""What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
+
 ShardingMode = Literal[
     "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
 ]

@@ -160,7 +160,7 @@ def _data_checks(config: Config) -> Checks:
             data.validation_fraction is not None and data.eval_dataset_name is not None
         ),
         f"--dataset_weights {data.dataset_weights} must be numbers above 0, one for each dataset, as in 0.7,0.3.": (
-            not all(weight > 0 for weight in data.weights or [])
+            not all(weight > 0 for weight in data.weights or []) or not math.isfinite(sum(data.weights or []))
         ),
         f"--columns '{data.columns}' must be pairs of our name and the dataset's, as in "
         "problem=question,generated_solution=answer, and name no column twice.": data.columns is not None

@@ -40,6 +40,9 @@ VALIDATION_SPLIT = "validation"
 EVALUATION_SPLITS = (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
 """Of --eval_dataset_name; `--validation_split_name` then defaults to the first of these that it has."""
 
+MAX_REASON = 300
+"""Characters of a library's error that are shown."""
+
 READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, YAMLError)
 """What `datasets` raises on something it cannot reach, find or parse: pyarrow's errors are ValueErrors, and a dataset
 card of another form than it expects gives any of the last four.
@@ -140,12 +143,33 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
         for (name, flag), config in zip(asked, configs, strict=True)
     ]
     train = [(source, source.training_split(data.split_name)) for source in sources[:num_trained]]
+    for number, part in enumerate(train):
+        if any(_share_data(part, other) for other in train[:number]):
+            raise UserError(
+                f"--dataset_name {data.dataset_name}: {part[0].name} has files that are named twice, and no row may "
+                "come twice in an epoch; drop them in one place."
+            )
     wanted = data.validation_split_name
     if data.eval_dataset_name is not None:
-        return train, [(source, source.evaluation_split(wanted)) for source in sources[num_trained:]]
+        evaluation = [(source, source.evaluation_split(wanted)) for source in sources[num_trained:]]
+        if any(_share_data(part, other) for part in evaluation for other in train):
+            raise UserError(
+                f"--eval_dataset_name {data.eval_dataset_name} has files that --dataset_name {data.dataset_name} "
+                "trains on; name others, or a --validation_split_name that is not trained on."
+            )
+        return train, evaluation
     found = [(source, source.validation_split(wanted, split)) for source, split in train]
     evaluation = [(source, split) for source, split in found if split is not None]
     return train, evaluation if len(evaluation) == len(train) else []
+
+
+def _share_data(one: SourceSplit, other: SourceSplit) -> bool:
+    """Whether rows are read from the same files, or split, as far as that is known."""
+    (parts, others) = (
+        {(source.path, source.config, file) for file in source.files[split]} or {(source.path, source.config, split)}
+        for source, split in (one, other)
+    )
+    return not parts.isdisjoint(others)
 
 
 def _names(text: str) -> list[str]:
@@ -162,6 +186,8 @@ def open_source(name: str, config: str | None = None, flag: str = "--dataset_nam
 
 
 def _find(name: str, config: str | None, flag: str) -> DatasetSource:
+    if not name.strip():  # to Path the current folder
+        raise UserError(f"{flag} has an empty name; give each dataset's, with one comma between two.")
     path = DATASET_DIR if name == EMBEDDED else Path(name).expanduser()
     if path.exists():
         _check_path(name, path.resolve(), flag)
@@ -183,7 +209,7 @@ def _find(name: str, config: str | None, flag: str) -> DatasetSource:
             folder = str(path.resolve())
             return _source(name, folder, _builder(name, folder, config, flag))
         except READ_ERRORS as error:
-            reason = _first_line(error)
+            reason = _said(error)
             raise UserError(f"{flag} {name}: the folder holds no data that can be read: {reason}") from error
     if name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such file or folder.")
@@ -250,7 +276,7 @@ def _open_hub(name: str, config: str | None, flag: str) -> DatasetSource:
                 f"{flag} {name} is not a local path, and the Hugging Face hub cannot be reached; where it "
                 f"can, fetch it with 'hf download {name} --repo-type dataset --local-dir DIR', and pass that folder."
             ) from error
-        raise UserError(f"{flag} {name}: the dataset cannot be opened: {_first_line(error)}") from error
+        raise UserError(f"{flag} {name}: the dataset cannot be opened: {_said(error)}") from error
 
 
 def _files_of_config(folder: Path, config: str) -> dict[str, list[str]]:
@@ -301,9 +327,14 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
             source.path, source.config, data_files=data_files, split=split, streaming=streaming
         )
     except StopIteration as error:  # an empty JSON file
-        raise UserError(f"{source.flag} {source.name}: split '{split}' holds no row.") from error
+        raise no_row(source, split) from error
     except READ_ERRORS as error:
         raise unreadable([(source, split)], error) from error
+
+
+def no_row(source: DatasetSource, split: str) -> UserError:
+    """The error of a split without rows."""
+    return UserError(f"{source.flag} {source.name}: split '{split}' holds no row.")
 
 
 def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Iterator[dict[str, Any]]:
@@ -323,7 +354,7 @@ def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
             if path.suffix in (".jsonl", ".json") and path.is_file() and (broken := _broken_line(path)) is not None:
                 line, reason = broken
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
-    reason = _first_line(error.__cause__ or error)
+    reason = _said(error.__cause__ or error)
     which = ", ".join(f"{source.flag} {source.name}: split '{split}'" for source, split in parts)
     return UserError(f"{which} cannot be read: {reason}")
 
@@ -350,5 +381,7 @@ def _broken_line(path: Path) -> tuple[int, str] | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _said(error: BaseException) -> str:
+    """The beginning of what an error says, in one line: some say what is wrong in their second."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."

@@ -121,10 +121,14 @@ class EvalLoader:
         batch_size: int,
         share: Share,
         max_batches: int | None = None,
+        data: str = "",
     ) -> None:
+        """`data` identifies the sequences."""
         limit = None if max_batches is None else max_batches * batch_size
         self._micro_batches = share.micro_batches(sequences[:limit], batch_size)
         self._collate = collate
+        self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
+        """Identifies what is evaluated on."""
 
     def __len__(self) -> int:
         """Batches of this rank, the same number on every rank."""

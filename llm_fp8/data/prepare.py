@@ -28,16 +28,16 @@ from llm_fp8.data.load import (
     find_splits,
     iterate,
     load_split,
+    no_row,
     open_split_stream,
     unreadable,
 )
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.mix import MixedRow, interleave_streams, iterate_mixed, shares_of, take_shares
 from llm_fp8.data.pack import PackingPlan, pack
-from llm_fp8.data.prompt import ColumnForm, describe_prompt_form, detect_columns
+from llm_fp8.data.prompt import ANSWER_COLUMN, ColumnForm, describe_prompt_form, detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, StreamedRows, StreamSequences, sequence_readers
 from llm_fp8.data.split import (
-    ANSWER_COLUMN,
     DEFAULT_FRACTION,
     Problem,
     check_answer_column,
@@ -55,6 +55,7 @@ from llm_fp8.data.tokenise import (
     arrow_table,
     cache_key,
     content_key,
+    document_key,
     document_reader,
     tokenise,
     tokenise_rows,
@@ -178,9 +179,9 @@ class _Job:
     def document_multiple(self) -> int:
         return document_multiple(self.config.parallel.context_parallel_size)
 
-    def options(self, columns: Sequence[str]) -> TokeniseOptions:
+    def options(self, source: DatasetSource, columns: Sequence[str]) -> TokeniseOptions:
         data = self.config.data
-        form = detect_columns(columns, data.column_names)
+        form = detect_columns(columns, data.column_names, f"{source.flag} {source.name}")
         return TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt)
 
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
@@ -194,6 +195,11 @@ class _Job:
         name = self.config.data.dataset_name
         return UserError(f"--dataset_name {name}: no row of {self.split} can be trained on: {why}.")
 
+    def nothing_to_evaluate_on(self, num_rows: int | str, why: str) -> UserError:
+        name = self.config.data.eval_dataset_name
+        asked = f"--validation_split_name {self.evaluation[0][1]}" if name is None else f"--eval_dataset_name {name}"
+        return UserError(f"{asked}: none of its {num_rows} rows can be evaluated on: {why}.")
+
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
         content = [*parts, self.config.packing, self.config.optim.seed]
@@ -205,6 +211,7 @@ class _Job:
         self,
         train: MapSequences | StreamSequences,
         evaluation: Sequence[Reader],
+        eval_data: str,
         report: DataReport,
         example: Document,
         forms: Sequence[ColumnForm],
@@ -227,7 +234,7 @@ class _Job:
         eval_loader = None
         if evaluation:
             limit = self.config.run.eval_batches
-            eval_loader = EvalLoader(evaluation, self.collate, data.batch_size, self.share, limit)
+            eval_loader = EvalLoader(evaluation, self.collate, data.batch_size, self.share, limit, eval_data)
         sample = mark_supervised(example, self.tokenizer)
         return PreparedData(train_loader, eval_loader, report, description, sample, tuple(problems))
 
@@ -268,12 +275,8 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_set, eval_from = np.flatnonzero(eval_used & ~seen), job.validation
         report.num_eval_rows_seen_in_training = int(seen.sum())
         if len(eval_set) == 0:
-            flag = "--eval_dataset_name" if data.eval_dataset_name else "--validation_split_name"
-            raise UserError(
-                f"{flag} {data.eval_dataset_name or job.evaluation[0][1]}: none of its {len(eval_rows)} "
-                f"rows can be evaluated on: {seen.sum()} hold a problem that {job.split} trains on, the "
-                "others are empty or too long."
-            )
+            why = f"{seen.sum()} hold a problem that {job.split} trains on, the others are empty or too long"
+            raise job.nothing_to_evaluate_on(len(eval_rows), why)
     report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
@@ -292,16 +295,18 @@ def _prepare_map(job: _Job) -> PreparedData:
     identity = job.identify(content_key(figures["document_key"][train_set]))
     sequences = MapSequences(plan, read, job.config.optim.seed, identity)
     eval_readers = sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows))
-    forms, (example,) = [job.options(each.column_names).form for each in datasets], read(train_set[:1].tolist())
+    forms = [job.options(part[0], each.column_names).form for part, each in zip(job.train, datasets, strict=True)]
+    (example,) = read(train_set[:1].tolist())
     taken = [f"{len(part)} of {len(all_of_it)} rows" for part, all_of_it in zip(datasets, whole, strict=True)]
-    return job.finish(sequences, eval_readers, report, example, forms, eval_from, problems, taken)
+    eval_data = content_key(eval_figures["document_key"][eval_set])
+    return job.finish(sequences, eval_readers, eval_data, report, example, forms, eval_from, problems, taken)
 
 
 def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> tuple[Dataset, Figures]:
     """The tokenised rows of `datasets`, one after the other, and the columns of them that are counted."""
     data, tokenised = job.config.data, []
     for part, dataset in zip(parts, datasets, strict=True):
-        options = job.options(dataset.column_names)
+        options = job.options(part[0], dataset.column_names)
         try:
             rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
         except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
@@ -331,7 +336,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
     def read(stream: IterableDataset) -> Iterator[MixedRow]:
         return iterate_mixed(job.train, stream) if shares is not None else _numbered(0, iterate(*job.train[0], stream))
 
-    options = [job.options(_stream_columns(part)) for part in job.train]
+    options = [job.options(part[0], _stream_columns(part)) for part in job.train]
     share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
     fraction = 0.0 if job.evaluation else share
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
@@ -350,11 +355,13 @@ def _prepare_stream(job: _Job) -> PreparedData:
     held_out = held_out[:STREAMED_EVAL_ROWS]
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if job.evaluation:
-        make_eval = partial(make, options=[job.options(_stream_columns(part)) for part in job.evaluation])
+        make_eval = partial(make, options=[job.options(part[0], _stream_columns(part)) for part in job.evaluation])
         opened = (_numbered(i, iterate(*part, open_split_stream(*part))) for i, part in enumerate(job.evaluation))
         firsts = (islice(rows, STREAMED_EVAL_SCAN_ROWS // len(job.evaluation)) for rows in opened)
         each = STREAMED_EVAL_ROWS // len(job.evaluation)
         held_out = list(chain.from_iterable(islice(_trained(_scan(rows, make_eval)), each) for rows in firsts))
+        if not held_out:
+            raise job.nothing_to_evaluate_on(f"first {STREAMED_EVAL_SCAN_ROWS}", "all are empty or too long")
         eval_from = f"the first {len(held_out)} rows of {job.validation}"
 
     report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
@@ -381,12 +388,18 @@ def _prepare_stream(job: _Job) -> PreparedData:
     lengths = np.array([len(document.input_ids) for document in held_out], dtype=np.int64)
     eval_plan = job.plan(lengths, np.arange(len(held_out)))
     eval_readers = sequence_readers(eval_plan, lambda indices: [held_out[i] for i in indices])
-    return job.finish(sequences, eval_readers, report, example, [each.form for each in options], eval_from)
+    eval_keys = [document_key(each.input_ids.tolist(), each.supervised.tolist()) for each in held_out]
+    eval_data = content_key(np.array(eval_keys, dtype=np.int64))
+    forms = [each.form for each in options]
+    return job.finish(sequences, eval_readers, eval_data, report, example, forms, eval_from)
 
 
 def _stream_columns(part: SourceSplit) -> list[str]:
-    """Column names of a stream: those of its first row."""
-    return list(next(iterate(*part, open_split_stream(*part)), {}))
+    """Column names of a stream: those of its first row; `UserError` where it has none."""
+    first = next(iterate(*part, open_split_stream(*part)), None)
+    if first is None:
+        raise no_row(*part)
+    return list(first)
 
 
 def _numbered(number: int, rows: Iterator[dict[str, Any]]) -> Iterator[MixedRow]:

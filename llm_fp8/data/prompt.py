@@ -74,6 +74,8 @@ AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
 
 TOOLS = "tools"
 """Optional column of conversations: the tools that the template shows, a list of JSON schemas or its JSON text."""
+ANSWER_COLUMN = "expected_answer"
+"""Optional column of problems: what exact match compares an answer with; no part of the text."""
 OPTIONAL_COLUMNS: dict[ColumnForm, tuple[str, ...]] = {"messages": (TOOLS,), "sharegpt": (TOOLS,), "alpaca": ("input",)}
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {
@@ -104,16 +106,25 @@ class Encoded(NamedTuple):
     supervised: list[bool]
 
 
-def detect_columns(columns: Sequence[str], mapped: Collection[str] = ()) -> ColumnForm:
-    """Which of the understood forms these columns are, first of all one with a column that --columns names (`mapped`);
-    `UserError` for none.
+def detect_columns(
+    columns: Sequence[str], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
+) -> ColumnForm:
+    """Which of the understood forms these columns are, the first that uses all columns that --columns names (`mapped`);
+    `UserError`, saying whose columns they are, for none.
     """
-    for form in sorted(COLUMNS, key=lambda form: not any(column in mapped for column in COLUMNS[form])):
-        if all(column in columns for column in COLUMNS[form]):
+    for form, needed in COLUMNS.items():
+        answer = (ANSWER_COLUMN,) if form == "problem_solution" else ()
+        if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS.get(form, ()), *answer}:
             return form
     understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
+    if mapped:
+        raise UserError(
+            f"--columns gives {', '.join(mapped)}, and no form of data that uses all of that fits {of}, whose columns "
+            f"are then {', '.join(columns)}; understood are: {understood}. Name what is missing, or drop what is not "
+            "used."
+        )
     raise UserError(
-        f"--dataset_name: the dataset has the columns {', '.join(columns)}; understood are: {understood}. --columns "
+        f"{of} has the columns {', '.join(columns)}; understood are: {understood}. --columns "
         "says which column stands for which, as in problem=question,generated_solution=answer."
     )
 
@@ -190,10 +201,7 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     for message in _messages_of(row, form):
         turn = _without_none(message)
         if not isinstance(turn, dict) or not all(isinstance(turn.setdefault(k, d), str) for k, d in _TURN.items()):
-            raise UserError(
-                f"--dataset_name: '{COLUMNS[form][0]}' must be a list of messages with 'role' and 'content', both "
-                f"text; a row has {_shown(message)}."
-            )
+            raise _no_messages(form, message)
         turns.append({**turn, "content": turn["content"][:MAX_CHARACTERS]})
     while turns and (turns[-1]["role"] != "assistant" or not (turns[-1]["content"].strip() or _calls(turns[-1]))):
         turns.pop()
@@ -213,7 +221,16 @@ def _problem_text(row: Mapping[str, Any]) -> str:
 def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> Sequence[Any]:
     """The row's conversation as it stands, or ShareGPT's with the names of `messages`."""
     messages = row[COLUMNS[form][0]] or []
+    if not isinstance(messages, list):
+        raise _no_messages(form, messages)
     return [_from_sharegpt(message) for message in messages] if form == "sharegpt" else messages
+
+
+def _no_messages(form: ColumnForm, found: Any) -> UserError:
+    return UserError(
+        f"--dataset_name: '{COLUMNS[form][0]}' must be a list of messages with 'role' and 'content', both text; a row "
+        f"has {_shown(found)}."
+    )
 
 
 def _from_sharegpt(message: Any) -> Any:

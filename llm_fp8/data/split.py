@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
 
-from llm_fp8.data.prompt import COLUMNS
+from llm_fp8.data.prompt import ANSWER_COLUMN, COLUMNS
 from llm_fp8.utils.errors import UserError
 
 DEFAULT_FRACTION = 0.01
@@ -60,9 +60,6 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.ND
     if not mask.any() and keys.min() != keys.max():
         mask = keys == keys.min()
     return mask
-
-
-ANSWER_COLUMN = "expected_answer"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ A file of the model is read, written and dropped before the next one, so that me
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -24,10 +25,11 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import replaced_folder
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weight_shards import stored_names
-from llm_fp8.models.weights import WEIGHTS_INDEX, open_weights, weight_files
-from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_names
+from llm_fp8.models.weights import WEIGHTS_INDEX, StoredCheckpoint, open_weights, weight_files
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
+from te_llama import UnsupportedArchitecture
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 _COPIED = (".json", ".jinja", ".txt", ".model", ".md")
@@ -70,8 +72,9 @@ def round_inputs_(model: PreTrainedModel) -> None:
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after.
 
-    Raises `UserError` where the model cannot be read, is quantised already or is a mixture of experts, and where
-    `output` holds files or cannot be written.
+    Raises `UserError` where the model cannot be read, is quantised already or is a mixture of experts, where its files
+    hold other tensors than its config says or values that are not finite, and where `output` holds files or cannot be
+    written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
@@ -85,16 +88,18 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     if names is None or not layers:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
     weights = {stored for stored, name in names.items() if name in layers}
-    missing, index = set(weights), dict[str, str]()
-    with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
+    # On the meta device: it checks names, shapes and dtypes, and copies nothing.
+    filler, index = hf_filler(model, names, StoredCheckpoint(files, model).stored), dict[str, str]()
+    with (
+        replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary,
+        _named_after(folder),
+    ):
         for path in files:
-            contents = dict(_in_fp8(path, weights))
-            missing -= contents.keys()
+            contents = dict(_in_fp8(path, weights, filler))
             index |= dict.fromkeys(contents, path.name)
             save_file(contents, temporary / path.name, metadata={"format": "pt"})
             del contents  # before the next file's are read
-        if missing:
-            raise UserError(f"{folder}: its files hold no {listed(sorted(missing))}; export it again.")
+        filler.finish()
         before, after = (sum((place / path.name).stat().st_size for path in files) for place in (folder, temporary))
         for path in folder.iterdir():
             if path.is_file() and path.suffix in _COPIED and path.name != WEIGHTS_INDEX:
@@ -115,16 +120,26 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     return before, after
 
 
-def _in_fp8(path: Path, weights: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, those of `weights` as fp8 values and scale."""
+@contextlib.contextmanager
+def _named_after(folder: Path) -> Iterator[None]:
+    """Turns what `WeightFiller` raises into a `UserError`."""
+    try:
+        yield
+    except UnsupportedArchitecture as error:
+        raise UserError(f"{folder}: {error}; export it again.") from error
+
+
+def _in_fp8(path: Path, weights: set[str], filler: WeightFiller) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, which `filler` checks, those of `weights` as fp8 values and scale."""
     with open_weights(path, torch.device("cpu")) as tensors:
         for name in tensors.offset_keys():
             tensor = tensors.get_tensor(name)
+            filler.fill(name, tensor)
+            if not tensor.isfinite().all():
+                raise UserError(f"{path}: '{name}' holds values that are not finite; export a model that is sound.")
             if name not in weights:
                 yield name, tensor
                 continue
-            if not tensor.isfinite().all():
-                raise UserError(f"{path}: '{name}' holds values that are not finite, which fp8 cannot scale.")
             values, scale = fp8_rows(tensor, torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32)
             yield name, values
             yield f"{name}_scale", scale

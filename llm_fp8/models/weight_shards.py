@@ -146,7 +146,7 @@ class WeightFiller:
     """Fills parameters in place from the Hugging Face tensors they are made of, which arrive one by one in any order.
 
     Call `fill_rows` (or `fill`, with the full tensor) once for each Hugging Face tensor, then `finish()`. Raises
-    `UnsupportedArchitecture` naming the tensor that is unexpected, doubled, missing or of another shape.
+    `UnsupportedArchitecture` naming the tensor that is unexpected, doubled, missing, of another shape or no float.
 
     `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill. `resolve`: the name under
     which `entries` have a tensor of a checkpoint; None for one to skip.
@@ -188,7 +188,10 @@ class WeightFiller:
         first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
         if first < last:
             with torch.no_grad():
-                shard.write(first, rows[first - part.start : last - part.start])
+                values = rows[first - part.start : last - part.start]
+                if shard.data.is_floating_point() and not values.is_floating_point():
+                    raise UnsupportedArchitecture(f"'{hf_name}' holds {values.dtype} in the checkpoint, not floats")
+                shard.write(first, values)
         self._missing.discard(known_name)
 
     def finish(self) -> None:

@@ -78,10 +78,10 @@ def _shard_names(index: Path) -> list[str]:
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
-    _fill(te_filler(te_llama.spec_of(model), blocks), _Checkpoint(files, model), next(model.parameters()).device)
+    _fill(te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model), next(model.parameters()).device)
 
 
-def _fill(filler: WeightFiller, checkpoint: _Checkpoint, device: torch.device) -> None:
+def _fill(filler: WeightFiller, checkpoint: StoredCheckpoint, device: torch.device) -> None:
     """Pass every tensor of the checkpoint, in stored order, to `filler`; what it takes is read to `device`. Raises
     `UserError` that names file and tensor.
     """
@@ -100,7 +100,7 @@ def _fill(filler: WeightFiller, checkpoint: _Checkpoint, device: torch.device) -
         raise UserError(f"{files[0].parent}: {error}.") from error
 
 
-class _Checkpoint:
+class StoredCheckpoint:
     """The safetensors files of `model`, or of an unquantised one; fp8 tensors are read as fp32.
 
     Opens each file once to read its header. Raises `UserError` for a tensor stored twice and as `scales_of`.
@@ -132,8 +132,8 @@ class _Checkpoint:
         path = self.stored[name].path
         with open_weights(path, device) as tensors:
             scale: torch.Tensor = tensors.get_tensor(name)
-        if not scale.isfinite().all():
-            raise UserError(f"{path}: '{name}' holds a scale that is not finite; fetch the model again.")
+        if not scale.isfinite().all() or (scale < 0).any():
+            raise UserError(f"{path}: '{name}' holds a scale that is negative or not finite; fetch the model again.")
         return scale
 
 
@@ -143,7 +143,7 @@ def stored_tensors(
     """Reads the tensors of the checkpoint of `model` (default: an unquantised one) to `device` by name, fp8 ones as
     fp32; `UserError` for one that no file holds.
     """
-    checkpoint = _Checkpoint(files, model)
+    checkpoint = StoredCheckpoint(files, model)
 
     def read(name: str) -> torch.Tensor:
         if name not in checkpoint.stored:
@@ -196,6 +196,6 @@ def fill_weights(
             f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
             "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
         )
-    checkpoint = _Checkpoint(files, model)
+    checkpoint = StoredCheckpoint(files, model)
     _fill(hf_filler(model, names, checkpoint.stored), checkpoint, next(model.parameters()).device)
     return True

@@ -23,8 +23,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
     parser.add_argument("--data", help="dataset as of --dataset_name, whose loss is measured before and after")
-    parser.add_argument("--max_seq_length", type=int, default=1024, help="with --data: longer rows are cut (1024)")
+    parser.add_argument("--max_seq_length", type=int, help="with --data: longer rows are cut (1024)")
     options = parser.parse_args(argv)
+    if options.data is None and options.max_seq_length is not None:
+        raise UserError("--max_seq_length has no effect without --data; add it, or drop this.")
     if not options.folder.is_dir():
         raise UserError(f"FINAL_DIR {options.folder}: no such folder; give the final/ of a run.")
     return options
@@ -46,7 +48,10 @@ def main() -> int:
     config = Config(
         model=ModelConfig(model_name=str(options.folder)),
         data=DataConfig(
-            options.data, validation_fraction=0.0, max_seq_length=options.max_seq_length, overlong="truncate"
+            options.data,
+            validation_fraction=0.0,
+            max_seq_length=DataConfig.max_seq_length if options.max_seq_length is None else options.max_seq_length,
+            overlong="truncate",
         ),
     )
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_fp8.config.options import RunConfig
 
-_STATE = ("best_step", "best_loss", "reference_loss", "num_without_improvement")
+_STATE = ("best_step", "best_loss", "reference_loss", "num_without_improvement", "data")
 
 
 @dataclass
@@ -29,11 +29,13 @@ class EvalHistory:
     """The last improvement. Not the lowest loss: small steps down, which are none each, add up to one."""
     num_without_improvement: int = 0
     """Evaluations since then."""
+    data: str | None = None
+    """Identifies what is evaluated on; losses on different data do not compare."""
 
     @classmethod
-    def of_run(cls, options: RunConfig) -> EvalHistory:
+    def of_run(cls, options: RunConfig, data: str | None) -> EvalHistory:
         """Before the first evaluation of a run."""
-        return cls(options.keep_best, options.early_stopping_patience, options.early_stopping_threshold)
+        return cls(options.keep_best, options.early_stopping_patience, options.early_stopping_threshold, data=data)
 
     @property
     def stops_early(self) -> bool:
@@ -67,11 +69,16 @@ class EvalHistory:
         """What a checkpoint records."""
         return {name: getattr(self, name) for name in _STATE}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, which an earlier version may have written: it lacks entries then."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on from a checkpoint, which an earlier version may have written: it lacks entries then. False, and nothing
+        changes, where its evaluations were on other data.
+        """
+        if state.get("data", self.data) != self.data:
+            return False
         for name in _STATE:
             if name in state:
                 setattr(self, name, state[name])
+        return True
 
 
 def _or_infinity(loss: float | None) -> float:

@@ -217,7 +217,8 @@ def build_loop(
     )
     num_steps = total_steps(config, data)
     done: dict[str, Any] = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
-    history = _restored_history(plan, checkpoints, done.pop("evaluations", None))
+    eval_data = None if data.eval is None else data.eval.data
+    history = _restored_history(plan, checkpoints, done.pop("evaluations", None), eval_data)
     step = done["step"]
     if resume_path is not None:
         plan.say(f"resumed from {resume_path} after step {step}")
@@ -262,11 +263,16 @@ def build_loop(
     return loop, state
 
 
-def _restored_history(plan: RunPlan, checkpoints: CheckpointManager, saved: dict[str, Any] | None) -> EvalHistory:
+def _restored_history(
+    plan: RunPlan, checkpoints: CheckpointManager, saved: dict[str, Any] | None, eval_data: str | None
+) -> EvalHistory:
     """What the evaluations before the checkpoint came to, of which a new run and earlier versions have nothing."""
-    history = EvalHistory.of_run(plan.config.run)
-    if saved is not None:
-        history.load_state_dict(saved)
+    history = EvalHistory.of_run(plan.config.run, eval_data)
+    if saved is not None and not history.load_state_dict(saved) and (history.keeps_best or history.patience):
+        plan.say(
+            "evaluation is on other data than before this checkpoint: for --keep_best and --early_stopping_patience "
+            "only the evaluations to come count"
+        )
     if not history.keeps_best:
         history.forget_best()
     elif history.best_step is not None and not _is_held(checkpoints, history.best_step):

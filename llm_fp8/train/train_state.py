@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config.options import TRAINING_OPTIONS, Config
+from llm_fp8.config.options import EVALUATION_OPTIONS, TRAINING_OPTIONS, Config
 from llm_fp8.data import PreparedData
 from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.strategy import DistributedStrategy
@@ -106,7 +106,7 @@ def run_options(config: Config, data: PreparedData) -> dict[str, Any]:
     run, and the rows of a step on all GPUs.
     """
     sections = config.to_dict()
-    del sections["run"]
+    sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
     options = {name: value for section in sections.values() for name, value in section.items()}
     return options | {
         "total_steps": total_steps(config, data),

@@ -45,7 +45,7 @@ def test_columns_are_pairs(columns, said):
         config(f"--columns={columns}")
 
 
-@pytest.mark.parametrize("weights", ["", "0.5,", "1,x", "1,-1", "0,1", "nan,1", "inf,1"])
+@pytest.mark.parametrize("weights", ["", "0.5,", "1,x", "1,-1", "0,1", "nan,1", "inf,1", "1" * 400 + ",1"])
 def test_weights_are_numbers(weights):
     with pytest.raises(UserError, match="--dataset_weights .* must be numbers above 0, one for each dataset"):
         config("--dataset_name=a,b", f"--dataset_weights={weights}")

@@ -191,8 +191,18 @@ def test_nothing_left(prepare: Any, tmp_path: Path, streaming: list[str]) -> Non
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_columns_that_are_not_understood(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _write(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
-    with pytest.raises(UserError, match="columns question, answer; understood are"):
+    with pytest.raises(UserError, match=f"^--dataset_name {tmp_path} has the columns question, answer; understood are"):
         prepare(tmp_path, *streaming)
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_conversations_that_are_no_lists(prepare: Any, tmp_path: Path, column: str, streaming: list[str]) -> None:
+    for value in (5, "user: hello", {"role": "user"}):
+        _write(tmp_path / "train.jsonl", [{column: value}] * 5)
+        said = f"'{column}' must be a list of messages .*; a row has {re.escape(repr(value))}"
+        with pytest.raises(UserError, match=said):
+            prepare(tmp_path, *streaming)
 
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps=1"]])
@@ -335,10 +345,49 @@ def test_a_dataset_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[
     )
     if not streaming:
         assert data.report.num_rows_used == 300
-        with pytest.raises(UserError, match=r"--eval_dataset_name .*a: none of its 300 rows can be evaluated on: 300"):
-            prepare(tmp_path / "a", f"--eval_dataset_name={tmp_path / 'a'}")
+        _repeated_problems(copied := tmp_path / "c.jsonl")
+        with pytest.raises(
+            UserError, match=r"--eval_dataset_name .*c.jsonl: none of its 300 rows .* evaluated on: 300"
+        ):
+            prepare(tmp_path / "a", f"--eval_dataset_name={copied}")
+    for same in (tmp_path / "a", tmp_path / "b" / ".." / "a"):
+        with pytest.raises(UserError, match=f"--eval_dataset_name {same} has files that --dataset_name .* trains on"):
+            prepare(tmp_path / "a", f"--eval_dataset_name={same}", *streaming)
     with pytest.raises(UserError, match="--eval_dataset_name nothing.jsonl: no such file"):
         prepare(tmp_path / "a", "--eval_dataset_name=nothing.jsonl", *streaming)
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_nothing_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    name = _write(tmp_path / "a.jsonl", MIXED)
+    long = _write(tmp_path / "long.jsonl", [_row("x " * 3000, "y")] * 3)
+    with pytest.raises(
+        UserError, match=r"--eval_dataset_name .*long.jsonl: none of its .*3|200000 rows can be evaluated"
+    ):
+        prepare(name, f"--eval_dataset_name={long}", *streaming)
+
+
+@pytest.mark.parametrize("options", [[], ["--dataset_weights=1,1"], ["--dataset_weights=1,1", "--streaming"]])
+def test_no_row_comes_twice_in_a_mix(prepare: Any, tmp_path: Path, options: list[str]) -> None:
+    one, other = _write(tmp_path / "a.jsonl", MIXED), _write(tmp_path / "b.jsonl", MIXED)
+    for names in (f"{one},{tmp_path}/../{tmp_path.name}/a.jsonl", f"{tmp_path}/*.jsonl,{other}"):
+        with pytest.raises(UserError, match=r"--dataset_name .*: .*\.jsonl has files that are named twice"):
+            prepare(names, *options)
+
+
+def test_a_stream_without_rows_in_a_mix_is_named(prepare: Any, tmp_path: Path) -> None:
+    (tmp_path / "b.csv").write_text("problem,generated_solution\n")
+    name = _write(tmp_path / "a.jsonl", MIXED)
+    with pytest.raises(UserError, match=r"^--dataset_name .*b\.csv: split 'train' holds no row"):
+        prepare(f"{name},{tmp_path / 'b.csv'}", "--dataset_weights=1,1", "--streaming")
+
+
+def test_an_empty_name_is_not_the_current_folder(prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _write(tmp_path / "a.jsonl", MIXED)
+    monkeypatch.chdir(tmp_path)
+    for options in (["--dataset_name=a.jsonl,"], ["--eval_dataset_name="]):
+        with pytest.raises(UserError, match=f"{options[0].partition('=')[0]} has an empty name"):
+            prepare(name, *options)
 
 
 def test_a_broken_line_in_a_mix(prepare: Any, tmp_path: Path) -> None:

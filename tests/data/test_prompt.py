@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from llm_fp8.config.options import COLUMN_NAMES
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import (
+    ANSWER_COLUMN,
     COLUMNS,
     OPTIONAL_COLUMNS,
     PROMPT_FORM,
@@ -25,7 +26,6 @@ from llm_fp8.data.prompt import (
     encode_prompt,
     problem_of,
 )
-from llm_fp8.data.split import ANSWER_COLUMN
 from llm_fp8.utils.errors import UserError
 
 CHATML = (
@@ -142,10 +142,23 @@ def test_columns() -> None:
     assert detect_columns(["id", "conversations"]) == "sharegpt"
     assert detect_columns(["instruction", "input", "output", "text"]) == "alpaca"
     assert detect_columns(["messages", "text"], mapped=["text"]) == "text", "what --columns names comes first"
+    assert (
+        detect_columns(["problem", "generated_solution", "expected_answer"], ["expected_answer"]) == "problem_solution"
+    )
+    both = ["problem", "generated_solution", "instruction", "output", "input"]
+    assert detect_columns(both, mapped=["input"]) == "alpaca"
     with pytest.raises(
         UserError, match=r"columns question, answer; understood are: problem \+ generated_solution; messages;"
     ):
         detect_columns(["question", "answer"])
+
+
+@pytest.mark.parametrize("mapped", [["problem"], ["input"], ["text", "tools"], ["text", "expected_answer"]])
+def test_a_mapped_column_that_nothing_would_use_is_refused(mapped: list[str]) -> None:
+    with pytest.raises(
+        UserError, match=f"--columns gives {', '.join(mapped)}, and no form .* columns are then .*answer"
+    ):
+        detect_columns([*mapped, "answer", "text"], mapped)
 
 
 def test_every_column_can_be_given_another_name() -> None:

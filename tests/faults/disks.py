@@ -41,7 +41,7 @@ def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
     disk.mkdir()
     for number in range(count):
         scenario = draw.choice(list(SCENARIOS))
-        expected, _ = runs.undisturbed(scenario)
+        expected, _, _ = runs.undisturbed(scenario)
         room = f"size={int(draw.uniform(0.05, 1) * NEEDED_MIB * 2**10)}k"
         if draw.random() < 0.3:
             room = f"size={int(NEEDED_MIB)}m,nr_inodes={draw.randint(4, 60)}"

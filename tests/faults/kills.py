@@ -1,9 +1,10 @@
 """Kills and signals at random moments of random runs on the CPU, each run resumed until it ends.
 
-    python -m tests.faults.kills --seed 0 --count 300 --output kills.json
+    python -m tests.faults.kills --seed 0 --count 300 [--scenarios "best kept,mixed"] --output kills.json
 
-A run counts as `different` where its metrics (but for the clock) or final weights are not, bit for bit, those of the
-uninterrupted run, and as `torn` where a start after a kill ended with another code than 0, 130, 143 or the kill's.
+A run counts as `different` where its metrics (but for the clock), its final weights, what it says of its end and its
+best step, or a checkpoint that it kept are not, bit for bit, those of the uninterrupted run, and as `torn` where a
+start after a kill ended with another code than 0, 130, 143 or the kill's.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.train.checkpoint import LATEST
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import write_json_atomic, write_jsonl_atomic
 from tests.support.processes import exit_code, start_training
-from tests.support.small import records, write_model, write_rows
+from tests.support.small import records, summary_json, write_model, write_rows
 
 SCENARIOS: dict[str, list[str]] = {
     "padded": [],
@@ -37,10 +41,26 @@ SCENARIOS: dict[str, list[str]] = {
     "lora": ["--lora_rank=4", "--lora_dropout=0.1"],
     "streamed": ["--streaming", "--eval_every=0", "--validation_fraction=0"],
     "8-bit moments": ["--optimizer=adamw_8bit", "--mixed_precision=bf16"],
-}
+    "best kept": [  # the loss falls and rises: of the evaluations the second is the best
+        "--keep_best", "--eval_every=3", "--save_total_limit=1", "--learning_rate=1", "--lr_scheduler=constant",
+    ],
+    "stopped early": [
+        "--early_stopping_patience=2", "--early_stopping_threshold=0.05", "--eval_every=1", "--keep_best",
+        "--save_every=0", "--learning_rate=1e-3",
+    ],
+    "saved by the clock": ["--save_every=0", "--save_minutes=0.0001", "--log_every=1"],
+    "mixed": ["--dataset_name={rows},{chats}", "--dataset_weights=0.7,0.3", "--eval_dataset_name={others}"],
+    "mixed and streamed": [
+        "--dataset_name={rows},{chats}", "--dataset_weights=0.7,0.3", "--eval_dataset_name={others}", "--streaming",
+        "--packing", "--max_seq_length=256", "--batch_size=4",
+    ],
+}  # fmt: skip
+"""What stands here comes last on the command line, and so counts."""
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 CLEAN = {signal.SIGKILL: {-9}, signal.SIGTERM: {143, -15}, signal.SIGINT: {130}}
 """Exit codes of a start that the signal ended; 0 where it came too late."""
+KEPT_IN_SUMMARY = ("steps", "best", "exported_step", "stopped_early")
+"""Entries of summary.json that must not depend on kills."""
 
 
 def outcome(folder: Path, names: Sequence[str] = ()) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -52,6 +72,41 @@ def outcome(folder: Path, names: Sequence[str] = ()) -> tuple[list[dict[str, Any
     ]
     weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("final/*.safetensors")}
     return kept, weights
+
+
+Kept = tuple[dict[str, Any], dict[str, str]]
+
+
+def kept(folder: Path) -> Kept:
+    """Of a finished run: what it says of its end and its best step, and a hash of each checkpoint's tensors."""
+    summary = {key: value for key, value in summary_json(folder).items() if key in KEPT_IN_SUMMARY}
+    if "best" in summary:
+        summary["best"] = {**summary["best"], "checkpoint": Path(summary["best"]["checkpoint"]).name}
+    hashes = {}
+    for path in sorted((folder / "checkpoints").glob("step-*")):
+        with tempfile.NamedTemporaryFile() as file:
+            dcp_to_torch_save(path, file.name)
+            tensors = torch.load(file.name)
+        digest = hashlib.sha256()
+        for name in sorted(tensors):
+            digest.update(name.encode() + tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        hashes[path.name] = digest.hexdigest()
+    return summary, hashes
+
+
+def kept_differently(
+    found: tuple[dict[str, Any], dict[str, str]], expected: tuple[dict[str, Any], dict[str, str]]
+) -> Any:
+    """What differs of two runs' `kept`, checkpoints of steps that both have compared; None where nothing does. A signal
+    saves a checkpoint of its own, which may take the place of an older one; the best and the last step's must be there.
+    """
+    if found[0] != expected[0]:
+        return {"summary": [found[0], expected[0]]}
+    needed = {expected[0]["best"]["checkpoint"]} if "best" in expected[0] else set()
+    needed |= {name for name in expected[1] if name == f"step-{expected[0]['steps']:08d}"}
+    both = found[1].keys() & expected[1].keys()
+    different = sorted((needed - both) | {name for name in both if found[1][name] != expected[1][name]})
+    return {"checkpoints": different} if different else None
 
 
 def first_difference(found: Any, expected: Any) -> Any:
@@ -69,7 +124,13 @@ class SmallRuns:
     def __init__(self, scratch: Path) -> None:
         self.scratch, self.log = scratch, scratch / "log"
         self._model, self._rows = write_model(scratch / "model"), write_rows(scratch / "rows.jsonl", 64)
-        self._undisturbed: dict[str, tuple[Any, float]] = {}
+        chats = (
+            {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": str(i)}]}
+            for i in range(40)
+        )
+        write_jsonl_atomic(scratch / "chats.jsonl", chats)
+        write_rows(scratch / "others.jsonl", 80)
+        self._undisturbed: dict[str, tuple[Any, Any, float]] = {}
 
     def start(self, scenario: str, folder: Path) -> Any:
         """A process that trains in `folder`: resumed where there is a checkpoint, else anew, as a user would."""
@@ -83,26 +144,29 @@ class SmallRuns:
             "--batch_size=8",
         ]
         often = ["--batch_size=8", "--max_steps=12", "--save_every=2", "--eval_every=5", "--learning_rate=1e-2"]
-        return start_training(self.log, *shared, *often, *SCENARIOS[scenario], f"--output_dir={folder}", *resume)
+        files = {name: self.scratch / f"{name}.jsonl" for name in ("rows", "chats", "others")}
+        own = [option.format(**files) for option in SCENARIOS[scenario]]
+        return start_training(self.log, *shared, *often, *own, f"--output_dir={folder}", *resume)
 
-    def undisturbed(self, scenario: str) -> tuple[Any, float]:
-        """`outcome` and seconds of the scenario."""
+    def undisturbed(self, scenario: str) -> tuple[Any, Any, float]:
+        """`outcome`, `kept` and seconds of the scenario."""
         if scenario not in self._undisturbed:
             whole, began = self.scratch / f"whole-{scenario}", time.monotonic()
             if code := exit_code(self.start(scenario, whole)):
                 raise RuntimeError(f"{scenario} ends with {code}: {self.log.read_text()[-3000:]}")
-            self._undisturbed[scenario] = outcome(whole), time.monotonic() - began
+            duration_s = time.monotonic() - began
+            self._undisturbed[scenario] = outcome(whole), kept(whole), duration_s
         return self._undisturbed[scenario]
 
 
-def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
+def campaign(seed: int, count: int, scratch: Path, scenarios: Sequence[str] = tuple(SCENARIOS)) -> dict[str, Any]:
     """Send `count` signals to running trainings; returns what was sent, where it came, and what it broke."""
     moments, runs = random.Random(seed), SmallRuns(scratch)
     sent, codes, different, torn = Counter[str](), Counter[str](), [], []
     num_runs = num_during_saves = 0
     while sum(sent.values()) < count:
-        scenario = moments.choice(list(SCENARIOS))
-        expected, duration_s = runs.undisturbed(scenario)
+        scenario = moments.choice(scenarios)
+        expected, expected_kept, duration_s = runs.undisturbed(scenario)
         folder = scratch / f"run-{num_runs}"
         num_runs += 1
         ends: list[Any] = []
@@ -124,11 +188,15 @@ def campaign(seed: int, count: int, scratch: Path) -> dict[str, Any]:
             if number is None or code not in CLEAN[number]:
                 torn.append({"scenario": scenario, "code": code, "said": runs.log.read_text()[-2000:]})
                 break
-        if code == 0 and (difference := first_difference(outcome(folder), expected)):
+        difference = None
+        if code == 0:
+            difference = first_difference(outcome(folder), expected) or kept_differently(kept(folder), expected_kept)
+        if difference:
             different.append({"scenario": scenario, "run": num_runs, "ends": ends, "difference": difference})
         shutil.rmtree(folder, ignore_errors=True)
     return {
         "seed": seed,
+        "scenarios": list(scenarios),
         "num_runs": num_runs,
         "sent": dict(sent),
         "during_saves": num_during_saves,
@@ -143,10 +211,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=300, help="signals")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="names, separated by commas (default: all)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        found = campaign(options.seed, options.count, Path(scratch))
+        found = campaign(options.seed, options.count, Path(scratch), options.scenarios.split(","))
     print(json.dumps(found, indent=1))
     if options.output:
         write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), **found})

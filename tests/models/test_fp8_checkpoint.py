@@ -243,8 +243,13 @@ def change(folder: str, edit: Any) -> None:
         ),
         "turned": (lambda held: held.update({SCALE: torch.ones(9)}), "[9], and its weight [48, 32] needs [3, 3]"),
         "wrong dtype": (lambda held: held.update({SCALE: torch.ones(3, 3, dtype=torch.int32)}), f"'{SCALE}' is I32"),
-        "NaN": (lambda held: held[SCALE][1, 1].fill_(float("nan")), f"'{SCALE}' holds a scale that is not finite"),
-        "infinity": (lambda held: held[SCALE][2, 0].fill_(float("inf")), f"'{SCALE}' holds a scale that is not"),
+        "NaN": (lambda held: held[SCALE][1, 1].fill_(float("nan")), f"'{SCALE}' holds a scale that is neg"),
+        "infinity": (lambda held: held[SCALE][2, 0].fill_(float("inf")), "scale that is negative or not finite"),
+        "negative": (lambda held: held[SCALE][2, 0].neg_(), f"'{SCALE}' holds a scale that is negative"),
+        "whole numbers": (
+            lambda held: held.update({"lm_head.weight": torch.ones(1024, 32, dtype=torch.int8)}),
+            "'lm_head.weight' holds torch.int8 in the checkpoint, not floats",
+        ),
         "surplus scale": (
             lambda held: held.update({WEIGHT: torch.zeros(48, 32)}),
             f"'{SCALE}' is the scale of no fp8 tensor",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch):
     written: list[tuple[int, int]] = []
     in_fp8 = llm_fp8.models.fp8_export._in_fp8
 
-    def watched(path: Path, weights: set[str]) -> Any:
+    def watched(path: Path, *more: Any) -> Any:
         read.append(path.name)
-        return in_fp8(path, weights)
+        return in_fp8(path, *more)
 
     monkeypatch.setattr(llm_fp8.models.fp8_export, "_in_fp8", watched)
     monkeypatch.setattr(
@@ -202,6 +203,19 @@ def test_a_validation_split_is_what_is_evaluated(tmp_path, monkeypatch, capsys):
     assert said[0].replace("/data:", "") == said[1].replace("/held_out.jsonl:", "")
 
 
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+EDITS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "missing tensor": lambda held: held.pop(UP),
+    "missing norm": lambda held: held.pop(NORM),
+    "surplus tensor": lambda held: held.update(more=torch.ones(2)),
+    "wrong shape": lambda held: held.update({NORM: torch.ones(3)}),
+    "whole numbers": lambda held: held.update({NORM: torch.ones(32, dtype=torch.int32)}),
+    "fp8 already": lambda held: held.update({UP: held[UP].to(torch.float8_e4m3fn)}),
+    "NaN": lambda held: held[UP][3, 2].fill_(float("nan")),
+    "infinite norm": lambda held: held[NORM][1].fill_(float("inf")),
+}
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     {
@@ -209,19 +223,26 @@ def test_a_validation_split_is_what_is_evaluated(tmp_path, monkeypatch, capsys):
         "output is a file": "--output .*out exists already and is no empty folder",
         "quantised": "source is quantised already",
         "no weights": "there is no model.safetensors",
-        "missing tensor": "its files hold no model.layers.0.mlp.up_proj.weight",
+        "missing tensor": "source: the checkpoint lacks model.layers.0.mlp.up_proj.weight; export it again",
+        "missing norm": "source: the checkpoint lacks model.norm.weight; export it again",
+        "surplus tensor": "source: the checkpoint holds 'more', which this architecture does not have",
+        "wrong shape": r"'model.norm.weight' has shape \[3\] in the checkpoint and \[32\] in the config",
+        "whole numbers": "'model.norm.weight' holds torch.int32 in the checkpoint",
+        "fp8 already": "model.safetensors: 'model.layers.0.mlp.up_proj.weight' is fp8, and config.json has no quant",
         "NaN": "model.safetensors: 'model.layers.0.mlp.up_proj.weight' holds values that are not finite",
+        "infinite norm": "model.safetensors: 'model.norm.weight' holds values that are not finite",
         "truncated": "model.safetensors is truncated or corrupt",
         "no folder": "FINAL_DIR .*nowhere: no such folder",
         "adapter": "holds a PEFT adapter and no model",
         "no place": r"source in fp8 could not be written to /proc/nowhere/out .* another --output",
         "no data": "--data .*none.jsonl",
         "too long": "--max_seq_length 512 is more than the 256 positions",
+        "length without data": "--max_seq_length has no effect without --data",
     }.items(),
 )
 def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, how, words):
     source, out = Path(write_model(tmp_path / "source")), tmp_path / "out"
-    weights, name, more = source / "model.safetensors", "model.layers.0.mlp.up_proj.weight", []
+    weights, more = source / "model.safetensors", []
     if how == "output holds files":
         out.mkdir()
         (out / "a").touch()
@@ -231,11 +252,9 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, how, words):
         set_quantization(source, quantization_config("block"))
     elif how == "no weights":
         weights.unlink()
-    elif how in ("missing tensor", "NaN"):
+    elif how in EDITS:
         held = load_file(weights)
-        held[name][3, 2] = float("nan")
-        if how == "missing tensor":
-            del held[name]
+        EDITS[how](held)
         save_file(held, weights, metadata={"format": "pt"})
     elif how == "truncated":
         weights.write_bytes(weights.read_bytes()[:-10])
@@ -247,6 +266,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, how, words):
         out = Path("/proc/nowhere/out")
     elif how == "no data":
         more = ["--data", tmp_path / "none.jsonl", "--max_seq_length=256"]
+    elif how == "length without data":
+        more = ["--max_seq_length=512"]
     elif how == "too long":
         more = ["--data", write_rows(tmp_path / "rows.jsonl", 3), "--max_seq_length=512"]
     was = sorted(path.name for path in tmp_path.iterdir())

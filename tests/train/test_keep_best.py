@@ -15,7 +15,7 @@ from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import assert_same_tensors, final_weights, records, steps, summary_json, train
+from tests.support.small import assert_same_tensors, final_weights, records, steps, summary_json, train, write_rows
 from tests.support.told_losses import tell
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0}
@@ -98,6 +98,24 @@ def test_a_resumed_run_knows_the_best_step(tmp_path, options, eval_losses, stop_
     assert summary_json(resumed)["best"]["step"] == 4 and summary_json(resumed)["exported_step"] == 4
     assert checkpoints(resumed) == checkpoints(whole)
     assert_same_tensors(final_weights(whole), final_weights(resumed))
+
+
+@pytest.mark.parametrize("changed", ["--eval_batches=1", "--eval_dataset_name={others}"])
+def test_losses_on_other_data_are_not_compared(tmp_path, options, eval_losses, stop_after, capsys, changed):
+    """Step 4's loss is on what is no longer evaluated on; of the evaluations since, step 8 has the lowest."""
+    options = [
+        *options,
+        f"--output_dir={tmp_path / 'run'}",
+        f"--eval_dataset_name={write_rows(tmp_path / 'a.jsonl', 90)}",
+    ]
+    stop_after(5)
+    assert train(*options) == 143
+    others = write_rows(tmp_path / "b.jsonl", 80)
+    assert train(*options, changed.format(others=others), "--resume_from=latest", "--early_stopping_patience=4") == 0
+    said = capsys.readouterr().out
+    assert "evaluation is on other data than before this checkpoint: for --keep_best" in said
+    assert "early_stopping_patience 0 -> 4" in said and changed[2:].split("=")[0] in said
+    assert summary_json(tmp_path / "run")["best"]["step"] == 8
 
 
 def test_a_branch_in_another_folder(tmp_path, options, eval_losses, capsys):
