@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,10 @@ def test_every_row_is_longer_than_the_sequence(tmp_path):
     assert min(len(tokenizer(row["generated_solution"])["input_ids"]) for row in read_jsonl(rows)) > 1024
 
 
-def test_trainers_run_and_one_that_cannot_says_why(tmp_path):
+def test_trainers_run_and_one_that_cannot_says_why(tmp_path, warm_python):
     """On the CPU: the Trainer and the loop train, and small letters are no backend to Accelerate."""
     output = tmp_path / "found.json"
-    command = [sys.executable, "benchmarks/trainers_certificate.py", "--output", str(output), "--at_once", "3"]
+    command = [warm_python, "benchmarks/trainers_certificate.py", "--output", str(output), "--at_once", "3"]
     command += ["--variants", "trainer_bf16,loop_bf16,trainer_flag_te", "--steps", "9", "--hidden_size", "128"]
     command += ["--num_layers", "1", "--seq_length", "32", "--batch_size", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

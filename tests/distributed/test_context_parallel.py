@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import IGNORE_INDEX
+from tests.support.processes import CONTEXT
 
 PAD = 3
 VOCABULARY = 64
@@ -340,11 +340,9 @@ def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
 
 def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) -> None:
     world_size, size = 4, 2
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["llm_fp8.distributed.context_parallel"])
     address = str(tmp_path / "rendezvous")
     processes = [
-        context.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True)
+        CONTEXT.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:

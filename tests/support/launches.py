@@ -22,10 +22,10 @@ _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+
 """Of torchrun's report."""
 
 
-def torchrun(*options: str) -> list[str]:
-    """The launcher for two processes, with a port of its own."""
+def torchrun(*options: str, python: str = sys.executable) -> list[str]:
+    """The launcher for two processes, with a port of its own; all are started with `python`."""
     return [
-        sys.executable,
+        python,
         "-m",
         "torch.distributed.run",
         "--nproc_per_node=2",

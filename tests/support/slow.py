@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 SLOW_PARTS = {
-    *("subprocess", "multiprocessing", "Popen", "start_training", "start_ranks", "start_process", "on_ranks"),
+    *("subprocess", "multiprocessing", "Popen", "CONTEXT", "start_training", "start_ranks"),
+    *("start_process", "on_ranks"),
     *("Forked", "Torchrun", "train", "run_training", "run_as_main", "warm_python", "browser"),
 }
 """Modules, functions and fixtures: a test that names one, itself or in what it calls under tests/, is slow."""

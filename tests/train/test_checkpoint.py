@@ -1,7 +1,6 @@
 """Checkpoints: exact round trips, what a kill or a full disk leaves behind, and what is refused and how it is said."""
 
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -19,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from llm_fp8.train.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
 from llm_fp8.utils.errors import UserError
+from tests.support.processes import CONTEXT
 
 
 def make_tensors(seed=0):
@@ -307,16 +307,14 @@ def resume_and_save_forever(output_dir, connection):
 
 
 def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["llm_fp8.train.checkpoint"])
     rng = random.Random(0)
     manager = CheckpointManager(tmp_path, limit=2)
     last_reported, kills_inside_a_save = 0, 0
     for kill in range(60):
         if kill >= 8 and kills_inside_a_save:
             break
-        receiver, sender = processes.Pipe(duplex=False)
-        process = processes.Process(target=resume_and_save_forever, args=(str(tmp_path), sender), daemon=True)
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=resume_and_save_forever, args=(str(tmp_path), sender), daemon=True)
         process.start()
         sender.close()
         assert receiver.poll(60), "the process did not come up"
@@ -363,9 +361,8 @@ def interrupt_while_saving(output_dir, connection):
 
 
 def test_ctrl_c_during_a_save_is_an_interrupt_and_cleans_up(tmp_path):
-    processes = multiprocessing.get_context("forkserver")
-    receiver, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=interrupt_while_saving, args=(str(tmp_path), sender), daemon=True)
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=interrupt_while_saving, args=(str(tmp_path), sender), daemon=True)
     process.start()
     sender.close()
     assert receiver.poll(60) and receiver.recv() == 1
@@ -411,10 +408,9 @@ def save_sharded(output_dir, rendezvous, rank):
 
 
 def test_two_ranks_save_what_one_can_read(tmp_path):
-    processes = multiprocessing.get_context("forkserver")
     output_dir = str(tmp_path / "run")
     ranks = [
-        processes.Process(target=save_sharded, args=(output_dir, str(tmp_path / "rendezvous"), rank), daemon=True)
+        CONTEXT.Process(target=save_sharded, args=(output_dir, str(tmp_path / "rendezvous"), rank), daemon=True)
         for rank in range(2)
     ]
     for process in ranks:

@@ -18,6 +18,8 @@ from tests.support.hub_server import TOKEN, Hub, Repo, served
 from tests.support.launches import ROOT, torchrun
 from tests.support.small import summary_json
 
+AT_THE_HUB = str(ROOT / "tests" / "support" / "at_the_hub.py")
+
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
@@ -30,16 +32,32 @@ def options(small_run, tmp_path) -> list[str]:
     return [*small_run, "--max_steps=2", "--push_to_hub", f"--output_dir={tmp_path / 'run'}"]
 
 
-def train_here(hub: Hub, home: Path, *options: str, token: str | None = TOKEN, **more: str):
-    """Run train_fp8.py as a process whose user is logged in at `hub`."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train_fp8.py"), *options],
-        cwd=home,
-        env=hub.environment(home, token) | more,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+def run_at(hub: Hub, home: Path, *words: str, token: str | None = TOKEN, **more: str):
+    """Run a command as a process whose user is logged in at `hub`."""
+    environment = hub.environment(home, token) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+    given = {"cwd": home, "env": environment, "stdin": subprocess.DEVNULL}
+    return subprocess.run(words, capture_output=True, text=True, **given)
+
+
+@pytest.fixture
+def train_here(hub, warm_python, tmp_path):
+    """A function: run train_fp8.py so."""
+
+    def run(*options: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return run_at(hub, tmp_path, warm_python, AT_THE_HUB, str(ROOT / "train_fp8.py"), *options, **more)
+
+    return run
+
+
+@pytest.fixture
+def two_train_here(hub, warm_python, tmp_path):
+    """A function: run train_multi_gpu.py so, in two processes under torchrun."""
+
+    def run(*options: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+        command = [*torchrun(python=warm_python), AT_THE_HUB, str(ROOT / "train_multi_gpu.py")]
+        return run_at(hub, tmp_path, *command, *options, "--batch_size=4", token=token)
+
+    return run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,7 +65,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_export_is_uploaded_to_a_new_repository(hub, tmp_path, options):
-    done = train_here(hub, tmp_path, *options, "--hub_private")
+    """By the script as a user starts it."""
+    done = run_at(hub, tmp_path, sys.executable, str(ROOT / "train_fp8.py"), *options, "--hub_private")
     assert done.returncode == 0, done.stderr
     (name,) = hub.repos
     repo = hub.repos[name]
@@ -58,20 +77,18 @@ def test_the_export_is_uploaded_to_a_new_repository(hub, tmp_path, options):
     assert "train_fp8.py" in card and "--push_to_hub" in card and "license" not in card
 
 
-def test_what_an_earlier_upload_left(hub, tmp_path, options):
+def test_what_an_earlier_upload_left(hub, tmp_path, options, train_here):
     """Loaders would take model.safetensors of before for the model; what the user put there stays."""
     earlier = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}", "config.json": b"{}"}
     repo = hub.repos["me/mine"] = Repo(files={**earlier, "LICENSE": b"mine", ".gitattributes": b"x"})
-    done = train_here(hub, tmp_path, *options, "--hub_model_id=me/mine")
+    done = train_here(*options, "--hub_model_id=me/mine")
     assert done.returncode == 0, done.stderr
     kept = {"LICENSE": b"mine", ".gitattributes": b"x"}
     assert repo.files == {**contents(tmp_path / "run" / "final"), **kept}
 
 
-def test_an_adapter_is_uploaded_by_the_main_rank_alone(hub, tmp_path, options):
-    words = [*torchrun(), str(ROOT / "train_multi_gpu.py"), *options, "--batch_size=4", "--lora_rank=2"]
-    environment = hub.environment(tmp_path) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+def test_an_adapter_is_uploaded_by_the_main_rank_alone(hub, tmp_path, options, two_train_here):
+    done = two_train_here(*options, "--lora_rank=2")
     assert done.returncode == 0, done.stderr
     files = hub.repos["me/run"].files
     assert files == contents(tmp_path / "run" / "final") and "model.safetensors" not in files
@@ -80,9 +97,9 @@ def test_an_adapter_is_uploaded_by_the_main_rank_alone(hub, tmp_path, options):
         assert hub.requests.count(once) == 1
 
 
-def test_a_hub_that_is_gone_after_the_training(hub, tmp_path, options):
+def test_a_hub_that_is_gone_after_the_training(hub, tmp_path, options, train_here):
     hub.leaves_before_upload = True
-    done = train_here(hub, tmp_path, *options)
+    done = train_here(*options)
     final = tmp_path / "run" / "final"
     assert done.returncode == 1 and "Traceback" not in done.stderr
     sentence = done.stderr.splitlines()[-1]
@@ -104,10 +121,8 @@ def refused(done: subprocess.CompletedProcess[str], folder: Path) -> str:
     return next(line for line in done.stderr.splitlines() if line.startswith("error: "))
 
 
-def test_a_wrong_token_is_refused_before_the_run_on_all_ranks(hub, tmp_path, options):
-    words = [*torchrun(), str(ROOT / "train_multi_gpu.py"), *options, "--batch_size=4"]
-    environment = hub.environment(tmp_path, "hf_wrong") | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+def test_a_wrong_token_is_refused_before_the_run_on_all_ranks(hub, tmp_path, options, two_train_here):
+    done = two_train_here(*options, token="hf_wrong")
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and len(said) == 1  # torchrun's code
     assert said[0].startswith("error: --push_to_hub to run, the output folder's name: the hub does not accept this")
@@ -115,8 +130,8 @@ def test_a_wrong_token_is_refused_before_the_run_on_all_ranks(hub, tmp_path, opt
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_without_the_network(hub, tmp_path, options):
-    sentence = refused(train_here(hub, tmp_path, *options, HF_HUB_OFFLINE="1"), tmp_path / "run")
+def test_without_the_network(hub, tmp_path, options, train_here):
+    sentence = refused(train_here(*options, HF_HUB_OFFLINE="1"), tmp_path / "run")
     assert sentence.startswith("error: --push_to_hub needs the Hugging Face hub, and HF_HUB_OFFLINE")
     assert not hub.requests
 
