@@ -183,6 +183,16 @@ class _Job:
         form = detect_columns(columns, data.column_names)
         return TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt)
 
+    def check_mapping(self, columns: Sequence[Sequence[str]]) -> None:
+        """Raise `UserError` where --columns names a column that no dataset got; `columns` are theirs, under our names.
+        """
+        for ours, theirs in self.config.data.column_names.items():
+            if not any(ours in names for names in columns):
+                raise UserError(
+                    f"--columns {ours}={theirs}: none of the datasets of --dataset_name has a column '{theirs}'; "
+                    "correct the name, or drop it."
+                )
+
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
         """The sequences of the `chosen` documents; `lengths` are those of all, in tokens."""
         if not self.config.packing:
@@ -246,6 +256,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     if job.shares is not None:
         datasets = take_shares(datasets, job.shares)
     eval_datasets = [load_split(source, split) for source, split in job.evaluation] or datasets
+    job.check_mapping([each.column_names for each in datasets])
     num_problems = job.config.run.eval_exact_match
     if num_problems:
         if len(eval_datasets) > 1:
@@ -331,7 +342,9 @@ def _prepare_stream(job: _Job) -> PreparedData:
     def read(stream: IterableDataset) -> Iterator[MixedRow]:
         return iterate_mixed(job.train, stream) if shares is not None else _numbered(0, iterate(*job.train[0], stream))
 
-    options = [job.options(_stream_columns(part)) for part in job.train]
+    columns = list(map(_stream_columns, job.train))
+    job.check_mapping(columns)
+    options = list(map(job.options, columns))
     share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
     fraction = 0.0 if job.evaluation else share
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
