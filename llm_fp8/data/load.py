@@ -31,6 +31,7 @@ from yaml import YAMLError
 
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.data.prompt import names_a_form
 from llm_fp8.utils.errors import UserError
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -63,7 +64,7 @@ class DatasetSource:
     columns: Mapping[str, str] = field(default_factory=dict)
     """--columns: our name of a column -> the dataset's."""
     several: bool = False
-    """Whether --columns is said of several datasets, some of which may have our names."""
+    """Whether --columns is said of several datasets, some of which may have our names or another form."""
     config: str | None = None
     """Its configuration (--dataset_config); None for the default one."""
     flag: str = "--dataset_name"
@@ -103,9 +104,11 @@ class DatasetSource:
 
     def renames(self, names: Iterable[str]) -> dict[str, str]:
         """The dataset's name -> ours, of the columns in --columns; `UserError` where `names`, all of the dataset's,
-        lack one.
+        lack one. Of several datasets, one that has none of them and is understood as it is keeps its names.
         """
         names, renames = list(names), {}
+        if self.several and names_a_form(names) and not set(names) & set(self.columns.values()):
+            return {}
         for ours, theirs in self.columns.items():
             if theirs in names:
                 renames[theirs] = ours

@@ -181,8 +181,19 @@ class _Job:
 
     def options(self, source: DatasetSource, columns: Sequence[str]) -> TokeniseOptions:
         data = self.config.data
-        form = detect_columns(columns, data.column_names, f"{source.flag} {source.name}")
+        mapped = [name for name in data.column_names if name in columns]  # one of several datasets may lack some
+        form = detect_columns(columns, mapped, f"{source.flag} {source.name}")
         return TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt)
+
+    def check_mapping(self, columns: Sequence[Sequence[str]]) -> None:
+        """Raise `UserError` where --columns names a column that no dataset got; `columns` are theirs, under our names.
+        """
+        for ours, theirs in self.config.data.column_names.items():
+            if not any(ours in names for names in columns):
+                raise UserError(
+                    f"--columns {ours}={theirs}: none of the datasets of --dataset_name has a column '{theirs}'; "
+                    "correct the name, or drop it."
+                )
 
     def plan(self, lengths: IndexArray, chosen: IndexArray) -> PackingPlan:
         """The sequences of the `chosen` documents; `lengths` are those of all, in tokens."""
@@ -253,6 +264,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     if job.shares is not None:
         datasets = take_shares(datasets, job.shares)
     eval_datasets = [load_split(source, split) for source, split in job.evaluation] or datasets
+    job.check_mapping([each.column_names for each in datasets])
     num_problems = job.config.run.eval_exact_match
     if num_problems:
         if len(eval_datasets) > 1:
@@ -336,7 +348,9 @@ def _prepare_stream(job: _Job) -> PreparedData:
     def read(stream: IterableDataset) -> Iterator[MixedRow]:
         return iterate_mixed(job.train, stream) if shares is not None else _numbered(0, iterate(*job.train[0], stream))
 
-    options = [job.options(part[0], _stream_columns(part)) for part in job.train]
+    columns = list(map(_stream_columns, job.train))
+    job.check_mapping(columns)
+    options = [job.options(part[0], names) for part, names in zip(job.train, columns, strict=True)]
     share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
     fraction = 0.0 if job.evaluation else share
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)

@@ -54,7 +54,7 @@ MAX_CHARACTERS = 4_000_000
 overlong all the same: no token of a common tokenizer has more than 128 characters.
 """
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
 ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -127,6 +127,11 @@ def detect_columns(
         f"{of} has the columns {', '.join(columns)}; understood are: {understood}. --columns "
         "says which column stands for which, as in problem=question,generated_solution=answer."
     )
+
+
+def names_a_form(columns: Collection[str]) -> bool:
+    """Whether `detect_columns` understands these."""
+    return any(all(column in columns for column in needed) for needed in COLUMNS.values())
 
 
 def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
@@ -292,16 +297,17 @@ def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _render_conversation(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    messages = conversation.messages
     _check_tools(conversation, tokenizer)
     if tokenizer.chat_template is not None:
+        conversation = _with_arguments(conversation, tokenizer)
+        messages = conversation.messages
         text = _apply_template(tokenizer, conversation)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [_template_span(text, conversation, turn, tokenizer) for turn in turns]
         return Rendered(text, spans, from_template=True)
 
     text, spans = "", []
-    for message in messages:
+    for message in conversation.messages:
         content = message["content"].strip()
         text += PLAIN_TURN.format(role=message["role"].capitalize())
         if message["role"] == "assistant" and content:
@@ -321,6 +327,39 @@ def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase)
                 f"--dataset_name: a conversation has '{name}', and the tokenizer has no chat template that shows them; "
                 "give a model with one that does, or leave such conversations out."
             )
+
+
+def _with_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    """Arguments of tool calls as objects where they are JSON text, as OpenAI's API has them: most templates write the
+    JSON themselves, and text would come out quoted. A template that fails on objects gets the text.
+    """
+    messages = [_with_object_arguments(message) for message in conversation.messages]
+    if messages == conversation.messages:
+        return conversation
+    parsed = Conversation(messages, conversation.tools)
+    try:
+        _apply_template(tokenizer, parsed)
+    except UserError:
+        return conversation
+    return parsed
+
+
+def _with_object_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = _calls(message)
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    """A call, or what stands under its `function`, with its arguments as an object where their text is that of one."""
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _parsed_call(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
+    except json.JSONDecodeError:
+        return call  # any other text, which the template shows as it is
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _template_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -435,6 +474,7 @@ def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrain
     if not conversation.messages:
         return Encoded([], [])
     _check_tools(conversation, tokenizer)
+    conversation = _with_arguments(conversation, tokenizer)
     output = cast(
         "dict[str, list[int]]",
         _run_template(tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True),

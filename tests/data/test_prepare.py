@@ -271,6 +271,23 @@ def test_several_datasets_are_trained_on_whole(prepare: Any, tmp_path: Path, tok
     assert "a.jsonl, split train: 30 of 30 rows\n" in data.describe()
 
 
+@pytest.mark.parametrize("streaming", [[], ["--streaming", "--dataset_weights=1,1", "--max_steps=1"]])
+def test_columns_of_one_dataset_leave_one_of_another_form_alone(
+    prepare: Any, tmp_path: Path, tokenizer: Any, streaming: list[str]
+) -> None:
+    """A dataset with other names beside conversations."""
+    _, chats = _mix(tmp_path).split(",")
+    theirs = _write(tmp_path / "q.jsonl", [{"question": f"a {i}", "answer": f"= {i}"} for i in range(30)])
+    name, columns = f"{theirs},{chats}", "--columns=problem=question,generated_solution=answer"
+    data = prepare(name, columns, "--validation_fraction=0", *streaming)
+    found = _counted(data, tokenizer, [[batch] for batch in _epoch(data)] if not streaming else _take(data, 4))
+    assert {problem[0] for problem in found} == {"a", "b"}
+    with pytest.raises(UserError, match=r"--columns problem=qestion: .*q\.jsonl has no column 'qestion'"):
+        prepare(name, "--columns=problem=qestion,generated_solution=answer", *streaming)
+    with pytest.raises(UserError, match=r"--columns problem=qestion: none of the datasets .* has a column 'qestion'"):
+        prepare(f"{chats},{chats}", "--columns=problem=qestion", *streaming)
+
+
 def test_weights_are_shares_of_the_rows(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
     name = _mix(tmp_path)
     for weights, num_ours, num_chats in (("0.75,0.25", 30, 10), ("1,9", 10, 90), ("3, 1.0", 30, 10)):

@@ -322,6 +322,27 @@ def test_tools_reach_the_template_and_calls_are_learnt(as_text: bool) -> None:
     assert tokenizer.decode(encoded.input_ids).startswith(f"tools: {json.dumps([{**TOOL, 'function': shown}])}\n")
 
 
+TEXT_ARGUMENTS = TOOLS.replace("c.function | tojson", "c.function.name + '|' + c.function.arguments")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": null}', "a = 1", "[1, 2]"])
+def test_arguments_of_calls_may_be_json_text(arguments: str) -> None:
+    """As OpenAI's API has them: an object for a template that writes the JSON, text for one that joins it."""
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    row = {"messages": [{"role": "user", "content": "1 + 2?"}, turn], "tools": [TOOL]}
+    bare = {"messages": [row["messages"][0], {**turn, "tool_calls": [{"name": "add", "arguments": arguments}]}]}
+    tokenizer, joined = _tokenizer(TOOLS, "<|im_end|>"), _tokenizer(TEXT_ARGUMENTS, "<|im_end|>")
+    shown = arguments if arguments.startswith("{") else json.dumps(arguments)
+    assert _supervised(_encode(row, tokenizer), tokenizer) == [
+        f'call{{"name": "add", "arguments": {shown}}}<|im_end|>'
+    ]
+    assert _supervised(_encode(row, joined), joined) == [f"calladd|{arguments}<|im_end|>"]
+    without_function = _tokenizer(TOOLS.replace("c.function", "c"), "<|im_end|>")
+    assert _supervised(_encode(bare, without_function), without_function) == [
+        f'call{{"name": "add", "arguments": {shown}}}<|im_end|>'
+    ]
+
+
 def test_tools_that_no_template_shows_are_refused() -> None:
     without = {**TOOL_CHAT, "tools": None}
     for template in (None, CHATML):
