@@ -419,10 +419,10 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
             ),
         }
     )
-    _refuse(_host_checks(share, facts.offloaded_gib, facts.free_host_gib))
     _refuse(_token_checks(config, facts))
     if config.parallel.sharding_mode == "auto":
         _refuse(_mode_checks(config, facts.sharding_mode))
+    _refuse(_host_checks(share, facts.offloaded_gib, facts.free_host_gib))
     _refuse(_rank_checks(config, facts))
     if facts.model is not None:
         _check_model(config, facts, facts.model)

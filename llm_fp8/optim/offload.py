@@ -14,9 +14,9 @@ Parameters are offloaded whole, the largest first: few and long copies, norms an
 offloaded beyond the share that was asked for is less than the smallest parameter taken.
 
 Why not others': torchao 0.18's CPUOffloadOptimizer and DeepSpeed's ZeRO-Offload step on the CPU, another function with
-other bits, for which gradients cross the bus and fp32 masters lie on the host (16 bytes per parameter and not 8). IST
-Austria's llmq (CUDA C++) streams m and v through two buffers of a decoder layer and updates on the GPU, as we do; ours
-are cut by elements, so that their size does not grow with a layer or the embedding.
+other bits, and keep gradients there too, with fp32 weights 16 bytes per parameter and not 8. IST Austria's llmq (CUDA
+C++) passes m and v through two buffers of a decoder layer and updates on the GPU, as we do; ours are cut by elements,
+so that their size does not grow with a layer or the embedding.
 """
 
 from __future__ import annotations

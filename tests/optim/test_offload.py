@@ -297,3 +297,17 @@ def test_without_any_of_the_waits_some_order_gives_other_bits(method, waiting, l
         for share, want in wanted.items()
         for seed in range(12)
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_checkpoint_waits_for_the_copies_out(seed, late_streams):
+    plain, offloaded = make_parameters(), make_parameters()
+    optimizer = build(plain, 0.0)
+    optimizer.initialize_state()
+    train(plain, optimizer, range(3))
+    late_streams(seed)
+    late = build(offloaded, 1.0)
+    train(offloaded, late, range(3))
+    with torch.no_grad():
+        saved = optimizer_tensors(late, offloaded.items())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in optimizer_tensors(optimizer, plain.items()).items())
