@@ -285,7 +285,7 @@ def test_columns_of_one_dataset_leave_one_of_another_form_alone(
     with pytest.raises(UserError, match=r"--columns problem=qestion: .*q\.jsonl has no column 'qestion'"):
         prepare(name, "--columns=problem=qestion,generated_solution=answer", *streaming)
     with pytest.raises(UserError, match=r"--columns problem=qestion: none of the datasets .* has a column 'qestion'"):
-        prepare(f"{chats},{chats}", "--columns=problem=qestion", *streaming)
+        prepare(f"{chats},{shutil.copy(chats, tmp_path / 'more.jsonl')}", "--columns=problem=qestion", *streaming)
 
 
 def test_weights_are_shares_of_the_rows(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
