@@ -14,6 +14,7 @@ from typing import Any
 
 from llm_fp8.config.options import (
     ALL_LINEAR,
+    AUTO_BATCH_SIZE,
     COLUMN_NAMES,
     DECODER_LINEARS,
     FP8_GATHER_MODES,
@@ -131,6 +132,17 @@ def check_options(config: Config) -> None:
                 run.eval_exact_match == 0 and run.eval_max_new_tokens != RunConfig.eval_max_new_tokens
             ),
         }
+    )
+
+
+def refuse_auto(config: Config) -> None:
+    """Raise `UserError` for an option that is `auto`, where nothing settles what it comes to."""
+    auto = {
+        "--batch_size": config.data.batch_size == AUTO_BATCH_SIZE,
+        "--mixed_precision": config.precision.mixed_precision == "auto",
+    }
+    _refuse(
+        {f"{flag} auto is settled by a training script on a GPU; give a value.": wrong for flag, wrong in auto.items()}
     )
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.options import Config
 from llm_fp8.optim.optimizers import OptimizerKind
-from llm_fp8.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,3 @@ class Predictor:
     compare: Callable[[RunDescription, list[dict[str, Any]]], tuple[dict[str, Any], str] | None]
     """From a run and its steps, as in metrics.jsonl, to the entry `prediction` of its summary and a line for the
     terminal; None where nothing predicts it."""
-
-
-def refuse_auto(config: Config) -> None:
-    """Raise `UserError` for a value of `auto` where nothing settles it."""
-    auto = {
-        "--batch_size": config.data.batch_size == AUTO_BATCH_SIZE,
-        "--mixed_precision": config.precision.mixed_precision == "auto",
-    }
-    for flag in (flag for flag, is_auto in auto.items() if is_auto):
-        raise UserError(f"{flag} auto needs a GPU, and the training scripts' prediction of it; give a value.")

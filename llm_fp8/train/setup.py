@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import chosen
-from llm_fp8.config.validation import check_machine
+from llm_fp8.config.validation import check_machine, refuse_auto
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.fsdp import FsdpStrategy
@@ -46,7 +46,7 @@ from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precis
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.machine import gather_facts
-from llm_fp8.train.prediction import Machine, RunDescription, Settle, refuse_auto
+from llm_fp8.train.prediction import Machine, RunDescription, Settle
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.ranks import LaunchRanks
 

@@ -17,6 +17,7 @@ os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 from llm_fp8.config.accelerate_env import launch_ranks
 from llm_fp8.config.parser import parse_launch
+from llm_fp8.config.validation import refuse_auto
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
@@ -56,6 +57,7 @@ def main() -> int:
             "one GPU (train_multi_gpu.py records communication in its own summary)."
         )
     config, _ = parse_launch(rest, os.environ, description=(__doc__ or "").split("\n\n")[0])
+    refuse_auto(config)
     if own.warmup_steps < 1:
         raise UserError(f"--warmup_steps must be at least 1, not {own.warmup_steps}.")
     for flag, path in (("--json", own.json), ("--trace", own.trace)):

@@ -74,6 +74,7 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     ("options", "environ", "said"),
     [
         (["--warmup_steps", "0"], {}, "--warmup_steps must be at least 1"),
+        (["--batch_size", "auto"], {}, "--batch_size auto is settled by a training script on a GPU; give a value."),
         (
             ["--warmup_steps", "x"],
             {},
