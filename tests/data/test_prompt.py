@@ -320,9 +320,7 @@ def test_arguments_of_calls_may_be_json_text(arguments: str) -> None:
     bare = {"messages": [row["messages"][0], {**turn, "tool_calls": [{"name": "add", "arguments": arguments}]}]}
     tokenizer, joined = _tokenizer(TOOLS, "<|im_end|>"), _tokenizer(TEXT_ARGUMENTS, "<|im_end|>")
     shown = arguments if arguments.startswith("{") else json.dumps(arguments)
-    assert _supervised(_encode(row, tokenizer), tokenizer) == [
-        f'call{{"name": "add", "arguments": {shown}}}<|im_end|>'
-    ]
+    assert _supervised(_encode(row, tokenizer), tokenizer) == [f'call{{"name": "add", "arguments": {shown}}}<|im_end|>']
     assert _supervised(_encode(row, joined), joined) == [f"calladd|{arguments}<|im_end|>"]
     without_function = _tokenizer(TOOLS.replace("c.function", "c"), "<|im_end|>")
     assert _supervised(_encode(bare, without_function), without_function) == [
