@@ -185,7 +185,7 @@ class _Job:
         return TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt)
 
     def check_mapping(self, columns: Sequence[Sequence[str]]) -> None:
-        """Raise `UserError` where --columns names a column that no dataset got; `columns` are theirs, under our names."""
+        """Raise `UserError` where --columns names what no dataset has; `columns` are theirs, under our names."""
         for ours, theirs in self.config.data.column_names.items():
             if not any(ours in names for names in columns):
                 raise UserError(

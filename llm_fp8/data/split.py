@@ -80,8 +80,8 @@ def check_answer_column(columns: list[str]) -> None:
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserError(
-            f"--eval_exact_match counts right final answers and needs the columns {', '.join(needed)}; the dataset lacks "
-            f"{', '.join(missing)} (it has: {', '.join(columns)}). Add them, or say with --columns which these are."
+            f"--eval_exact_match counts right final answers and needs the columns {', '.join(needed)}; the dataset "
+            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}). Add them, or say with --columns which these are."
         )
 
 

@@ -959,7 +959,7 @@ def run_command(monkeypatch, capsys):
     return run
 
 
-def test_a_misspelt_bundled_model_is_told_at_once(run_command: Any) -> None:
+def test_a_misspelt_bundled_model_is_told_at_once(run_command):
     code, _, said = run_command("--model_name", "Llama-3.1-9B")
     assert code == 2 and "(did you mean Llama-3.1-8B?)" in said and "owner/name" in said
 
