@@ -81,7 +81,7 @@ def check_answer_column(columns: list[str]) -> None:
     if missing:
         raise UserError(
             f"--eval_exact_match counts right final answers and needs the columns {', '.join(needed)}; the dataset "
-            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}). Add them, or say with --columns which these are."
+            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}). Add them, or map them with --columns."
         )
 
 
