@@ -48,6 +48,7 @@ from llm_fp8.data.split import (
 from llm_fp8.data.tokenise import (
     FEATURES,
     FIGURES,
+    NOTHING_TO_LEARN,
     DataReport,
     Document,
     Figures,
@@ -186,7 +187,7 @@ class _Job:
         return TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt)
 
     def check_mapping(self, columns: Sequence[Sequence[str]]) -> None:
-        """Raise `UserError` where --columns names a column that none of `columns`, the datasets', has."""
+        """Raise `UserError` where --columns names what no dataset has; `columns` are theirs, under our names."""
         for ours, theirs in self.config.data.column_names.items():
             if not any(ours in names for names in columns):
                 raise UserError(
@@ -292,7 +293,9 @@ def _prepare_map(job: _Job) -> PreparedData:
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
-        raise job.nothing_to_train_on(report.summary())
+        raise job.nothing_to_train_on(
+            report.summary() + (f"; empty rows have {NOTHING_TO_LEARN}" if report.num_empty else "")
+        )
     problems: list[Problem] = []
     if num_problems and len(eval_set):
         problems = choose_problems(eval_datasets[0], eval_set, eval_figures["problem_key"][eval_set], num_problems)

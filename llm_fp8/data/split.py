@@ -77,8 +77,8 @@ def check_answer_column(columns: list[str]) -> None:
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserError(
-            f"--eval_exact_match needs the columns {', '.join(needed)}, and the dataset lacks {', '.join(missing)} (it "
-            f"has: {', '.join(columns)}); add them, or drop it."
+            f"--eval_exact_match counts right final answers and needs the columns {', '.join(needed)}; the dataset "
+            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}). Add them, or map them with --columns."
         )
 
 

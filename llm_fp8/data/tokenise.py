@@ -73,6 +73,10 @@ class Outcome(IntEnum):
     EMPTY = 3  # without a solution, or without a supervised token
 
 
+NOTHING_TO_LEARN = "nothing to learn: no text, no answer, or no turn of the role 'assistant'"
+"""Of rows that are counted as empty."""
+
+
 @dataclass
 class DataReport:
     """Counts over the training split; with streaming over what this process has read so far, pass after pass.
@@ -150,7 +154,7 @@ class DataReport:
                 f"{self.first_overlong_row}; --max_seq_length or --overlong truncate keeps them)"
             )
         if self.num_empty:
-            reasons.append(f"{self.num_empty} have nothing to learn (the first is row {self.first_empty_row})")
+            reasons.append(f"{self.num_empty} have {NOTHING_TO_LEARN} (the first is row {self.first_empty_row})")
         share = dropped / self.num_rows_read
         return f"WARNING: {share:.1%} of the rows are not trained on: {' and '.join(reasons)}"
 

@@ -49,6 +49,18 @@ def format_step(
     return "  ".join(texts.values())
 
 
+def format_evaluation(record: Mapping[str, float]) -> str:
+    """An evaluation as a line; metrics.jsonl has all of its figures."""
+    shown = {
+        "eval_loss": "loss {:.4f}",
+        "eval_perplexity": "perplexity {:.4g}",
+        "eval_exact_match": "exact match {:.1%} of {eval_num_problems:,.0f}",
+    }
+    texts = [template.format(record[key], **record) for key, template in shown.items() if key in record]
+    time_s = sum(record.get(key, 0.0) for key in ("eval_time_s", "eval_generation_time_s"))
+    return f"evaluation at step {int(record['step'])}: {'  '.join([*texts, f'{time_s:,.1f} s'])}"
+
+
 class ProgressDisplay:
     """Shows the steps of one run on `console` (default: standard output)."""
 

@@ -29,7 +29,7 @@ from accelerate.utils import ProjectConfiguration
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
-from llm_fp8.observability.progress import ProgressDisplay
+from llm_fp8.observability.progress import ProgressDisplay, format_evaluation
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
 from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
@@ -266,12 +266,7 @@ class RunReporter:
             raise ValueError(f"evaluation of step {record['step']} while the last reported step is {self._last_step}.")
         self._write(record)
         self._last_evaluation = record
-        figures = "  ".join(
-            f"{key} {value:,.0f}" if value >= 1000 else f"{key} {value:.4g}"
-            for key, value in record.items()
-            if key != "step"
-        )
-        self._display.print(f"evaluation at step {self._last_step}: {figures}")
+        self._display.print(format_evaluation(record))
 
     def _write(self, record: dict[str, float]) -> None:
         for key, value in record.items():

@@ -4,7 +4,8 @@
 
 It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's
 or torchao's, and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the
-output folder. A failed certificate ends the run with exit code 1. The evidence and its limits: docs/monitoring.md; what
+output folder, with the energy of the training at its end. A failed certificate ends the run with exit code 1. The
+evidence and its limits: docs/monitoring.md; what
 Accelerate does to a Trainer: docs/multi_gpu.md; TRL, LLaMA-Factory, axolotl and loops without a Trainer: docs/tools.md.
 """
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -29,6 +31,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
+from llm_fp8.observability.nvml import NoNvml, open_energy_counter
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import lm_head_of, reason_to_leave
@@ -53,6 +56,14 @@ def can_record() -> bool:
     return torch.cuda.is_available()
 
 
+def open_counter() -> Callable[[], float] | None:
+    """A function that reads the energy counter of this process's GPU in J; None without a GPU or its counter."""
+    if torch.cuda.is_available():
+        with contextlib.suppress(NoNvml):
+            return open_energy_counter(torch.device("cuda", torch.cuda.current_device()))
+    return None
+
+
 class CertificateCallback(TrainerCallback):
     """Records one optimizer step of a Trainer and judges it; without an NVIDIA GPU it says that it cannot.
 
@@ -74,6 +85,8 @@ class CertificateCallback(TrainerCallback):
         self._recording: contextlib.ExitStack | None = None
         self._profile: Any = None
         self._recipe_inside: str | None = None
+        self._read_j: Callable[[], float] | None = None
+        self._begin_j, self._begin_step = math.nan, 0
         self.certificate: Certificate | None = None
         """The verdict, once the step was recorded; the worst of all processes'."""
 
@@ -91,6 +104,8 @@ class CertificateCallback(TrainerCallback):
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
+        self._read_j, self._begin_step = open_counter(), state.global_step
+        self._begin_j = self._read_j() if self._read_j is not None else math.nan
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
@@ -127,6 +142,21 @@ class CertificateCallback(TrainerCallback):
         if certificate.verdict == "undetermined" and state.is_world_process_zero:
             reasons = "; ".join(certificate.reasons)
             _say(f"WARNING: this run could not be certified: {reasons}. See {path}.", sys.stdout)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
+        """Energy of all processes' GPUs since the training began, evaluations included; nothing where one has no
+        counter.
+        """
+        if self.certificate is None:
+            return
+        own_j = self._read_j() - self._begin_j if self._read_j is not None else math.nan
+        all_j: list[float] = gather_object([own_j])
+        num_steps, energy_j = state.global_step - self._begin_step, sum(all_j)
+        if state.is_world_process_zero and num_steps > 0 and math.isfinite(energy_j):
+            path = Path(args.output_dir or ".") / "certificate.json"
+            figures = {"energy_j": energy_j, "num_steps": num_steps, "num_gpus": len(all_j)}
+            write_json_atomic(path, {**self.certificate.to_dict(), "energy": figures})
+            _say(f"energy: {energy_j:,.0f} J in {num_steps} steps, {energy_j / num_steps:,.1f} J a step", sys.stdout)
 
     def _judge(self, model: nn.Module, optimizer: torch.optim.Optimizer, args: TrainingArguments) -> Certificate:
         """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.

@@ -183,7 +183,11 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_nothing_left(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _write(tmp_path / "train.jsonl", MIXED[1:4])
-    counted = "all that were read" if streaming else "3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty"
+    counted = (
+        "all that were read"
+        if streaming
+        else "3 rows read, 0 used, 0 held out, 1 dropped .*, 2 empty; empty rows have nothing"
+    )
     with pytest.raises(UserError, match=f"can be trained on: {counted}"):
         next(iter(prepare(tmp_path, *streaming).train))
 
@@ -463,7 +467,10 @@ def test_the_description(prepare: Any, tmp_path: Path) -> None:
 def test_many_dropped_rows_are_warned_of(prepare: Any, tmp_path: Path, num_empty: int, warned: bool) -> None:
     rows = [_row(f"{i} + 0?", "" if 3 <= i < 3 + num_empty else str(i)) for i in range(100)]
     lines = prepare(_write(tmp_path / "train.jsonl", rows), "--validation_fraction", "0").describe()
-    sentence = "WARNING: 6.0% of the rows are not trained on: 6 have nothing to learn (the first is row 3)\n"
+    sentence = (
+        "WARNING: 6.0% of the rows are not trained on: 6 have nothing to learn: no text, no answer, or no turn of the "
+        "role 'assistant' (the first is row 3)\n"
+    )
     assert (sentence in lines) == warned and ("WARNING" in lines) == warned
     rows[50] = _row("50", "0" * 500)
     lines = prepare(_write(tmp_path / "train.jsonl", rows), "--validation_fraction", "0").describe()

@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 from rich.console import Console
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability.progress import ProgressDisplay, format_step
+from llm_fp8.observability.progress import ProgressDisplay, format_evaluation, format_step
 from llm_fp8.observability.reporter import truncate_metrics
 from llm_fp8.observability.step_stats import throughput_summary
 from llm_fp8.observability.tracker_labels import LABELS, run_tags
@@ -507,6 +507,17 @@ def test_the_line_of_a_step_fits_100_columns() -> None:
     text = format_step(LONG_STEP, 100_000, 36_000.0)
     assert len(text) <= 100
     assert text == "step 100000/100000  loss 10.1234  grad norm 0.0123  1,117,704 tokens/s  128.1 GiB  10:00:00 left"
+
+
+def test_the_line_of_an_evaluation_fits_100_columns() -> None:
+    plain = {"step": 100_000, "eval_loss": 10.12345, "eval_perplexity": 24_915.6, "eval_num_supervised_tokens": 9e6}
+    assert format_evaluation(plain | {"eval_time_s": 1234.56}) == (
+        "evaluation at step 100000: loss 10.1235  perplexity 2.492e+04  1,234.6 s"
+    )
+    answers = {"eval_exact_match": 0.1234, "eval_num_problems": 1000, "eval_generation_time_s": 1000.0}
+    text = format_evaluation(plain | {"eval_time_s": 234.5} | answers)
+    assert len(text) <= 100
+    assert text.endswith("perplexity 2.492e+04  exact match 12.3% of 1,000  1,234.5 s")
 
 
 def test_the_line_of_a_step_leaves_out_what_is_not_there() -> None:

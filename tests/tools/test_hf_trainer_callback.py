@@ -124,6 +124,18 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     )
 
 
+def test_the_energy_of_the_training_stands_beside_the_verdict(trained, tmp_path, capsys, monkeypatch):
+    readings = iter([100.0, 160.0])
+    monkeypatch.setattr(callback_module, "open_counter", lambda: lambda: next(readings))
+    trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
+    stored = certificate_of(tmp_path)
+    assert stored["energy"] == {"energy_j": 60.0, "num_steps": 3, "num_gpus": 1} and stored["verdict"] == "certified"
+    assert "energy: 60 J in 3 steps, 20.0 J a step" in capsys.readouterr().out
+    monkeypatch.setattr(callback_module, "open_counter", lambda: None)
+    trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
+    assert "energy" not in certificate_of(tmp_path), "what cannot be measured is left out"
+
+
 def test_a_trainer_launched_in_bf16_is_certified_and_fp8_kernels_in_it_are_not(trained, tmp_path, capsys):
     trained(BF16_LAUNCH, {BF16_KERNEL: EXPECTED})
     assert certificate_of(tmp_path)["verdict"] == "certified" and certificate_of(tmp_path)["precision"] == "bf16"

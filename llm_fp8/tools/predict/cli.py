@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.config.options import Config, ModelConfig
+from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.config.recipes import token_multiple
 from llm_fp8.config.validation import check_flash_attention, check_fp8_params, fp8_params_recipes
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
-from llm_fp8.utils.errors import OneSentenceParser, UserError
+from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 if TYPE_CHECKING:
@@ -137,6 +137,11 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
 
     model_name = options.model_name
     bundled = model_name.rpartition("/")[2].replace("Meta-Llama", "Llama") in bundled_architectures()
+    if not bundled and "/" not in model_name and model_name != EMBEDDED and not Path(model_name).is_dir():
+        raise UserError(
+            f"--model_name {model_name}: no such folder, and no bundled model has this name"
+            f"{did_you_mean(model_name, bundled_architectures())}; a model of the hub is named owner/name."
+        )
     model_options = ModelConfig(model_name=model_name, random_init=bundled)  # a bundled config needs no hub
     hf_config = load_config(model_options, resolve_source(model_options))
     try:

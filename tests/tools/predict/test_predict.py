@@ -962,6 +962,11 @@ def run_command(monkeypatch, capsys):
     return run
 
 
+def test_a_misspelt_bundled_model_is_told_at_once(run_command):
+    code, _, said = run_command("--model_name", "Llama-3.1-9B")
+    assert code == 2 and "(did you mean Llama-3.1-8B?)" in said and "owner/name" in said
+
+
 EIGHT_B = ("--model_name", "meta-llama/Llama-3.1-8B", "--batch_size", "8", "--gradient_accumulation_steps", "4")
 
 
