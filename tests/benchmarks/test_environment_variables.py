@@ -143,7 +143,7 @@ def test_several_gpus_have_settings_and_an_arm_of_their_own(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_a_launch_has_the_variables_of_its_setting(tmp_path, warm_python, tiny_architecture, monkeypatch):
     """Through torchrun and gloo; what the shell has of another setting is taken out, what belongs to none stays."""
-    monkeypatch.setenv("PYTHON_EXEC", warm_python)
+    monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     found = []

@@ -43,3 +43,11 @@ def test_where_processes_cannot_be_forked_it_is_the_real_one(tmp_path, monkeypat
     monkeypatch.setattr("tests.support.warm_python.can_fork", lambda: False)
     with warm_python_in(tmp_path) as python:
         assert python == sys.executable
+
+
+def test_a_program_that_needs_no_imports_can_go_on_as_another(warm_python):
+    """As the processes are started that end with the one that started them."""
+    goes_on = "import os, sys; print(sys.argv); sys.stdout.flush(); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [warm_python, "-ISc", goes_on, warm_python, "-c", "import sys; print('torch' in sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(["-c", *command[3:]]), "True"], done.stderr

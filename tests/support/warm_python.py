@@ -4,7 +4,7 @@ later instead of five.
 The path that the fixture `warm_python` gives takes the place of `sys.executable`, in a command line and in the process
 that runs (torchrun and accelerate launch start their processes with it). Arguments, environment, folder, standard
 files, signals and exit code are those of a process that is started anew; only the imports are done already. Each script
-is also started by the real interpreter in some test.
+of a user is also started by the real interpreter in some test.
 
 The program at that path asks a server, which has imported everything once, to fork; it passes signals on, and where it
 is killed, so is the process. What it stands for is no child of it: a signal to the process group of the program's, or
@@ -61,7 +61,11 @@ def warm_python_in(folder: Path) -> Iterator[str]:
 
 
 def _ask(address: str) -> None:
-    """Have the server run this program's words; ends as what it runs does."""
+    """Have the server run this program's words; ends as what it runs does. What needs no imports (-ISc) runs here."""
+    if sys.argv[1] == "-ISc":
+        program, sys.argv[:3] = sys.argv[2], ["-c"]
+        exec(program, {"__name__": "__main__"})
+        return
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         job = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()

@@ -453,9 +453,9 @@ def test_mistakes_in_the_examples_options_are_one_sentence(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="says that Transformer Engine is not there")
-def test_a_launchers_fp8_without_transformer_engine_is_one_sentence(tmp_path):
+def test_a_launchers_fp8_without_transformer_engine_is_one_sentence(tmp_path, warm_python):
     command = [
-        sys.executable,
+        warm_python,
         "examples/hf_trainer_fp8.py",
         "--num_of_samples",
         "64",

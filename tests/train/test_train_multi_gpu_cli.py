@@ -48,7 +48,7 @@ def test_the_documented_command(tmp_path, tiny_model):
     ],
 )
 def test_a_mistake_is_said_once(tmp_path, warm_python, options, sentence):
-    done = launch(tmp_path, *torchrun(), SCRIPT, *options, PYTHON_EXEC=warm_python)
+    done = launch(tmp_path, *torchrun(python=warm_python), SCRIPT, *options)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and sentence in said[0]

@@ -26,7 +26,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.small import tiny_config
 
 ROOT = Path(__file__).resolve().parents[3]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,20 @@ def architecture(tmp_path_factory):
 
 @pytest.fixture
 def start(warm_python):
-    """A function: start a launch that measures with these options, in processes that have their imports."""
+    """A function: start a launch that measures with these options, in processes that have their imports; the launcher
+    has them too, unless its children are to be found.
+    """
 
-    def start(output: Path, *options: str, max_restarts: int = 0) -> subprocess.Popen[str]:
-        command = [*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}", "scripts/benchmark_multi_gpu.py"]
+    def start(output: Path, *options: str, max_restarts: int = 0, python: str = warm_python) -> subprocess.Popen[str]:
+        launcher = [python, *TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}"]
         return subprocess.Popen(
-            [*command, f"--output={output}", *options], cwd=ROOT, env={**os.environ, "PYTHON_EXEC": warm_python},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )  # fmt: skip
+            [*launcher, "scripts/benchmark_multi_gpu.py", f"--output={output}", *options],
+            cwd=ROOT,
+            env={**os.environ, "PYTHON_EXEC": warm_python},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     return start
 
@@ -134,9 +140,8 @@ def test_a_file_for_deepspeed(tmp_path, architecture, start):
 def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture, start):
     path = tmp_path / "result.json"
     works = f"--workloads={architecture}:1x16x100000,{architecture}:2x16x100000,{architecture}:1x16x1"
-    process = start(
-        path, works, "--arms=fsdp_full:bf16:swap", "--steps=2", "--warmup=1", "--arm_timeout_s=10", max_restarts=2
-    )
+    options = ["--arms=fsdp_full:bf16:swap", "--steps=2", "--warmup=1", "--arm_timeout_s=10"]
+    process = start(path, works, *options, max_restarts=2, python=sys.executable)
     deadline = time.monotonic() + 90
     while not (path.exists() and (json.loads(path.read_text())["measuring"] or {}).get("batch_size") == 2):
         assert time.monotonic() < deadline and process.poll() is None
