@@ -22,8 +22,9 @@ from benchmarks.colours import PRECISION_COLOURS, label_ends, save, write_messag
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, require_writable
 
-COLOURS = PRECISION_COLOURS | {"delayed_fp8head": "#7b4b94", "delayed_fp8head_all": "#3d8b37"}
 LABELS = {"delayed_fp8head": "delayed, fp8 lm_head gradients", "delayed_fp8head_all": "delayed, fp8 lm_head"}
+LINES = {"delayed_fp8head": "--", "delayed_fp8head_all": ":"}
+"""Of variants of a precision, in its colour; others are solid."""
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -34,13 +35,12 @@ def draw(record: dict[str, Any], path: Path) -> None:
     for variant in dict.fromkeys(run["arm"] for run in runs):
         curves = [np.array(run["evaluations"]) for run in runs if run["arm"] == variant]
         tokens, losses = curves[0][:, 1] / 1e6, np.array([curve[:, 2] for curve in curves])
-        axis.plot(tokens, losses.mean(axis=0), color=COLOURS[variant])
+        colour = PRECISION_COLOURS[variant.partition("_")[0]]
+        axis.plot(tokens, losses.mean(axis=0), LINES.get(variant, "-"), color=colour)
         if variant == "bf16":
-            axis.fill_between(
-                tokens, losses.min(axis=0), losses.max(axis=0), color=COLOURS[variant], alpha=0.15, linewidth=0
-            )
+            axis.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         finals[variant] = losses[:, -1]
-        ends[LABELS.get(variant, variant)] = (losses[:, -1].mean(), COLOURS[variant])
+        ends[LABELS.get(variant, variant)] = (losses[:, -1].mean(), colour)
     last, lowest = tokens.max(), min(map(np.min, finals.values()))
     axis.set_xlim(0.5 * last, last)
     axis.set_ylim(lowest - 0.02, lowest + 0.38)

@@ -21,6 +21,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,7 +43,8 @@ LABELS = {
 """Of baselines; a variant of ours has its name."""
 PARTS = {"GEMMs": ("gemm",), "attention": ("attention",), "casts": ("cast",), "all else": ()}
 """Part of a step -> its kernel classes; the last one takes the rest."""
-PART_COLOURS = ("#4a6fa5", "#e0a458", "#d1495b", "#b8bdc6")
+PART_COLOURS = ("#4a6fa5", "#9db7d8", "#1f2d44", "#c9ced6")
+"""None of a precision's."""
 
 
 def read_rows(path: Path, workload: str | None, variants: list[str] | None) -> list[Row]:
@@ -146,24 +148,36 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
-    """A bar per variant, cut into `PARTS`; the title says where the last one's time differs from the first one's."""
+    """A bar per variant, cut into `PARTS`, each named where it is first wide enough; the title says where the last
+    one's time differs from the first one's.
+    """
     if any("step" not in row for row in rows):
         raise UserError("--parts: it needs variants that benchmarks/speed_table.py measured, with a recorded step.")
-    figure, axis = plt.subplots(figsize=(8, 1.3 + 0.45 * len(rows)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 1.3 + 0.55 * len(rows)), layout="constrained")
     parts = [step_parts(row) for row in rows]
     longest = max(sum(of_row.values()) for of_row in parts)
+    unnamed = list(PARTS)
     for place, of_row in enumerate(parts):
         left = 0.0
         for (part, time_ms), colour in zip(of_row.items(), PART_COLOURS, strict=True):
-            axis.barh(place, time_ms, left=left, color=colour, height=0.75, label=part if place == 0 else None)
-            if time_ms > 0.04 * longest:
-                axis.text(left + time_ms / 2, place, f"{time_ms:,.0f}", ha="center", va="center", fontsize=9)
+            axis.barh(place, time_ms, left=left, color=colour, height=0.6)
+            middle, wide = left + time_ms / 2, time_ms > 0.04 * longest
+            words = [f"{time_ms:,.0f}"] if time_ms >= 0.5 and not wide else []
+            if wide:
+                ink = "white" if sum(to_rgb(colour)) < 1.5 else "black"
+                axis.text(middle, place, f"{time_ms:,.0f}", ha="center", va="center", fontsize=9, color=ink)
+            if part in unnamed and (wide or part == "casts" and words):
+                unnamed.remove(part)
+                words = [part, *words]
+            gap = 0.006 * longest
+            ends = {"attention": ("right", left + time_ms - gap), "all else": ("left", left + gap)}
+            side, at = ends.get(part, ("center", middle))
+            axis.text(at, place - 0.33, " ".join(words), ha=side, va="bottom", fontsize=9, color="#555555")
             left += time_ms
         axis.text(left + 0.01 * longest, place, f"{left:,.0f}", va="center", fontsize=10, weight="bold")
     axis.set_yticks(range(len(rows)), list(map(label, rows)), fontsize=10)
     axis.set_xlim(0, 1.1 * longest)
     finish(axis)
-    axis.legend(loc="lower right", fontsize=9, frameon=False)
     less = parts[0]["GEMMs"] - parts[-1]["GEMMs"]
     more = sum(parts[-1].values()) - sum(parts[0].values()) + less
     message = f"{rows[-1]['arm']} takes {less:,.0f} ms off the GEMMs and adds {more:,.0f} ms elsewhere"
