@@ -12,6 +12,7 @@ Only the files of the requested split are downloaded and converted, however larg
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import glob
 import json
@@ -322,6 +323,11 @@ def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
 
 
 def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
+    for path in _local_json(source, split):
+        with open(path, "rb") as file:
+            if file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"null"):
+                # pyarrow 26 ends the process with a segmentation fault
+                raise UserError(f"{path}: its first row is null, not an object; fix or remove the line.")
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     # They are patterns to it, and names may hold [ and *.
     data_files = {split: [glob.escape(file) for file in source.files[split]]} if source.files[split] else None
@@ -352,14 +358,20 @@ def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Itera
 def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
     """The error of a broken file of one of `parts`, with the line where it is in a local JSON file."""
     for source, split in parts:
-        root = Path(source.path) if Path(source.path).is_dir() else Path()
-        for path in (root / file for file in source.files[split]):
-            if path.suffix in (".jsonl", ".json") and path.is_file() and (broken := _broken_line(path)) is not None:
+        for path in _local_json(source, split):
+            if (broken := _broken_line(path)) is not None:
                 line, reason = broken
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
     reason = _said(error.__cause__ or error)
     which = ", ".join(f"{source.flag} {source.name}: split '{split}'" for source, split in parts)
     return UserError(f"{which} cannot be read: {reason}")
+
+
+def _local_json(source: DatasetSource, split: str) -> list[Path]:
+    """The JSON files of a split that are on this machine."""
+    root = Path(source.path) if Path(source.path).is_dir() else Path()
+    paths = [root / file for file in source.files[split]]
+    return [path for path in paths if path.suffix in (".jsonl", ".json") and path.is_file()]
 
 
 def _broken_line(path: Path) -> tuple[int, str] | None:
@@ -374,11 +386,13 @@ def _broken_line(path: Path) -> tuple[int, str] | None:
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("["):
             return error.lineno, error.msg
+    except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting: its line is found below
+        pass
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             row = json.loads(line) if line.strip() else {}
-        except json.JSONDecodeError as error:
-            return number, error.msg
+        except (ValueError, RecursionError) as error:
+            return number, getattr(error, "msg", None) or _said(error)
         if not isinstance(row, dict):
             return number, f"a {type(row).__name__}, not an object"
     return None

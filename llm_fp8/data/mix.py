@@ -52,7 +52,10 @@ def interleave_streams(
         stream.map(_pack, fn_kwargs={"source": source, "part": number}).select_columns(["part", "row"])
         for number, ((source, _), stream) in enumerate(zip(parts, streams, strict=True))
     ]
-    return interleave_datasets(packed, probabilities=list(shares), seed=seed)
+    try:  # it reads the first rows
+        return interleave_datasets(packed, probabilities=list(shares), seed=seed)
+    except READ_ERRORS as error:
+        raise unreadable(parts, error) from error
 
 
 def _pack(row: dict[str, Any], source: Any, part: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -316,13 +316,23 @@ def _prepare_map(job: _Job) -> PreparedData:
     return job.finish(sequences, eval_readers, eval_data, report, example, forms, eval_from, problems, taken)
 
 
+@contextmanager
+def _naming(source: DatasetSource) -> Iterator[None]:
+    """An error about a row says which dataset's it is: `llm_fp8.data.prompt` does not know."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("--dataset_name:", f"{source.flag} {source.name}:", 1)) from error
+
+
 def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> tuple[Dataset, Figures]:
     """The tokenised rows of `datasets`, one after the other, and the columns of them that are counted."""
     data, tokenised = job.config.data, []
     for part, dataset in zip(parts, datasets, strict=True):
         options = job.options(part[0], dataset.column_names)
         try:
-            rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
+            with _naming(part[0]):
+                rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
         except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
             raise unreadable([part], error) from error
         tokenised.append(rows)
@@ -355,7 +365,8 @@ def _prepare_stream(job: _Job) -> PreparedData:
     options = [job.options(part[0], names) for part, names in zip(job.train, columns, strict=True)]
     share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
     fraction = 0.0 if job.evaluation else share
-    make = partial(_tokenise_streamed, tokenizer=job.tokenizer, options=options, fraction=fraction)
+    sources = [source for source, _ in job.train]
+    make = partial(_tokenise_streamed, tokenizer=job.tokenizer, sources=sources, options=options, fraction=fraction)
 
     held_out: list[Document] = []
     example = None
@@ -371,7 +382,11 @@ def _prepare_stream(job: _Job) -> PreparedData:
     held_out = held_out[:STREAMED_EVAL_ROWS]
     eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
     if job.evaluation:
-        make_eval = partial(make, options=[job.options(part[0], _stream_columns(part)) for part in job.evaluation])
+        make_eval = partial(
+            make,
+            sources=[source for source, _ in job.evaluation],
+            options=[job.options(part[0], _stream_columns(part)) for part in job.evaluation],
+        )
         opened = (_numbered(i, iterate(*part, open_split_stream(*part))) for i, part in enumerate(job.evaluation))
         firsts = (islice(rows, STREAMED_EVAL_SCAN_ROWS // len(job.evaluation)) for rows in opened)
         each = STREAMED_EVAL_ROWS // len(job.evaluation)
@@ -430,14 +445,18 @@ def _tokenise_streamed(
     rows: Sequence[MixedRow],
     row_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[DatasetSource],
     options: Sequence[TokeniseOptions],
     fraction: float,
 ) -> StreamedRows:
-    """What becomes of `rows` of a stream: the same as in a dataset that is not streamed. `options` by dataset."""
+    """What becomes of `rows` of a stream: the same as in a dataset that is not streamed. `sources` and `options` by
+    dataset.
+    """
     columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in FEATURES}
-    for number, of_part in enumerate(options):
+    for number, (source, of_part) in enumerate(zip(sources, options, strict=True)):
         places = [place for place, (part, _) in enumerate(rows) if part == number]
-        made = tokenise_rows([rows[i][1] for i in places], [row_ids[i] for i in places], tokenizer, of_part)
+        with _naming(source):
+            made = tokenise_rows([rows[i][1] for i in places], [row_ids[i] for i in places], tokenizer, of_part)
         for name, values in made.items():
             for place, value in zip(places, values, strict=True):
                 columns[name][place] = value

@@ -141,7 +141,7 @@ def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
         first = takewhile(lambda message: message["role"] != "assistant", messages)
         question = [m for m in first if m["role"] not in ("system", "developer")]
         # A conversation that the assistant begins is known by all of it.
-        return "\n".join(str(message["content"] or "") for message in question or messages)
+        return "\n".join(str(message.get("content") or "") for message in question or messages)
     return _problem_text(row) if form == "alpaca" else str(row[COLUMNS[form][0]] or "")
 
 
@@ -436,6 +436,8 @@ def _prompt_of(
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text with nothing added."""
+    if not texts:  # transformers 5.23 fails: of a mix of streams a chunk may have no row of one dataset
+        return []
     output = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )

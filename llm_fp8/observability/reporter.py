@@ -31,7 +31,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
 from llm_fp8.observability.progress import ProgressDisplay, format_evaluation
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
-from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
+from llm_fp8.observability.tracker_labels import flattened, require_run_id, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import (
     json_line,
@@ -218,6 +218,7 @@ class RunReporter:
         path = self._folder / "wandb_run.json"
         if self._resume_step > 0 and path.exists():
             known = read_json(path, {"id": str, "last_step": int})
+            require_run_id(f"{path}: id", known["id"])
             self._wandb_last_step = max(known["last_step"], self._held_step)
             run = {"id": known["id"], "resume": "allow"}
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +69,16 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
             yield f"{prefix}{key}", value
 
 
+def require_run_id(where: str, run_id: str | None) -> None:
+    """Raise `UserError`, beginning with `where`, for what W&B does not take as the id of a run."""
+    if run_id is None or (re.fullmatch(r"[^:;,#?/'\\\x00-\x1f]{1,64}", run_id) and run_id == run_id.strip()):
+        return
+    raise UserError(
+        f"{where} '{run_id:.60}' is no id of a W&B run, which has 1 to 64 characters, none of them in :;,#?/'\\, and "
+        "no space at an end."
+    )
+
+
 def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:
     """How a W&B run of this process would go, without the network; offline (or disabled) by WANDB_MODE.
 
@@ -78,6 +90,7 @@ def wandb_login_state(asker: str) -> Literal["online", "offline", "logged_out"]:
         raise UserError(
             f"{asker} needs the wandb package, which is not installed: run 'pip install wandb', or leave {asker} out."
         )
+    require_run_id(f"{asker}: WANDB_RUN_ID", os.environ.get("WANDB_RUN_ID"))
     import wandb
 
     # Silent: to greet a login by name W&B asks the server, and hangs without a network. The run sets up its own.

@@ -222,6 +222,26 @@ def test_a_broken_line_is_named(tmp_path: Path, content: str, line: int) -> None
             list(iterate(source, "train", open_split_stream(source, "train")))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("content", ["null", '\n null\n{"text": "a"}\n', "\ufeffnull"])
+def test_a_first_row_that_is_null_does_not_end_the_process(tmp_path: Path, content: str, streaming: bool) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=r"a\.jsonl: its first row is null"):
+        (open_split_stream if streaming else load_split)(open_source(str(tmp_path / "a.jsonl")), "train")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("[" * 100_000 + "]" * 100_000, "recursion"), ("1" * 5000, "5000 digits")],
+    ids=["nested", "digits"],
+)
+def test_what_python_cannot_read_either_is_named(tmp_path: Path, value: str, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ' + value + "}\n")
+    with pytest.raises(UserError, match=rf"a\.jsonl, line 2: not valid JSON \(.*{reason}"):
+        load_split(open_source(str(path)), "train")
+
+
 def test_a_broken_list_and_a_broken_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1)[:-30])
     with pytest.raises(UserError, match=r"a\.json, line \d+: not valid JSON"):

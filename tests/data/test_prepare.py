@@ -202,11 +202,21 @@ def test_columns_that_are_not_understood(prepare: Any, tmp_path: Path, streaming
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_conversations_that_are_no_lists(prepare: Any, tmp_path: Path, column: str, streaming: list[str]) -> None:
+    good = _write(tmp_path / "good.jsonl", MIXED)
     for value in (5, "user: hello", {"role": "user"}):
-        _write(tmp_path / "train.jsonl", [{column: value}] * 5)
-        said = f"'{column}' must be a list of messages .*; a row has {re.escape(repr(value))}"
-        with pytest.raises(UserError, match=said):
-            prepare(tmp_path, *streaming)
+        _write(tmp_path / "bad" / "train.jsonl", [{column: value}] * 5)
+        said = f"{tmp_path / 'bad'}: '{column}' must be a list of messages .*; a row has {re.escape(repr(value))}"
+        with pytest.raises(UserError, match=f"^--dataset_name {said}"):
+            prepare(tmp_path / "bad", *streaming)
+        with pytest.raises(UserError, match=f"^--eval_dataset_name {said}"):
+            prepare(good, f"--eval_dataset_name={tmp_path / 'bad'}", *streaming)
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_a_message_without_content_is_an_empty_one(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    turns = [[{"role": "user"}, {"role": "assistant", "content": f"= {i}"}] for i in range(20)]
+    path = _write(tmp_path / "train.jsonl", [{"messages": each} for each in turns])
+    assert ">>>= " in prepare(path, *streaming).sample
 
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps=1"]])
@@ -418,6 +428,19 @@ def test_a_broken_line_in_a_mix(prepare: Any, tmp_path: Path) -> None:
     for streaming in ([], ["--streaming"]):
         with pytest.raises(UserError, match=r"b\.jsonl, line 91: not valid JSON"):
             _take(prepare(name, "--dataset_weights=1,9", *streaming), 30)
+
+
+def test_bytes_that_are_no_text_in_a_mix_of_streams(prepare: Any, tmp_path: Path) -> None:
+    name = _mix(tmp_path, num_ours=3)
+    broken = (tmp_path / "a.jsonl").read_bytes().replace(b"a 2", b"a \xba")
+    (tmp_path / "a.jsonl").write_bytes(broken)
+    with pytest.raises(UserError, match=r"a\.jsonl, line 3: not valid JSON \(not UTF-8"):
+        _take(prepare(name, "--dataset_weights=1,1", "--streaming"), 1)
+
+
+def test_a_mix_of_streams_with_hardly_any_row_of_one(prepare: Any, tmp_path: Path) -> None:
+    data = prepare(_mix(tmp_path), "--dataset_weights=0.0001,1", "--streaming", "--validation_fraction=0")
+    assert _take(data, 3) and data.report.num_rows_used == 90
 
 
 def test_bytes_that_are_no_text(prepare: Any, tmp_path: Path) -> None:

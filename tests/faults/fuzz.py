@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
 import transformers
 
 from llm_fp8.observability.provenance import collect_provenance
@@ -63,24 +64,26 @@ class Reader:
     """Given the folder."""
     named: str = ""
     """What a refusal must hold, default the file's name."""
+    deepest: int = 100_000
+    """Levels of nesting that are tried. pyarrow 26's JSON reader ends the process at some ten thousand."""
 
 
-def damaged(text: bytes, rng: random.Random) -> bytes:
+def damaged(text: bytes, rng: random.Random, deepest: int = Reader.deepest) -> bytes:
     """`text` with one to three things wrong."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         mutate = rng.choice((_change_value, _change_value, _change_value, _change_bytes))
-        text = mutate(text, rng)
+        text = mutate(text, rng, deepest)
     return text
 
 
-def _change_value(text: bytes, rng: random.Random) -> bytes:
+def _change_value(text: bytes, rng: random.Random, deepest: int) -> bytes:
     """One value of a JSON or JSONL file is replaced, dropped, doubled, renamed or nested; another file loses bytes."""
     lines = text.split(b"\n")
     at = rng.randrange(len(lines)) if text.count(b"\n{") else None
     try:
         tree = json.loads(text if at is None else lines[at])
     except (ValueError, RecursionError):
-        return _change_bytes(text, rng)
+        return _change_bytes(text, rng, deepest)
     places = list(_places(tree))
     if not places:
         return json.dumps(rng.choice(OTHER_VALUES)).encode()
@@ -98,7 +101,7 @@ def _change_value(text: bytes, rng: random.Random) -> bytes:
     else:
         parent[key] = rng.choice(OTHER_VALUES)
     words = json.dumps(tree, indent=1 if at is None else None)
-    deep = rng.choice((50, 2000, 100_000))
+    deep = min(rng.choice((50, 2000, 100_000)), deepest)
     value = "[" * deep + "]" * deep if how == "nest" else rng.choice("19") * rng.choice((400, 5000))
     quoted = json.dumps(marker)
     words = words.replace(quoted, json.dumps(key) if how == "double" else value)
@@ -122,7 +125,7 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def _change_bytes(text: bytes, rng: random.Random) -> bytes:
+def _change_bytes(text: bytes, rng: random.Random, deepest: int) -> bytes:
     """Bytes are cut off, cut out, flipped, put in or doubled."""
     how = rng.randrange(7)
     start, stop = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
@@ -156,7 +159,7 @@ def try_reader(reader: Reader, folder: Path, seed: int, count: int) -> Tally:
     try:
         for case in range(count):
             label = f"{seed}/{case}"
-            path.write_bytes(damaged(good, random.Random(f"{reader.file} {label}")))
+            path.write_bytes(damaged(good, random.Random(f"{reader.file} {label}"), reader.deepest))
             tally.tried += 1
             try:
                 said = io.StringIO()
@@ -198,10 +201,12 @@ def main() -> int:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     logging.disable(logging.WARNING)
     summary = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        datasets.config.HF_DATASETS_CACHE = folder / "cache"
         write_good_files(folder)
         for reader in options.readers.split(","):
             tally = try_reader(READERS[reader], folder, options.seed, options.count)

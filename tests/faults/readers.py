@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from llm_fp8.config.options import Config, DataConfig, ModelConfig
+from llm_fp8.config.options import Config, DataConfig, ModelConfig, RunConfig
 from llm_fp8.config.parser import parse_config
+from llm_fp8.data import prepare_data
 from llm_fp8.models.build import build_model, build_structure
+from llm_fp8.models.fp8_export import export_fp8
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.models.weights import weight_files
 from llm_fp8.observability.reporter import truncate_metrics
@@ -26,8 +29,9 @@ from llm_fp8.tools.evaluate_checkpoint import base_of, data_options, load_merged
 from llm_fp8.tools.verify.configs import Finding, accelerate_findings, deepspeed_findings, required_kind
 from llm_fp8.train.checkpoint import LATEST, CheckpointManager, has_checkpoint, read_meta
 from llm_fp8.train.machine import model_facts
-from llm_fp8.train.run_dir import is_finished
+from llm_fp8.train.run_dir import is_finished, refuse_finished
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import write_json_atomic, write_jsonl_atomic
 from scripts.wandb_dashboard import read_offline_run
 from tests.faults.fuzz import Reader
 from tests.support.fp8_files import write_fp8_model
@@ -39,6 +43,20 @@ BLOCKS, CHANNELS = "blocks/fp8", "channels/fp8"
 OLDER = f"{CHECKPOINTS}/step-00000001"
 OFFLINE = f"{RUN}/wandb/offline-run-x-y"
 DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
+STOPPED_EARLY = "stopped_early"
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "problems": [{"question": f"{i} + 1?", "answer": f"= {i + 1}", "id": i} for i in range(6)],
+    "messages": [
+        {"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"= {i + 1}"}]}
+        for i in range(6)
+    ],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": f"{i} + 1?"}, {"from": "gpt", "value": f"= {i + 1}"}], "id": i}
+        for i in range(6)
+    ],
+    "alpaca": [{"instruction": "Add.", "input": f"{i} and 1", "output": f"= {i + 1}"} for i in range(6)],
+}
+"""Name of a file -> its rows."""
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
@@ -60,6 +78,10 @@ def write_good_files(folder: Path) -> None:
         CheckpointManager(run, limit=3).save(step, {"weight": torch.ones(3)}, {"fingerprint": {}})
     lora = LoraConfig(base_model_name_or_path=str(folder / MODEL), target_modules=["q_proj"])
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder / MODEL), lora).save_pretrained(folder / ADAPTER)
+    for name, rows in ROWS.items():
+        write_jsonl_atomic(folder / f"{name}.jsonl", rows)
+    early = write_run_folder(folder / STOPPED_EARLY, made_up_run(), {})
+    write_json_atomic(early / "summary.json", {"steps": 30, "stopped_early": "no improvement"})
     (folder / DEEPSPEED).write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     # JSON is YAML too, and has values to change.
     options = {"model_name": "embedded", "learning_rate": 1e-4, "max_steps": 3, "packing": True, "lora_rank": 8}
@@ -125,6 +147,30 @@ def _metrics(folder: Path) -> None:
     own_steps(path)
 
 
+def _rows(folder: Path, names: str, **options: Any) -> None:
+    """The first step's rows of datasets that a run trains on."""
+    files = ",".join(str(folder / f"{name}.jsonl") for name in names.split(","))
+    data = DataConfig(
+        files, max_seq_length=128, validation_fraction=0.0, data_cache_dir=str(folder / "tokens"), **options
+    )
+    tokenizer, _ = load_tokenizer(ModelConfig(), resolve_source(ModelConfig()))
+    next(iter(prepare_data(Config(data=data), tokenizer).train))
+
+
+def _exported(folder: Path) -> None:
+    """The model in fp8, written."""
+    try:
+        export_fp8(folder / MODEL, folder / "exported_fp8")
+    finally:
+        shutil.rmtree(folder / "exported_fp8", ignore_errors=True)
+
+
+def _resumed_early(folder: Path) -> None:
+    """A resumed run looks at how the run before ended."""
+    run = RunConfig(output_dir=str(folder / STOPPED_EARLY), resume_from=LATEST, early_stopping_patience=9)
+    refuse_finished(Config(run=run), NUM_STEPS)
+
+
 def _launch_file(path: Path, findings: Callable[[Path], Iterable[Finding]]) -> None:
     """What `scripts/verify_fp8_gpu.py --config_file` says of a file, as a refusal."""
     required_kind(path)
@@ -140,6 +186,29 @@ READERS: dict[str, Reader] = {
         )
         for name, model in (("config.json", MODEL), ("config.json blocks", BLOCKS), ("config.json channels", CHANNELS))
     },
+    **{
+        f"model.safetensors {model}": Reader(
+            f"{model}/model.safetensors", lambda folder, model=model: _whole_model(folder / model), named=f"/{model}"
+        )
+        for model in (BLOCKS, CHANNELS)
+    },
+    "config.json exported": Reader(f"{MODEL}/config.json", _exported, named=f"/{MODEL}"),
+    "index exported": Reader(f"{MODEL}/model.safetensors.index.json", _exported, named=f"/{MODEL}"),
+    **{
+        f"{name}.jsonl": Reader(
+            f"{name}.jsonl",
+            lambda folder, names=names, options=options: _rows(folder, names, **options),
+            deepest=2000,
+        )
+        for name, names, options in (
+            ("problems", "problems", {"columns": "problem=question,generated_solution=answer"}),
+            ("messages", "messages", {"streaming": True}),
+            ("sharegpt", "alpaca,sharegpt", {"dataset_weights": "0.5,0.5"}),
+            ("alpaca", "sharegpt,alpaca", {"dataset_weights": "0.5,0.5", "streaming": True}),
+        )
+    },
+    "run.json stopped early": Reader(f"{STOPPED_EARLY}/run.json", _resumed_early),
+    "summary.json stopped early": Reader(f"{STOPPED_EARLY}/summary.json", _resumed_early, named=STOPPED_EARLY),
     "generation_config.json": Reader(f"{MODEL}/generation_config.json", lambda folder: _model(folder, build=True)),
     "tokenizer.json": Reader(f"{MODEL}/tokenizer.json", lambda folder: _model(folder, build=False), named="tokenizer"),
     "tokenizer_config.json": Reader(

@@ -253,6 +253,13 @@ def test_a_resumed_training_continues_its_wandb_run_offline(tmp_path: Path) -> N
     assert other.id == "mine"
 
 
+@pytest.mark.parametrize("run_id", ["", "a/b", " a", "a\x00b", "x" * 65])
+def test_a_damaged_id_of_the_wandb_run_is_named(tmp_path: Path, run_id: str) -> None:
+    (tmp_path / "wandb_run.json").write_text(json.dumps({"id": run_id, "last_step": 4}))
+    with pytest.raises(UserError, match=f"{tmp_path}/wandb_run.json: id '.*' is no id of a W&B run"):
+        a_reporter(a_config(tmp_path, "--use_wandb"), resume_step=4)
+
+
 def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_path: Path) -> None:
     """The killed process had taken 8 steps and sent 7 of them."""
     tail = {"historyLineCount": 7, "historyTail": json.dumps([json.dumps({"_step": 7, "step": 7})])}
@@ -368,6 +375,7 @@ LOGINS: dict[str, tuple[str, dict[str, str], str]] = {
     ),
     "offline": ("--use_wandb", {"WANDB_MODE": "offline"}, ""),
     "key": ("--use_wandb", {"WANDB_API_KEY": "0" * 40}, ""),
+    "no id": ("--use_wandb", {"WANDB_MODE": "offline", "WANDB_RUN_ID": ""}, "--use_wandb: WANDB_RUN_ID '' is no id"),
     "no mode": ("--use_wandb", {"WANDB_MODE": "foo"}, "--use_wandb: W&B refuses a setting, see the WANDB_ variables"),
     "no key": ("--report_to=all", {"WANDB_API_KEY": "short"}, "--report_to all: the stored W&B login is not usable"),
 }
