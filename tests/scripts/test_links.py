@@ -150,3 +150,17 @@ def test_the_readmes_commands_are_found():
 def test_the_gpu_test_runs_every_training_command_of_the_readme():
     meant = [config_of(RUN[name]) for name in (*ON_ONE_GPU, ON_TWO_GPUS)]
     assert [command for command in training_commands(README) if config_of(command) not in meant] == []
+
+
+def too_wide(document: Path) -> list[str]:
+    """Lines of prose above 100 columns: neither of code, of a table, nor one that cannot be broken."""
+    lines = without_code(document.read_text()).splitlines()
+    return [line for line in lines if len(line) > 100 and not line.startswith("|") and len(line.split()) > 1]
+
+
+def test_the_documents_stay_short_and_narrow():
+    words = {path: len(path.read_text().split()) for path in [README, *(ROOT / "docs").glob("*.md")]}
+    assert words.pop(README) <= 1_100
+    assert sum(words.values()) <= 16_000, {path.name: number for path, number in words.items()}
+    found = {path.name: lines for path in [README, *words] if (lines := too_wide(path))}
+    assert found == {}
