@@ -10,6 +10,9 @@
 # shellcheck source=scripts/_setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
+# Bytecode is kept, whatever an image says: otherwise every worker rewrites the assertions of all tests anew.
+unset PYTHONDONTWRITEBYTECODE
+
 tests="not gpu and not multi_gpu"
 if [[ ${1:-} == --quick ]]; then
     tests+=" and not slow"

@@ -540,7 +540,7 @@ def test_other_documents_of_the_same_name_are_not_gone_on_with(tmp_path, tiny_ar
 @pytest.mark.slow
 def test_two_launches_of_two_processes_at_a_time(tmp_path, warm_python, tiny_architecture, monkeypatch):
     """Through torchrun and scripts/benchmark_multi_gpu.py, one variant that trains beside one that cannot."""
-    monkeypatch.setenv("PYTHON_EXEC", warm_python)
+    monkeypatch.setattr(sys, "executable", warm_python)
     entry = {"workload": f"{tiny_architecture}:2x32x2", "num_gpus": 2, "rivals": ["ddp:hf_bf16"]}
     trains, cannot = {**entry, "name": "a", "ours": ["ddp:bf16:swap"]}, {**entry, "name": "b", "ours": ["ddp:bf16"]}
     rows = read_table(write_table(tmp_path, trains, cannot), 3)
