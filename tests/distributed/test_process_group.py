@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -37,11 +36,11 @@ run_script(main)
 
 
 @pytest.mark.parametrize("second", ["is not there", "dies while they meet", "is late for a collective"])
-def test_what_the_second_process_does(second):
+def test_what_the_second_process_does(second, warm_python):
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, second],
+            [warm_python, "-c", RANK, second],
             env=environment(**launch, RANK=rank, LOCAL_RANK=rank),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
