@@ -47,11 +47,12 @@ def sample() -> Comparison:
     return comparison
 
 
-def workload_of(words: list[str]) -> dict[str, int]:
-    """What a run with these options trains in a step, under the names of a comparison's provenance."""
+def workload_of(words: list[str]) -> dict[str, Any]:
+    """What a run with these options trains, and in a step, under the names of a comparison's provenance."""
     config = parse_config([str(ROOT / word) if word.startswith("configs/") else word for word in words])
     model = ModelSize.from_config(load_config(config.model, resolve_source(config.model)))
     return {
+        "random_weights": config.model.random_init,
         "num_parameters": model.num_parameters,
         "global_batch_size": config.data.batch_size * config.optim.gradient_accumulation_steps,
         "max_seq_length": config.data.max_seq_length,

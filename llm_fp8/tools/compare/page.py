@@ -69,6 +69,7 @@ def _facts(comparison: Comparison) -> list[str]:
     made = datetime.fromisoformat(provenance["made_utc"]).strftime("%Y-%m-%d %H:%M UTC")
     facts = [
         f"{parameters / 1e6:,.0f} million parameters" if parameters else "",
+        "from random weights" if provenance.get("random_weights") else "",
         f"{sequences:,} sequences of {length:,} tokens a step" if sequences and length else "",
         f"{len(gpus)} x {gpus[0]}" if gpus else "CPU",
         f"{sum(variant.num_seeds for variant in comparison.arms)} runs of {provenance['num_steps']:,} steps",

@@ -100,6 +100,7 @@ def _provenance(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "dataset": next((run.config["data"].get("dataset_name") for run in runs if "data" in run.config), None),
         "num_steps": max(len(run.steps) for run in runs),
         "tokens_seen": max((run.token_trace[-1] for run in runs if run.token_trace), default=None),
+        "random_weights": bool(runs[0].config.get("model", {}).get("random_init")),
         "num_parameters": runs[0].model.get("num_parameters"),
         "global_batch_size": runs[0].effective.get("global_batch_size"),
         "max_seq_length": runs[0].config.get("data", {}).get("max_seq_length"),

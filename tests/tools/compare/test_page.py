@@ -72,7 +72,12 @@ def test_a_run_on_a_cpu_has_no_gpu_and_an_old_one_no_batch(comparison):
     bare = {**comparison.provenance, "of_first_run": first, "global_batch_size": None, "num_parameters": None}
     text = render_page(dataclasses.replace(comparison, provenance=bare))
     assert "<dt>GPUs</dt><dd><code>not applicable</code>" in text and "<li>CPU</li>" in text
-    assert "parameters</li>" not in text and "tokens a step" not in text and ">none<" not in text
+    assert (
+        "<li>from random weights</li>" not in text
+        and "parameters</li>" not in text
+        and "tokens a step" not in text
+        and ">none<" not in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,7 @@ def test_an_axis_has_round_numbers_and_goes_below_zero_only_where_a_value_does(v
 def test_the_sample_page_is_what_its_record_gives():
     assert PAGE.read_text(encoding="utf-8") == render_page(sample()), "run python benchmarks/comparison_page.py"
     assert PAGE.stat().st_size < 300_000
+    assert "<li>from random weights</li>" in PAGE.read_text(encoding="utf-8"), "as its command says"
 
 
 def picture(png: bytes) -> NDArray[np.uint8]:

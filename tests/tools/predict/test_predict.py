@@ -458,7 +458,7 @@ def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
     ways = ({}, {"sync_every_micro_batch": True}, {"sync_every_micro_batch": True, "recomputed_layers": 48})
     summed, exchanged, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
     text = " ".join((ROOT / "docs" / "multi_gpu.md").read_text(encoding="utf-8").split())
-    assert f"says {summed:.0f} GiB, {exchanged:.0f} with the first and {recomputed:.0f} with both" in text
+    assert f"says {summed:.0f} GiB, {exchanged:.0f} with the first and {recomputed:.0f} with both;" in text
 
 
 # --- the sizes --------------------------------------------------------------------------------------------------------
