@@ -54,8 +54,9 @@ def read_rows(path: Path, workload: str | None, variants: list[str] | None) -> l
     record = read_json(path)
     try:
         by_workload: dict[str, list[Row]] = {}
+        gpus = [gpu["name"].removeprefix("NVIDIA ") for gpu in (record.get("provenance") or {}).get("gpus") or ()]
         for row in record["rows"]:
-            by_workload.setdefault(workload_of(row), []).append(row)
+            by_workload.setdefault(workload_of(row), []).append({"gpu": gpus[0] if gpus else "GPU"} | row)
             trained_in(row["arm"])
     except (KeyError, TypeError, StopIteration) as error:
         raise UserError(
@@ -102,7 +103,7 @@ def label(row: Row) -> str:
 def what_was_trained(rows: list[Row]) -> str:
     """The workload, for the line below the title."""
     row = rows[0]
-    gpus = f"{row['num_gpus']} GPUs" if row.get("num_gpus", 1) > 1 else "one GPU"
+    gpus = f"{row['num_gpus']} {row['gpu']}s" if row.get("num_gpus", 1) > 1 else f"one {row['gpu']}"
     return f"{row['model']}, micro-batches of {row['batch_size']} x {row['seq_length']:,} tokens, {gpus}"
 
 

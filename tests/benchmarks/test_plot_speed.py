@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from benchmarks.colours import colours_of, trained_in
-from benchmarks.plot_speed import gains, label, main, read_rows, speed, step_parts, workload_of
+from benchmarks.plot_speed import gains, label, main, read_rows, speed, step_parts, what_was_trained, workload_of
 from benchmarks.speed_table import describe
 from benchmarks.speed_table_rows import read_table
 from llm_fp8.tools.bench.variants import BASELINES, precisions
@@ -55,6 +55,12 @@ def test_the_title_says_what_ours_gain(rows):
     bf16 = {**rows[0], "arm": "bf16", "tokens_per_s": rows[0]["tokens_per_s"] / 1.25}
     assert gains([*rows, bf16]) == "delayed: 1.25 times our bf16, 1.60 times Accelerate's fp8"
     assert gains(rows[:1]) == "delayed: 131,072 tokens/s"
+
+
+def test_the_line_below_says_what_ran_on_what(results):
+    assert what_was_trained(read_rows(results, "1b", None)).endswith("tokens, one GPU")
+    recorded = what_was_trained(read_rows(RESULTS / "speed_table_h200.json", "8b_x2", None))
+    assert recorded == "Llama-3.1-8B, micro-batches of 8 x 1,024 tokens, 2 H200s"
 
 
 def test_speed_is_per_gpu_and_of_real_tokens():
