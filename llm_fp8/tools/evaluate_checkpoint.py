@@ -155,6 +155,10 @@ def base_of(folder: str | Path) -> str | None:
     return base
 
 
+def _is_sound(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.float().isfinite().all())
+
+
 def load_merged(
     folder: str | Path, base: str, device: torch.device, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -196,6 +200,12 @@ def load_merged(
             adapted = PeftModel.from_pretrained(model, str(folder))
         with safe_open(weights, framework="pt") as tensors:
             stored = set(tensors.keys())
+            unsound = [name for name in stored if not _is_sound(tensors.get_tensor(name))]
+        if unsound:
+            raise UserError(
+                f"{weights} holds whole numbers or values that are not finite in {listed(sorted(unsound))}; export it "
+                "again."
+            )
         # PEFT leaves a missing tensor at its initial value and passes over one that no target_modules asks for.
         expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):

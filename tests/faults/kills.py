@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.train.checkpoint import LATEST
 from llm_fp8.utils.json_files import write_json_atomic, write_jsonl_atomic
-from tests.support.processes import exit_code, start_training
+from tests.support.processes import exit_code, start_training, wait_until
 from tests.support.small import records, summary_json, write_model, write_rows
 
 SCENARIOS: dict[str, list[str]] = {
@@ -124,7 +124,7 @@ class SmallRuns:
     """Starts runs of twelve steps that save and evaluate, and knows what each scenario comes to undisturbed."""
 
     def __init__(self, scratch: Path) -> None:
-        self.scratch, self.log = scratch, scratch / "log"
+        self.scratch, self.log, self.begun = scratch, scratch / "log", scratch / "begun"
         self._model, self._rows = write_model(scratch / "model"), write_rows(scratch / "rows.jsonl", 64)
         chats = (
             {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": str(i)}]}
@@ -148,7 +148,11 @@ class SmallRuns:
         often = ["--batch_size=8", "--max_steps=12", "--save_every=2", "--eval_every=5", "--learning_rate=1e-2"]
         files = {name: self.scratch / f"{name}.jsonl" for name in ("rows", "chats", "others")}
         own = [option.format(**files) for option in SCENARIOS[scenario]]
-        return start_training(self.log, *shared, *often, *own, f"--output_dir={folder}", *resume)
+        words = [*shared, *often, *own, f"--output_dir={folder}", *resume]
+        self.begun.unlink(missing_ok=True)
+        process = start_training(self.log, *words, first=self.begun.touch)
+        wait_until(self.begun.exists, process, deadline_s=ENDS_WITHIN_S)
+        return process
 
     def undisturbed(self, scenario: str) -> tuple[Any, Any, float]:
         """`outcome`, `kept` and seconds of the scenario."""

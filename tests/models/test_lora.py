@@ -448,6 +448,8 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
         "fewer targets": "holds, unlike the model, base_model",
         "more targets": "lacks base_model.model.lm_head",
         "pickle": "has no adapter_model.safetensors",
+        "NaN": "whole numbers or values that are not finite in base_model.*q_proj.lora_A.weight",
+        "whole numbers": "whole numbers or values that are not finite in base_model.*q_proj.lora_A.weight",
     }.items(),
 )
 def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter, tmp_path, change, message):
@@ -460,6 +462,10 @@ def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter,
         del tensors[first]
     elif change == "tensor added":
         tensors[first.replace("q_proj", "x_proj")] = tensors[first].clone()
+    elif change == "NaN":
+        tensors[first][0, 1] = float("nan")
+    elif change == "whole numbers":
+        tensors[first] = tensors[first].to(torch.int32)
     elif change != "pickle":
         wanted = {
             "no targets": None,
