@@ -28,6 +28,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.compare.run_record import why_unfinished
 from llm_fp8.train.checkpoint import LATEST
 from llm_fp8.utils.json_files import write_json_atomic, write_jsonl_atomic
 from tests.support.processes import exit_code, start_training, wait_until
@@ -193,6 +194,9 @@ def campaign(seed: int, count: int, scratch: Path, scenarios: Sequence[str] = tu
                 break
             if number is None or code not in CLEAN[number]:
                 torn.append({"scenario": scenario, "code": code, "said": runs.log.read_text()[-2000:]})
+                break
+            if (folder / "summary.json").exists() and why_unfinished(summary_json(folder)) is None:
+                code = 0  # the signal came when the run had finished, and before its process had ended
                 break
         difference = None
         if code == 0:
