@@ -256,11 +256,17 @@ class Alternative:
         return set(other.words) < set(self.words)
 
 
+def _num_parameters(run: RunDescription) -> int:
+    """Without building the model where its sizes are known."""
+    work = _intended(run)
+    return count_parameters(run.hf_config) if work is None else work.model.num_parameters
+
+
 def refuse_what_cannot_fit(run: RunDescription, memory_gib: float) -> None:
     """Raise `UserError` where weights, gradients and optimizer state alone take more than a GPU has, with what would
     fit.
     """
-    num_parameters = count_parameters(run.hf_config)
+    num_parameters = _num_parameters(run)
     state_gib = num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
     if state_gib + FITS_RESERVE_GIB <= memory_gib:
         return
@@ -284,7 +290,7 @@ def _told(run: RunDescription, memory_gib: float) -> str:
 
 def _enough_gpus(run: RunDescription, memory_gib: float) -> int | None:
     """The fewest GPUs of a host, more than the run has, on which the state under fsdp_full takes half of the memory."""
-    config, num_parameters = run.config, count_parameters(run.hf_config)
+    config, num_parameters = run.config, _num_parameters(run)
     for num_gpus in (2, 4, 8):
         state = state_bytes("fsdp_full", "adamw_fp32", num_gpus, config) * num_parameters / GIB
         if num_gpus > run.num_gpus and state <= memory_gib / 2:
