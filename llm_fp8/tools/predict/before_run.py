@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config, PrecisionConfig
-from llm_fp8.config.recipes import token_multiple
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, token_multiple
 from llm_fp8.config.validation import fp8_params_recipes
 from llm_fp8.distributed.sharding_mode import state_bytes
 from llm_fp8.models.build import count_parameters
@@ -30,7 +30,6 @@ NUM_ALTERNATIVES = 3
 """At most so many are told where a run cannot fit."""
 OFFLOADED_SHARES = (0.25, 0.5, 0.75, 1.0)
 """Values of --offload_optimizer that are tried."""
-_LEAST_TOKENS = 16
 
 
 def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float) -> StepWorkload | None:
@@ -140,7 +139,7 @@ def largest_batch_size(run: RunDescription, memory_gib: float) -> int | None:
     """The most sequences of a micro-batch that are predicted to fit, with micro-batches as long as any that was
     recorded, or of one such number; None where not even that fits. Raises `UserError` without a prediction.
     """
-    length, multiple = run.config.data.max_seq_length, max(token_multiple(run.recipe), _LEAST_TOKENS)
+    length, multiple = run.config.data.max_seq_length, max(token_multiple(run.recipe), FP8_SIZE_MULTIPLE)
     step = multiple // math.gcd(length, multiple)
     fitting = None
     for size in range(step, max(step, MEASURED_TOKENS[1] // length) + 1, step):
@@ -222,8 +221,9 @@ def _faster_precision(run: RunDescription, machine: Machine) -> tuple[RunDescrip
     trial = run
     if run.config.data.batch_size == AUTO_BATCH_SIZE:
         trial = _with_batch_size(run, largest_batch_size(run, machine.memory_gib) or 1)
-    gpu, work = gpu_by_name(run.gpu_name), _intended(trial)
-    if work is None or not can_predict(gpu, run.recipe):
+    work = _intended(trial)
+    gpu = None if work is None else gpu_by_name(run.gpu_name)  # which may measure it
+    if work is None or gpu is None or not can_predict(gpu, run.recipe):
         raise UserError(_without_prediction("--mixed_precision", "choose fp8 or bf16"))
     if slower := _why_fp8_is_slower(trial, gpu):
         return _in_bf16(run), f"{flag}: bf16, because {slower}"
@@ -304,8 +304,8 @@ def alternatives(run: RunDescription, memory_gib: float) -> list[Alternative]:
     """
     gpu = known_gpu(run.gpu_name)
     found: list[Alternative] = []
-    for words, changed in _variations(run):
-        for sized, words_of_size in _sizes(changed):
+    for words, changed, shares in _variations(run):
+        for sized, words_of_size in _sizes(changed, shares):
             work = _intended(sized)
             if work is None or not fits(work, memory_gib):
                 continue
@@ -318,43 +318,47 @@ def alternatives(run: RunDescription, memory_gib: float) -> list[Alternative]:
     return simplest[:NUM_ALTERNATIVES]
 
 
-def _sizes(run: RunDescription) -> Iterator[tuple[RunDescription, tuple[str, ...]]]:
-    """`run` with micro-batches from its own size down, and as many sequences in a step; with the options of each. Of an
-    optimizer that lies on the host altogether, also the smaller shares, which come first.
+def _sizes(run: RunDescription, shares: Sequence[float]) -> Iterator[tuple[RunDescription, tuple[str, ...]]]:
+    """`run` with micro-batches from its own size down, as many sequences in a step, and each of `shares` of the
+    optimizer on the host, if there are any; with the options of each.
     """
-    data, optim, multiple = run.config.data, run.config.optim, max(token_multiple(run.recipe), _LEAST_TOKENS)
+    data, optim, multiple = run.config.data, run.config.optim, max(token_multiple(run.recipe), FP8_SIZE_MULTIPLE)
     asked = max(1, data.batch_size)
-    in_step, offloaded = asked * optim.gradient_accumulation_steps, optim.offload_optimizer
+    in_step = asked * optim.gradient_accumulation_steps
     for size in range(asked, 0, -1):
         if in_step % size or size * data.max_seq_length % multiple:
             continue
         words = () if size == asked else (f"--batch_size {size}", f"--gradient_accumulation_steps {in_step // size}")
-        for share in OFFLOADED_SHARES if offloaded == 1.0 else (offloaded,):
+        for share in shares or (optim.offload_optimizer,):
             changed = dataclasses.replace(optim, gradient_accumulation_steps=in_step // size, offload_optimizer=share)
             config = dataclasses.replace(run.config, data=dataclasses.replace(data, batch_size=size), optim=changed)
-            on_host = (f"--offload_optimizer {share:g}",) if share else ()
+            on_host = (f"--offload_optimizer {share:g}",) if shares else ()
             yield dataclasses.replace(run, config=config), (*on_host, *words)
 
 
-def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription]]:
-    """`run` with every combination of what lowers its memory, and the options of each."""
+def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription, Sequence[float]]]:
+    """`run` with every combination of what lowers its memory, the options of each, and the shares of the optimizer to
+    try on the host.
+    """
     config, several, sharded = run.config, run.num_gpus > 1, run.mode.startswith("fsdp")
     accumulates, parallel = config.optim.gradient_accumulation_steps > 1, config.parallel
+    offloads = config.optim.offload_optimizer > 0
     both, no = (False, True), (False,)
     for mode, eight_bit, on_host, recompute, sync, in_fp8 in itertools.product(
         [run.mode, *(mode for mode in ("fsdp_grad", "fsdp_full") if several and mode != run.mode)],
         both if not sharded and run.optimizer != "adamw_8bit" else no,
-        both if not sharded and run.optimizer == "adamw_master" and not config.optim.offload_optimizer else no,
+        both if not sharded and run.optimizer == "adamw_master" and not offloads else no,
         both if not config.model.gradient_checkpointing else no,
         both if several and accumulates and not parallel.sync_every_micro_batch else no,
         both if several and run.recipe in fp8_params_recipes() and not parallel.fp8_params else no,
     ):
         to_fsdp = mode.startswith("fsdp")
-        if eight_bit + on_host + to_fsdp > 1 or (in_fp8 and not to_fsdp):
+        if eight_bit + (on_host or offloads) + to_fsdp > 1 or (in_fp8 and not to_fsdp):
             continue
         changes = {
             f"--sharding_mode {mode}": mode != run.mode,
             "--optimizer adamw_8bit": eight_bit,
+            "--optimizer auto": to_fsdp and run.optimizer == "adamw_8bit",  # which no fsdp mode takes
             "--gradient_checkpointing": recompute,
             "--sync_every_micro_batch": sync,
             "--fp8_params": in_fp8,
@@ -363,9 +367,6 @@ def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription
             config,
             model=dataclasses.replace(
                 config.model, gradient_checkpointing=recompute or config.model.gradient_checkpointing
-            ),
-            optim=dataclasses.replace(
-                config.optim, offload_optimizer=1.0 if on_host else config.optim.offload_optimizer
             ),
             parallel=dataclasses.replace(
                 parallel,
@@ -377,4 +378,5 @@ def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription
         yield (
             [words for words, made in changes.items() if made],
             dataclasses.replace(run, config=changed, mode=mode, optimizer=kind),
+            OFFLOADED_SHARES if on_host else (),
         )

@@ -177,6 +177,25 @@ def test_an_optimizer_on_the_host_leaves_its_share_of_the_gpu():
     assert not fits(workload_of(described(f"{words} --offload_optimizer 0.75"), 8192, 1024), 79.2)
 
 
+@pytest.mark.parametrize(("mode", "num_gpus", "memory_gib"), (("", 1, 110.0), ("--sharding_mode ddp", 2, 139.8)))
+def test_what_is_told_goes_with_an_optimizer_on_the_host(mode, num_gpus, memory_gib):
+    """Neither 8-bit moments nor a sharded optimizer do: the options that are told pass the checks of a run."""
+    words = f"--model_name Llama-3.1-8B --mixed_precision fp8 --batch_size 16 --offload_optimizer 0.25 {mode}"
+    found = alternatives(described(words, num_gpus), memory_gib)
+    assert found and not any("--offload_optimizer" in word for each in found for word in each.words)
+    for each in found:
+        assert described(f"{words} {' '.join(each.words)}", num_gpus).config.optim.offload_optimizer > 0
+
+
+def test_a_sharded_run_is_told_to_drop_8_bit_moments():
+    words = "--model_name Qwen2.5-14B --mixed_precision fp8 --batch_size 8 --optimizer adamw_8bit --sharding_mode ddp"
+    found = alternatives(described(words, 2), 139.8)
+    sharded = [each for each in found if "--sharding_mode fsdp_full" in each.words]
+    for each in sharded:
+        assert described(f"{words} {' '.join(each.words)}", 2).config.optim.optimizer == "auto"
+    assert sharded
+
+
 def test_an_unknown_gpu_gets_memory_and_no_speed():
     run = described("--model_name Llama-3.1-8B --mixed_precision fp8 --batch_size 16", gpu="a GPU of 2031")
     _, [said] = settle(run, H200)
