@@ -287,9 +287,22 @@ class Views:
 NO_VIEWS = Views().find({"variables": {}})
 
 
+def end_wandb() -> None:
+    """Forget the settings of W&B's client, WANDB_MODE among them, and end its service. A request that was given up can
+    cut the client from its service, which then ends by itself after ten minutes.
+    """
+    ending = threading.Thread(target=wandb.teardown, daemon=True)
+    ending.start()
+    ending.join(10)
+    for child in psutil.Process().children():
+        if ending.is_alive() and child.name().startswith("wandb-core"):
+            child.kill()
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     """The stand-in, with W&B's client pointed at it."""
+    end_wandb()  # of an earlier test's run, which may have been offline
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(wandb, "run", None)  # what a run that died in this process leaves, and login then does nothing
@@ -298,13 +311,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         yield handler
-        # A request that was given up can cut the client from its service, which then ends by itself after ten minutes.
-        ending = threading.Thread(target=wandb.teardown, daemon=True)
-        ending.start()
-        ending.join(10)
-        for child in psutil.Process().children():
-            if ending.is_alive() and child.name().startswith("wandb-core"):
-                child.kill()
+        end_wandb()
 
 
 @pytest.mark.slow
