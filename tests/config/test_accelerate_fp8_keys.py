@@ -93,8 +93,7 @@ def recipe_of(monkeypatch):
         model.eval()(torch.ones(16, 16))
         return {"class": type(found).__name__, **vars(found)}, layer.fp8
 
-    yield recipe
-    forget_accelerator()
+    return recipe
 
 
 def test_the_table_names_every_key_that_the_launcher_or_a_recipe_knows(launch):
@@ -162,9 +161,7 @@ def test_without_a_backend_torchao_comes_first_upstream_and_te_here(launch, monk
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        forget_accelerator()
         assert Accelerator(cpu=True).fp8_backend == taken
-    forget_accelerator()
     assert "torchao first" in str(backend_elsewhere(environ))
     assert apply_launch_settings(parse_config([]), environ).precision.fp8_backend == "te"
 

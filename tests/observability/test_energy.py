@@ -8,13 +8,12 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 
 from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.nvml import EnergyMeter, NoNvml, open_energy_counter
@@ -34,13 +33,6 @@ class Board:
 
     def meter(self) -> EnergyMeter:
         return EnergyMeter(Accelerator(cpu=True), lambda device: lambda: self.energy_j, lambda: self.now_s)
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
 
 
 def test_energy_per_token_power_and_total() -> None:

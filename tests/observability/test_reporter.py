@@ -10,12 +10,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, PartialState
 from rich.console import Console
 
 from llm_fp8.config.parser import parse_config
@@ -26,21 +24,13 @@ from llm_fp8.observability.tracker_labels import LABELS, run_tags
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 from tests.support.reports import PROVENANCE, RUN_SECTIONS, TOTAL_STEPS, a_config, a_reporter, a_step
-from tests.support.small import records
+from tests.support.small import forget_accelerator, records
 from tests.support.wandb_file import the_wandb_run, wandb_runs
 from tests.support.wandb_server import TAKES_RUNS, served
 
 
 def an_evaluation(step: int) -> dict[str, float]:
     return {"step": step, "eval_loss": 2.0, "eval_perplexity": math.exp(2.0)}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps its state for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
 
 
 def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
@@ -81,7 +71,7 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
         reporter.finish({})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
     with a_reporter(config, resume_step=2) as reporter:
         assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
         assert not (tmp_path / "summary.json").exists(), "killed now, the run would pass for a finished one"
@@ -93,7 +83,7 @@ def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -
     config = a_config(tmp_path)
     with a_reporter(config) as reporter:
         reporter.steps([a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
     own = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
     with a_reporter(config, resume_step=2) as reporter:
         reporter.steps(own[:3])
@@ -345,7 +335,7 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     config = a_config(tmp_path, "--report_to", "tensorboard")
     with a_reporter(config) as reporter:
         reporter.steps([a_step(1), a_step(2), a_step(3)])
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
     with a_reporter(config, resume_step=2) as reporter:
         reporter.steps([a_step(3) | {"loss": 9.0}, a_step(4)])
         reporter.evaluation(an_evaluation(4))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState
 
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw_8bit import EightBitAdamW
@@ -244,9 +243,7 @@ def test_state_tensors_are_the_optimizers_own(kind):
 
 @pytest.fixture
 def accelerator():
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize("kind", STATE)

@@ -28,7 +28,7 @@ from llm_fp8.train.run import run_training
 from llm_fp8.train.setup import RunPlan
 from llm_fp8.utils.errors import FailedCheck, UserError, run_script
 from tests.support.processes import exit_code, start_ranks
-from tests.support.small import forget_accelerator, steps
+from tests.support.small import steps
 from tests.support.wandb_file import the_wandb_run
 
 FP8_GEMMS = {
@@ -422,11 +422,6 @@ def test_the_recorded_step_is_in_no_median():
     assert (summary["median_step_time_s"], summary["num_steps_measured"], summary["num_steps_left_out"]) == (1.0, 2, 4)
     alone = throughput_summary([taken[4]])
     assert alone == {"num_steps_measured": 0, "num_steps_left_out": 1}
-
-
-@pytest.fixture(autouse=True)
-def _a_program_of_its_own() -> None:
-    forget_accelerator()
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]], work_s: float = 0.1) -> None:

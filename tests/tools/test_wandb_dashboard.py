@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 import wandb
-from accelerate.state import AcceleratorState, PartialState
 
 from benchmarks import plot_wandb_dashboard
 from llm_fp8.observability.metrics import METRICS
@@ -117,7 +116,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 @pytest.fixture(scope="module")
-def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output folder that train_fp8.py's work left with W&B offline."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     with pytest.MonkeyPatch.context() as patch:
@@ -141,9 +140,7 @@ def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "--mixed_precision=bf16",
         )
         wandb.teardown()  # waits for W&B's own process, which writes the file
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
-    yield folder
+    return folder
 
 
 def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline_folder: Path) -> None:

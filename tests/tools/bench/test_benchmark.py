@@ -30,7 +30,6 @@ from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.ranks import LaunchRanks
 from scripts import benchmark
 from tests.support.families import FAMILIES, family_config
-from tests.support.small import forget_accelerator
 
 CPU = torch.device("cpu")
 
@@ -138,7 +137,6 @@ def test_torchaos_fp8_layers_round(workload):
     """That they compute in fp8, and the two recipes in different ways, shows in the gradients, which bf16 alone
     would round alike.
     """
-    forget_accelerator()  # of whichever test ran in this process before
     norms = {}
     for name in ("hf_bf16", "torchao_tensorwise", "torchao_rowwise"):
         baseline = BASELINES[name]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
 
@@ -162,7 +161,6 @@ def test_probe_and_recorder_on_a_real_step(tiny_model, packing, checkpointing):
         data=DataConfig(max_seq_length=64, batch_size=2, packing=packing),
         optim=OptimConfig(gradient_accumulation_steps=2),
     )
-    AcceleratorState._reset_state(reset_partial_state=True)
     training = build_training(config)
     shape = training.loop.loader.batches[0].input_ids.shape
     assert shape == ((1, 128) if packing else (2, 64)) and len(training.loop.loader.batches) == 2

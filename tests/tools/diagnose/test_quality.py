@@ -57,7 +57,6 @@ def test_it_finds_the_module_that_fp8_spoils(outlier_model, tiny_model, rows):
 def test_the_script_prints_and_writes_them(tiny_model, rows, tmp_path):
     path = tmp_path / "quality.json"
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", *FP8, "--quality", f"--json={path}"]
-    forget_accelerator()  # the script runs in this process
     done = run_as_main("scripts/diagnose_fp8.py", *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
@@ -68,7 +67,6 @@ def test_the_script_prints_and_writes_them(tiny_model, rows, tmp_path):
 
 def test_mistakes_are_one_sentence(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="--quality compares fp8 with bf16; add --mixed_precision fp8"):
-        forget_accelerator()
         measure_quality(parse_config([f"--model_name={tiny_model}", f"--dataset_name={rows}"]))
     done = run_as_main("scripts/diagnose_fp8.py", "--quality", f"--trace={tmp_path / 'trace.json'}")
     assert done.returncode == 2 and "--quality takes none" in done.stderr

@@ -90,7 +90,6 @@ def test_a_bf16_run(diagnosed, tmp_path):
 def test_sums_of_gradients_that_gemms_add_are_not_counted(options, num_added, tiny_model, monkeypatch):
     """Of the TE decoder those of embedding, head and norms are left."""
     install_stand_in(monkeypatch)
-    forget_accelerator()
     monkeypatch.setattr(session, "device_peak_tflops", lambda device: None)
     config = parse_config(["--model_name", tiny_model, "--max_seq_length", "64", "--batch_size", "2", *options])
     parts = session._Session(config, torch.device("cpu"))
