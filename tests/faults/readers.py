@@ -43,6 +43,8 @@ BLOCKS, CHANNELS = "blocks/fp8", "channels/fp8"
 OLDER = f"{CHECKPOINTS}/step-00000001"
 OFFLINE = f"{RUN}/wandb/offline-run-x-y"
 DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
+DEEP_YAML = 300
+"""Levels of nesting at which PyYAML's recursion has long ended; the time it takes grows with their square."""
 STOPPED_EARLY = "stopped_early"
 ROWS: dict[str, list[dict[str, Any]]] = {
     "problems": [{"question": f"{i} + 1?", "answer": f"= {i + 1}", "id": i} for i in range(6)],
@@ -222,7 +224,9 @@ READERS: dict[str, Reader] = {
     "adapter_config.json": Reader(f"{ADAPTER}/adapter_config.json", lambda folder: base_of(folder / ADAPTER)),
     "adapter_config.json merged": Reader(f"{ADAPTER}/adapter_config.json", _merged, named=f"/{ADAPTER}"),
     "deepspeed.json": Reader(DEEPSPEED, lambda folder: _launch_file(folder / DEEPSPEED, deepspeed_findings)),
-    "accelerate.yaml": Reader(ACCELERATE, lambda folder: _launch_file(folder / ACCELERATE, accelerate_findings)),
+    "accelerate.yaml": Reader(
+        ACCELERATE, lambda folder: _launch_file(folder / ACCELERATE, accelerate_findings), deepest=DEEP_YAML
+    ),
     "latest": Reader(f"{CHECKPOINTS}/latest", _resumed),
     "manifest.json": Reader(
         f"{CHECKPOINTS}/step-00000002/manifest.json",
@@ -243,5 +247,7 @@ READERS: dict[str, Reader] = {
     "metrics.jsonl resumed": Reader(f"{RUN}/metrics.jsonl", _metrics),
     "certificate.json": Reader(f"{RUN}/certificate.json", _compared),
     "answers": Reader(f"{RUN}/eval_answers/step-60.jsonl", _compared),
-    "options.yaml": Reader(OPTIONS, lambda folder: parse_config(["--config", str(folder / OPTIONS)]), named="--"),
+    "options.yaml": Reader(
+        OPTIONS, lambda folder: parse_config(["--config", str(folder / OPTIONS)]), named="--", deepest=DEEP_YAML
+    ),
 }

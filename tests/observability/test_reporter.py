@@ -212,9 +212,9 @@ with a_reporter(config, resume_step) as reporter:
 """One start of a training: the folder, its first and last step."""
 
 
-def start_again(folder: Path, *words: object, **environment: str) -> None:
+def start_again(python: str, folder: Path, *words: object, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RESUMES, str(folder), *map(str, words)],
+        [python, "-c", RESUMES, str(folder), *map(str, words)],
         cwd=REPOSITORY,
         env=without_wandb_variables() | {"WANDB_SILENT": "true"} | environment,
         capture_output=True,
@@ -224,11 +224,11 @@ def start_again(folder: Path, *words: object, **environment: str) -> None:
     assert done.returncode == ("killed" in words), done.stderr
 
 
-def test_a_resumed_training_continues_its_wandb_run_offline(tmp_path: Path) -> None:
-    start_again(tmp_path, 1, 8, "killed", WANDB_MODE="offline")
-    start_again(tmp_path, 5, 6, "killed", WANDB_MODE="offline")  # it takes steps again, and no others
-    start_again(tmp_path, 5, 10, WANDB_MODE="offline")
-    start_again(tmp_path, 11, 12, "evaluates first", WANDB_MODE="offline")
+def test_a_resumed_training_continues_its_wandb_run_offline(tmp_path: Path, warm_python: str) -> None:
+    start_again(warm_python, tmp_path, 1, 8, "killed", WANDB_MODE="offline")
+    start_again(warm_python, tmp_path, 5, 6, "killed", WANDB_MODE="offline")  # it takes steps again, and no others
+    start_again(warm_python, tmp_path, 5, 10, WANDB_MODE="offline")
+    start_again(warm_python, tmp_path, 11, 12, "evaluates first", WANDB_MODE="offline")
     runs = wandb_runs(tmp_path)
     assert len({run.id for run in runs}) == 1 and len(runs) == 4
     rows = [row for run in runs for row in run.history]
@@ -238,7 +238,7 @@ def test_a_resumed_training_continues_its_wandb_run_offline(tmp_path: Path) -> N
     assert own_steps == sorted(set(own_steps)), "W&B takes no row of an earlier step"
     assert all(row["step"] == 10 for row in rows if "eval_loss" in row and "loss" not in row)
 
-    start_again(tmp_path / "other", 1, 2, WANDB_MODE="offline", WANDB_RUN_ID="mine")
+    start_again(warm_python, tmp_path / "other", 1, 2, WANDB_MODE="offline", WANDB_RUN_ID="mine")
     (other,) = wandb_runs(tmp_path / "other")
     assert other.id == "mine"
 
@@ -250,7 +250,7 @@ def test_a_damaged_id_of_the_wandb_run_is_named(tmp_path: Path, run_id: str) -> 
         a_reporter(a_config(tmp_path, "--use_wandb"), resume_step=4)
 
 
-def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_path: Path, warm_python: str) -> None:
     """The killed process had taken 8 steps and sent 7 of them."""
     tail = {"historyLineCount": 7, "historyTail": json.dumps([json.dumps({"_step": 7, "step": 7})])}
     known = {"name": "run", "displayName": "run", "summaryMetrics": "{}", "config": "{}", "tags": [], "notes": ""}
@@ -258,15 +258,15 @@ def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_p
     model = {"name": "llm-fp8", "entity": {"name": "team"}, "bucket": {**known, **counts, **tail}}
     with served({"RunResumeStatus": (200, {"data": {"model": model}}), **TAKES_RUNS}) as (url, server):
         online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
-        start_again(tmp_path, 1, 8, "killed", **online)
-        start_again(tmp_path, 5, 10, **online)
+        start_again(warm_python, tmp_path, 1, 8, "killed", **online)
+        start_again(warm_python, tmp_path, 5, 10, **online)
     asked = [request["variables"]["name"] for request in server.requests if "RunResumeStatus" in request["query"]]
     assert asked[-1] == json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     rows = wandb_runs(tmp_path, online=True)[1].history
     assert [row["step"] for row in rows] == [row["_step"] for row in rows] == [8, 9, 10]
 
 
-def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path, warm_python: str) -> None:
     code = f"""
 from pathlib import Path
 from llm_fp8.utils.errors import UserError, run_script
@@ -280,7 +280,7 @@ def main():
 run_script(main)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [warm_python, "-c", code],
         cwd=REPOSITORY,
         env=without_wandb_variables() | {"WANDB_MODE": "offline"},
         capture_output=True,
@@ -294,7 +294,7 @@ run_script(main)
 
 
 @pytest.mark.parametrize("answers_at_start", [False, True], ids=["never there", "gone during the run"])
-def test_a_run_does_not_depend_on_wandb_s_server(tmp_path: Path, answers_at_start: bool) -> None:
+def test_a_run_does_not_depend_on_wandb_s_server(tmp_path: Path, warm_python: str, answers_at_start: bool) -> None:
     code = f"""
 import os
 from pathlib import Path
@@ -314,7 +314,7 @@ with reporter:
     reporter.finish({{}})
 """
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [warm_python, "-c", code],
         cwd=REPOSITORY,
         env=without_wandb_variables() | {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"},
         capture_output=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -45,9 +46,12 @@ def imported(files: list[Path]) -> set[str]:
     return names - set(sys.stdlib_module_names) - own
 
 
+_distributions = functools.cache(metadata.packages_distributions)
+
+
 def distribution(package: str) -> str:
     """The normalised name under which an importable package is installed."""
-    known = metadata.packages_distributions().get(package, [package])
+    known = _distributions().get(package, [package])
     return known[0].lower().replace("_", "-")
 
 

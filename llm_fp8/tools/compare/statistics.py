@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 CONFIDENCE = 0.95
 
@@ -42,7 +42,8 @@ def t_interval(values: Sequence[float]) -> Interval:
     mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
+    quantile = special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
+    half = float(quantile * np.std(values, ddof=1) / math.sqrt(len(values)))
     return Interval(mean, mean - half, mean + half)
 
 
