@@ -1,15 +1,19 @@
-"""What a training imports and makes once, for the servers that processes of tests are forked from: importing this is
-their start.
+"""What a training and its tests import and make once, for the servers that processes of tests are forked from:
+importing this is their start.
 """
 
 import gc
 
 # ruff: noqa: F401
 import accelerate.commands.launch
+import peft
+import pytest
+import scipy.io
 import torch._inductor.compile_fx  # much of what DeepSpeed imports; its own import reads the environment
 import torch.distributed.run
 import transformers.generation
 import transformers.models.llama.modeling_llama
+import wandb.apis.public
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import llm_fp8.train.run
