@@ -31,6 +31,7 @@ def good_files(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_named(good_files, name):
     count = FEWER.get(name, COUNT)

@@ -131,6 +131,7 @@ def test_batches_padded_on_the_left_give_what_each_prompt_gives_alone(
     assert found == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_tied", "mistral_window", "qwen2_window"])
 def test_generation_is_that_of_transformers(family):
     ours, theirs = texts_of_family(family, "cpu")

@@ -158,6 +158,7 @@ def uncompiled(baseline: Baseline, workload: str):
     return HfTraining(Workload.parse(workload, 1), Baseline(baseline.name, torchao_recipe=baseline.torchao_recipe))
 
 
+@pytest.mark.slow
 def test_a_layer_is_compiled_for_real(workload, swap_losses):
     found = measure(Workload.parse(workload, 2), parse_variant("hf_bf16_compiled"), 1, CPU)
     assert found["compiled"] and found["losses"][0] == pytest.approx(swap_losses[0], rel=1e-4)

@@ -31,6 +31,7 @@ def covers(interval: Interval, truth: float) -> bool:
     return interval.low <= truth <= interval.high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", SEEDS)
 def test_intervals_of_speed_cover_the_truth_95_times_in_100(num_seeds):
     """Machines differ by 2% from run to run; the seed does another 5% to both variants of a pair."""
@@ -101,6 +102,7 @@ def test_no_variant_that_is_worse_in_every_seed_is_recommended(num_seeds):
     assert found.get("slightly worse", 0) > 0.95 or num_seeds == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_deviation", [0.0, 0.03])
 @pytest.mark.parametrize("num_seeds", [1, 3, 5, 20])
 def test_equal_models_are_called_worse_by_their_answers_once_in_forty(num_seeds, run_deviation):

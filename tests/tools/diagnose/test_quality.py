@@ -38,6 +38,7 @@ def outlier_model(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_it_finds_the_module_that_fp8_spoils(outlier_model, tiny_model, rows):
     found, plain = measured(outlier_model, rows), measured(tiny_model, rows)
     assert {kind.name for kind in found.kinds} == LINEARS

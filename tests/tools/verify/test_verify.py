@@ -824,6 +824,7 @@ def made_up_runs(monkeypatch, setup):
         process.kill()
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(monkeypatch, made_up_runs):
     """On one GPU all start at once; one of them does not end."""
     monkeypatch.setattr(distributed, "RUN_TIMEOUT_S", 2.0)
