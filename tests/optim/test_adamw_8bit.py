@@ -2,8 +2,6 @@
 resumption give.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -22,8 +20,8 @@ from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, code_limits, code_tables,
 from llm_fp8.optim.adamw_base import Coefficients
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.optim.state import optimizer_scalars, optimizer_tensors
-from tests.support.optimizer_state import restore
+from llm_fp8.optim.state import optimizer_tensors
+from tests.support.optimizer_state import take_over
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -363,13 +361,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
 
     whole, whole_optimizer = start()
     run(whole, whole_optimizer, range(5))
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(whole_optimizer, whole.items()).items()}
-    scalars = json.loads(json.dumps(optimizer_scalars(whole_optimizer)))
     resumed, resumed_optimizer = start()
-    with torch.no_grad():
-        for name, parameter in resumed.items():
-            parameter.copy_(whole[name])
-    restore(resumed_optimizer, resumed.items(), saved, scalars)
+    take_over(resumed_optimizer, resumed.items(), whole_optimizer, whole.items())
     run(whole, whole_optimizer, range(5, 10))
     run(resumed, resumed_optimizer, range(5, 10))
     assert all(torch.equal(whole[name], resumed[name]) for name in SHAPES)

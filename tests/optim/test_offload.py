@@ -5,7 +5,6 @@ copies and updates, for which streams that do everything as late as they may sta
 from __future__ import annotations
 
 import gc
-import json
 import random
 import sys
 from collections import deque
@@ -24,7 +23,7 @@ from llm_fp8.optim.offload import OffloadedMasterAdamW, largest_first
 from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
 from llm_fp8.optim.state import bytes_on_host, optimizer_scalars, optimizer_tensors
 from llm_fp8.utils.errors import UserError
-from tests.support.optimizer_state import restore
+from tests.support.optimizer_state import take_over
 
 SHAPES = {"embedding": (64, 16), "head": (64, 16), "up": (48, 16), "down": (16, 47), "norm": (16,), "idle": (30, 16)}
 """Pieces of 100 elements leave a rest in every matrix; `idle` never has a gradient, `head` is the embedding."""
@@ -140,11 +139,7 @@ def test_a_checkpoint_goes_on_with_any_share(before, after):
     never_stopped.initialize_state(), stopped.initialize_state()
     train(whole, never_stopped, range(6))
     train(first, stopped, range(3))
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(stopped, first.items()).items()}
-    with torch.no_grad():
-        for name, parameter in second.items():
-            parameter.copy_(first[name])
-    restore(resumed, second.items(), saved, json.loads(json.dumps(optimizer_scalars(stopped))))
+    take_over(resumed, second.items(), stopped, first.items())
     train(second, resumed, range(3, 6))
     assert_same_bits(whole, never_stopped, second, resumed)
 

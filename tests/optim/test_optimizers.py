@@ -1,7 +1,6 @@
 """Parameter groups, schedules, what becomes of small updates, and optimizer state as tensors."""
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import get_args
@@ -27,12 +26,11 @@ from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, lear
 from llm_fp8.optim.state import (
     initialize_state,
     load_optimizer_scalars,
-    optimizer_scalars,
     optimizer_tensors,
 )
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
-from tests.support.optimizer_state import restore
+from tests.support.optimizer_state import take_over
 
 
 class TinyModel(torch.nn.Module):
@@ -287,12 +285,8 @@ def test_resumed_run_is_the_uninterrupted_run(kind):
 
     first, first_optimizer = fresh(kind=kind)
     train(first, first_optimizer, 5)
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(first_optimizer, named(first)).items()}
-    scalars = json.loads(json.dumps(optimizer_scalars(first_optimizer)))
-
     second, second_optimizer = fresh(seed=9, kind=kind)
-    second.load_state_dict(first.state_dict())
-    restore(second_optimizer, named(second), saved, scalars)
+    take_over(second_optimizer, named(second), first_optimizer, named(first))
     train(second, second_optimizer, 5, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
     ends = [

@@ -127,6 +127,11 @@ def _intended(run: RunDescription, batch_size: int | None = None) -> StepWorkloa
     return workload_of(run, size * data.max_seq_length, data.max_seq_length)
 
 
+def _multiple(run: RunDescription) -> int:
+    """What the positions of a micro-batch are a multiple of."""
+    return max(token_multiple(run.recipe), FP8_SIZE_MULTIPLE)
+
+
 def _with_batch_size(run: RunDescription, batch_size: int) -> RunDescription:
     data = dataclasses.replace(run.config.data, batch_size=batch_size)
     return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
@@ -139,7 +144,7 @@ def largest_batch_size(run: RunDescription, memory_gib: float) -> int | None:
     """The most sequences of a micro-batch that are predicted to fit, with micro-batches as long as any that was
     recorded, or of one such number; None where not even that fits. Raises `UserError` without a prediction.
     """
-    length, multiple = run.config.data.max_seq_length, max(token_multiple(run.recipe), FP8_SIZE_MULTIPLE)
+    length, multiple = run.config.data.max_seq_length, _multiple(run)
     step = multiple // math.gcd(length, multiple)
     fitting = None
     for size in range(step, max(step, MEASURED_TOKENS[1] // length) + 1, step):
@@ -309,8 +314,9 @@ def alternatives(run: RunDescription, memory_gib: float) -> list[Alternative]:
             work = _intended(sized)
             if work is None or not fits(work, memory_gib):
                 continue
-            timed = gpu is not None and has_times(work, gpu)
-            speed = work.tokens_per_step / step_time(work, gpu.rates).total_s if gpu is not None and timed else None
+            speed = None
+            if gpu is not None and has_times(work, gpu):
+                speed = work.tokens_per_step / step_time(work, gpu.rates).total_s
             found.append(Alternative((*words, *words_of_size), peak_gib(work), speed))
             break
     found.sort(key=lambda each: (-(each.tokens_per_s or 0.0), len(each.words)))
@@ -322,7 +328,7 @@ def _sizes(run: RunDescription, shares: Sequence[float]) -> Iterator[tuple[RunDe
     """`run` with micro-batches from its own size down, as many sequences in a step, and each of `shares` of the
     optimizer on the host, if there are any; with the options of each.
     """
-    data, optim, multiple = run.config.data, run.config.optim, max(token_multiple(run.recipe), FP8_SIZE_MULTIPLE)
+    data, optim, multiple = run.config.data, run.config.optim, _multiple(run)
     asked = max(1, data.batch_size)
     in_step = asked * optim.gradient_accumulation_steps
     for size in range(asked, 0, -1):
