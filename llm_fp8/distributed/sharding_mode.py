@@ -71,7 +71,7 @@ def choose_mode(
 
 def default_optimizer(mode: str) -> OptimizerKind:
     """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
-    return "adamw_fp32" if mode.startswith("fsdp") else "adamw_master"
+    return "adamw_fp32" if mode.startswith(("fsdp", "deepspeed")) else "adamw_master"
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:

@@ -128,6 +128,12 @@ def test_state_that_cannot_fit_is_refused_with_what_can():
     assert settle(run, H200) == (run.config, [])
 
 
+def test_the_refusal_names_the_optimizer_that_deepspeed_has():
+    run = described("--model_name Qwen2.5-14B --mixed_precision fp8 --sharding_mode deepspeed_1", num_gpus=2)
+    with pytest.raises(UserError, match=r"2 GPUs with --sharding_mode deepspeed_1 \(--optimizer adamw_fp32\)"):
+        settle(run, H100)
+
+
 def test_without_the_te_decoder_the_state_is_counted_too():
     run = described("--use_te=false --model_name Qwen2.5-14B --mixed_precision bf16")
     with pytest.raises(UserError, match="14.77 billion parameters take 165.1 GiB .* What would fit: 8 such GPUs"):
