@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim import offload
-from llm_fp8.optim.adamw_master import give_remainder_, join_master, remainder_of
+from llm_fp8.optim.adamw_master import give_remainder_, join_master, remainder_of, split_master
 from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
 from llm_fp8.optim.state import optimizer_tensors
 from tests.support.optimizer_state import take_over
@@ -33,14 +33,14 @@ def pieces(monkeypatch) -> int:
 
 def make_parameters(shapes=SHAPES, remainders=True):
     generator = torch.Generator("cuda").manual_seed(0)
-    made = {
-        name: Parameter((0.02 * torch.randn(shape, generator=generator, device="cuda")).bfloat16())
-        for name, shape in shapes.items()
-    }
-    for parameter in made.values() if remainders else ():
-        give_remainder_(parameter)
-        drawn = torch.randint(-(2**15), 2**15, parameter.shape, generator=generator, device="cuda")
-        remainder_of(parameter).copy_(drawn)
+    made = {}
+    for name, shape in shapes.items():
+        # Not drawn apart: a weight of zero with a negative remainder would be NaN.
+        weight, remainder = split_master(0.02 * torch.randn(shape, generator=generator, device="cuda"))
+        made[name] = Parameter(weight)
+        if remainders:
+            give_remainder_(made[name])
+            remainder_of(made[name]).copy_(remainder)
     return made
 
 
