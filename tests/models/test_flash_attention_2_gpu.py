@@ -1,0 +1,114 @@
+"""flash-attn 2: the Hugging Face decoder with it, padded and packed, and Transformer Engine's attention by it, against
+sdpa and cuDNN; whole runs in fp8, with LoRA and on two GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.utils.packages import package_version
+from tests.support import gpu_training, multi_gpu_training
+from tests.support.batches import BATCHES, S
+from tests.support.families import family_config
+
+FAMILIES = ("llama3_rope_gqa", "mistral_window", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim")
+BF16_ERRORS = 1.5
+"""So many times the gradients' error may be that of sdpa in bf16; what is wrong is off by 50 times as much."""
+PACKING = {"packed": "--packing", "padded": "--no_packing"}
+RUNS = {
+    "hf_bf16": ["--mixed_precision", "bf16"],
+    "hf_fp8": ["--mixed_precision", "fp8"],
+    "hf_fp8_lora": ["--mixed_precision", "fp8", "--lora_rank", "8"],
+    "te_bf16": ["--use_te", "--mixed_precision", "bf16"],
+    "te_fp8": ["--use_te", "--mixed_precision", "fp8"],
+    "te_fp8_lora": ["--use_te", "--mixed_precision", "fp8", "--lora_rank", "8"],
+}
+BY_FLASH_ATTENTION = {"NVTE_FUSED_ATTN": "0"}
+"""Transformer Engine prefers cuDNN on Hopper."""
+SAME_LOSS = 0.02
+"""Steps at another attention's rounding; a mask that leaks moves the loss of the first step by more."""
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn"),
+]
+
+
+def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
+    """Of the summed loss, with the loss itself."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            family_config(family), dtype=torch.float32, attn_implementation=attention
+        )
+    for parameter in model.parameters():  # the same bf16 values in both dtypes; the rotary frequencies stay fp32
+        parameter.data = parameter.data.bfloat16().to(dtype)
+    training = TrainingModel(model, S, dtype)
+    loss = training(BATCHES[layout](device))
+    loss.backward()
+    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("layout", PACKING)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_as_near_to_fp32_as_those_of_sdpa(family, layout, device, record_property):
+    exact = gradients(family, "sdpa", torch.float32, layout, device)
+    errors = {
+        attention: {
+            name: relative_difference(found.float(), exact[name])
+            for name, found in gradients(family, attention, torch.bfloat16, layout, device).items()
+        }
+        for attention in ("sdpa", "flash_attention_2")
+    }
+    medians = {name: float(torch.tensor(list(found.values())).median()) for name, found in errors.items()}
+    record_property("median_errors", medians)
+    for name, error in errors["flash_attention_2"].items():
+        assert error <= BF16_ERRORS * errors["sdpa"][name] + 2e-3, (name, error, errors["sdpa"][name])
+
+
+@pytest.mark.parametrize("layout", PACKING)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_names_it_and_has_the_losses_of_the_other_attention(run, layout, model_folder, tmp_path, record_property):
+    use_te = run.startswith("te_")
+    losses = {}
+    for name, options, environment in (
+        ("other", ["--attn_implementation", "auto" if use_te else "sdpa"], {}),
+        ("flash", ["--attn_implementation", "auto"], BY_FLASH_ATTENTION if use_te else {}),
+    ):
+        folder = tmp_path / name
+        shared = gpu_training.common(model_folder, folder, PACKING[layout], "--max_steps", "6", "--no_export")
+        shared.remove("--use_te")
+        done = gpu_training.train(*shared, *RUNS[run], *options, environment=environment)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        losses[name] = gpu_training.losses(folder)
+    certificate = gpu_training.certificate_of(folder)
+    record_property("losses", losses)
+    record_property("attention", certificate["attention"])
+    assert certificate["verdict"] == "certified"
+    assert certificate["attention"] == ("flash-attn" if use_te else "flash_attention_2")
+    assert losses["flash"] == pytest.approx(losses["other"], rel=SAME_LOSS)
+    assert losses["flash"] != losses["other"]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+@pytest.mark.parametrize("run", ["hf_fp8", "te_fp8"])
+def test_two_gpus_take_the_steps_of_one(run, mode, model_folder, tmp_path, monkeypatch):
+    for name, value in (BY_FLASH_ATTENTION if run == "te_fp8" else {}).items():
+        monkeypatch.setenv(name, value)
+    found = {}
+    for num_gpus, options in ((1, []), (2, ["--sharding_mode", mode])):
+        steps, summary, _ = multi_gpu_training.train(
+            num_gpus, Path(tmp_path, str(num_gpus)), model_folder, "--packing", "--no_export", *RUNS[run], *options
+        )
+        found[num_gpus] = [step["loss"] for step in steps]
+        assert summary["certificate"]["attention"] == ("flash-attn" if run == "te_fp8" else "flash_attention_2")
+        assert summary["certificate"]["verdict"] == "certified", json.dumps(summary["certificate"])
+    assert found[2] == pytest.approx(found[1], rel=SAME_LOSS)
