@@ -92,6 +92,14 @@ VARIANTS = (
     ),
     Variant("loop_bf16", "accelerate", "accelerate launch --mixed_precision bf16", "bf16", (*FP8_FLAG[:-1], "bf16")),
     Variant("loop_te", "accelerate", TE_FILE, "fp8", FP8_FILE),
+    Variant(
+        "loop_te_eval",
+        "accelerate",
+        f"{TE_FILE}, without model.train()",
+        "fp8",
+        FP8_FILE,
+        {"train_mode": False},
+    ),
     Variant("loop_flag", "accelerate", "accelerate launch --mixed_precision fp8", "fp8", FP8_FLAG),
     Variant("trl_bf16", "trl", "SFTConfig(), whose default is bf16=True", "bf16"),
     Variant("trl_te", "trl", f"{TE_FILE}, SFTConfig()", "fp8", FP8_FILE),
@@ -233,6 +241,7 @@ def train_with_accelerate(job: dict[str, Any]) -> None:
     args = TrainingArguments(output_dir=job["folder"], report_to="none", use_cpu=not torch.cuda.is_available())
     accelerator = Accelerator()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model.train(job["options"].get("train_mode", True))  # loaded in eval mode, in which Accelerate's autocast is off
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     loader = torch.utils.data.DataLoader(

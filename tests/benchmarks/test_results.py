@@ -187,7 +187,8 @@ def test_speed_table_rows(name):
         if "failed" in row:
             continue
         assert row["tokens_per_s_per_gpu"] * row["num_gpus"] == pytest.approx(row["tokens_per_s"])
-        assert row["peak_memory_gib"] > 0 and 0 < row["step"]["gemm_floor_s"] < row["step"]["step_s"]
+        floor_s = row["step"]["gemm_floor_s"]  # None where the rates of that GPU were recorded later
+        assert row["peak_memory_gib"] > 0 and (floor_s is None or 0 < floor_s < row["step"]["step_s"])
         for measured in row["rounds"]:
             assert measured["run"] < len(record["runs"])
             assert ("fp8" in measured["gemm_kernels"]) == computes_in_fp8(row)
