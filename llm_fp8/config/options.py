@@ -164,6 +164,11 @@ class PrecisionConfig:
         "GEMMs of the lm_head that run in fp8 in training: none; gradients: dgrad and wgrad, with logits and loss "
         "unchanged; all: fprop too. Evaluation keeps them in high precision. Needs --fp8_backend te.",
     )
+    fp8_recast_weights: bool = option(
+        False,
+        "Keep no fp8 casts of weights, but cast them in every forward and backward pass: two bytes per weight less, "
+        "and slower steps (one GPU and ddp).",
+    )
     fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
 
     @property
@@ -406,7 +411,7 @@ TRAINING_OPTIONS = (
     "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len",
     "amax_compute_algo", "fp8_margin", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules",
-    "fp8_lm_head",
+    "fp8_lm_head", "fp8_recast_weights",
 )  # fmt: skip
 """What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
 GPUs, and the steps of the whole run.

@@ -238,6 +238,9 @@ def _precision_checks(config: Config) -> Checks:
         "convert; drop one of them.": torchao and config.model.use_te,
         f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
         "torchao; drop one of them.": torchao and options.fp8_lm_head != "none",
+        "--fp8_recast_weights is of Transformer Engine's modules; torchao keeps no casts, so drop it.": (
+            torchao and options.fp8_recast_weights
+        ),
         **{
             f"--{name} has no effect {without}; use --mixed_precision fp8 or drop it.": (
                 not options.may_be_fp8 and name != "mixed_precision" and getattr(options, name) != getattr(unset, name)
@@ -278,6 +281,9 @@ def _lora_checks(config: Config) -> Checks:
         f"--fp8_params gives trained weights an fp8 form, and {flag} freezes them; drop one of them.": (
             config.parallel.fp8_params
         ),
+        f"--fp8_recast_weights cannot go with {flag}, whose frozen weights are cast once; drop it.": (
+            config.precision.fp8_recast_weights
+        ),
         f"--offload_optimizer has next to nothing to move with {flag}, whose frozen weights have no optimizer state; "
         "drop it.": config.optim.offload_optimizer > 0,
         "--lora_merge has no effect with --no_export; drop one of them.": (
@@ -308,6 +314,9 @@ def _mode_checks(config: Config, mode: str) -> Checks:
         "adamw_fp32.": deepspeed and kind not in ("auto", "adamw_fp32"),
         f"--offload_optimizer cannot go with {flag}; use --sharding_mode ddp, one GPU, or fsdp_offload without it.": (
             config.optim.offload_optimizer > 0 and mode not in ("single", "ddp")
+        ),
+        f"--fp8_recast_weights cannot go with {flag}; use --fp8_params or fsdp_full, which keep no casts.": (
+            precision.fp8_recast_weights and mode not in ("single", "ddp")
         ),
         "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te and --mixed_precision fp8; this run has "
         f"{flag} and lacks {lacking_for_fp8_params}.": options.fp8_params and lacking_for_fp8_params,

@@ -41,7 +41,7 @@ from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
-from llm_fp8.utils.te_internals import keep_casts_under_fsdp2
+from llm_fp8.utils.te_internals import keep_weight_casts
 from llm_fp8.utils.torch_internals import local_of, materialize_, sharded_like
 
 
@@ -97,7 +97,7 @@ class FsdpStrategy(DistributedStrategy):
         from_backward_stream = on_gpu and not offloads and self.mesh.ndim == 1
         use_memory_saving_reduce_scatter(model, torch.cuda.current_stream() if from_backward_stream else None)
         if self.caches_weight_casts:
-            keep_casts_under_fsdp2(model)
+            keep_weight_casts(model, keep=True)
         model.register_forward_hook(_reshard_without_backward)
         materialize_(model, torch.device("cpu") if offloads else self.accelerator.device, self.accelerator.device)
 

@@ -50,19 +50,11 @@ class UnshardedGradients:
         """The `FindMainGrad` of sharded weights, which a gathered one stands in for in forward passes."""
         entry = self._entries.get(id(weight))
         gathered: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
-        if entry is None or gathered is None or _would_lose_main_grad(entry._module_info.module):
+        if entry is None or gathered is None:
             return weight, None
         accumulated: Tensor | None = getattr(entry, "unsharded_accumulated_grad", None)
         # FSDP2 has no fp32 gradient of its own where the compute dtype is fp32 too.
         return gathered, gathered.grad if accumulated is None else accumulated
-
-
-def _would_lose_main_grad(module: Any) -> bool:
-    """Whether this module would raise instead of adding to a main gradient: Transformer Engine 2.20's LayerNormLinear
-    looks for it only where it has kept the weight of its GEMM, and under FSDP2 it drops its fp8 cast.
-    """
-    in_fp8 = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
-    return type(module).__name__ == "LayerNormLinear" and in_fp8 and not module.primary_weights_in_fp8
 
 
 class MemorySavingReduceScatter:

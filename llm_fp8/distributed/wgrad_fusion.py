@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from llm_fp8.precision.modules import linear_weights
+from llm_fp8.utils.te_internals import would_lose_main_grad
 
 FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A module's weight -> the tensor that its forward passes see in its place, and its gradient so far, if any."""
@@ -71,6 +72,8 @@ class FusedWgradAccumulation:
 
     def _lend_main_grads(self, module: Any, weights: list[Tensor], lent: list[tuple[Any, list[Tensor]]]) -> None:
         """Let `module` add to the main gradients of its weights, if it can for all of them, and add it to `lent`."""
+        if would_lose_main_grad(module):
+            return
         # Not in `micro_batch`, whose locals would keep released main gradients alive.
         found = [self._find_main_grad(weight) for weight in weights]
         # A GEMM needs a contiguous gradient; that of a transposed weight is transposed too.

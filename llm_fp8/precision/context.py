@@ -39,6 +39,7 @@ from llm_fp8.precision.modules import (
 )
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.te_internals import keep_weight_casts
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
@@ -122,6 +123,8 @@ class Precision:
                 "--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8."
             )
         self._unseen = next(iter(self._fp8_modules.values()))
+        if self._options.fp8_recast_weights:
+            keep_weight_casts(model, keep=False)
         if self._options.fp8_lm_head != "none":
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
@@ -190,6 +193,8 @@ class Precision:
         False. None neither uses nor keeps casts: for evaluation, and for steps of one micro-batch, where keeping costs
         memory and saves nothing. After `keep_casts_of_frozen_weights` training passes ignore it.
         """
+        if self._options.fp8_recast_weights:
+            first_microbatch = None
         if self._num_casts_to_come is not None and torch.is_grad_enabled():
             first_microbatch = self._num_casts_to_come > 0
             self._num_casts_to_come = max(0, self._num_casts_to_come - 1)

@@ -1,7 +1,8 @@
 """The private names of Transformer Engine that this project uses; no other file knows them. Read in version 2.20.
 
     name                                            what for                         without it
-    module._is_fsdp2                                fp8 casts kept under fsdp_grad   cast in every micro-batch
+    module._is_fsdp2                                fp8 casts kept under fsdp_grad,  cast in every micro-batch;
+                                                    none with --fp8_recast_weights   2 bytes per weight more
     layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast  two kernels, slower and as right
     dot_product_attention._attention_backends       which attention ran              ImportError in `attention_backends`
 
@@ -16,12 +17,22 @@ from typing import Any
 from torch import nn
 
 
-def keep_casts_under_fsdp2(model: nn.Module) -> None:
-    """Let the modules of `model` keep fp8 casts of sharded weights for further micro-batches and the backward pass."""
+def keep_weight_casts(model: nn.Module, keep: bool) -> None:
+    """Let the modules of `model` keep fp8 casts of their weights for the backward pass and further micro-batches, or
+    cast anew, as they do by themselves for weights that FSDP2 shards.
+    """
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
             # They look for FSDP2 once and keep the answer here.
-            module._is_fsdp2 = False  # type: ignore[assignment]
+            module._is_fsdp2 = not keep  # type: ignore[assignment]
+
+
+def would_lose_main_grad(module: Any) -> bool:
+    """Whether this module would raise instead of adding to a main gradient: LayerNormLinear looks for it only where it
+    has kept the weight of its GEMM, and it drops fp8 casts that it is not to keep.
+    """
+    casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
+    return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:

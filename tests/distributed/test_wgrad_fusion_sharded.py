@@ -19,10 +19,11 @@ from accelerate import Accelerator
 import te_llama
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, _would_lose_main_grad
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.utils.te_internals import would_lose_main_grad
 from tests.support import stand_in_te
 from tests.support.counted_gather import CountedAllGather
 from tests.support.ranks import on_ranks
@@ -207,13 +208,13 @@ def test_fp8_casts_are_kept_where_weights_are(mode, fp8_params, tmp_path):
     assert on_ranks(1, tmp_path / "ranks", kept_casts, mode, fp8_params) == [(keeps, {not keeps})]
 
 
-def test_a_module_that_would_lose_the_sum_is_left_to_fsdp():
+def test_a_module_that_would_lose_the_sum_is_left_to_autograd():
     LayerNormLinear = type("LayerNormLinear", (), {"is_fsdp2": True, "fp8": True, "primary_weights_in_fp8": False})
-    assert _would_lose_main_grad(LayerNormLinear())
+    assert would_lose_main_grad(LayerNormLinear())
     for change in ({"is_fsdp2": False}, {"fp8": False}, {"primary_weights_in_fp8": True}):
         module = LayerNormLinear()
         vars(module).update(change)
-        assert not _would_lose_main_grad(module)
+        assert not would_lose_main_grad(module)
 
 
 def test_fsdp_grad_gathers_once_a_step_and_fsdp_full_twice_a_micro_batch(runs):

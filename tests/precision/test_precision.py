@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+import te_llama
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import require_te
+from tests.support import stand_in_te
+from tests.support.small import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -51,6 +56,29 @@ def test_micro_batch_position_reaches_the_modules():
     for first in (True, False, None):
         with precision.context(first_microbatch=first):
             assert module.is_first_microbatch is first
+
+
+@pytest.mark.parametrize("recast", [False, True])
+def test_no_cast_is_kept_with_fp8_recast_weights(recast, monkeypatch):
+    """Neither for other micro-batches nor, as Transformer Engine does it for weights that FSDP2 shards, for the
+    backward pass.
+    """
+    stand_in_te.install_stand_in(monkeypatch)
+    base = ModuleType("transformer_engine.pytorch.module.base")
+    base.TransformerEngineBaseModule = stand_in_te._LinearModule
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setattr(Precision, "_te_autocast", lambda *_, **__: contextlib.nullcontext())
+    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
+    linears = [module for module in model.modules() if isinstance(module, stand_in_te._LinearModule)]
+    for linear in linears:
+        linear._is_fsdp2 = False  # what a module of one GPU finds out by itself
+    plan = PrecisionPlan("fp8", "fp8", effective_scenario="delayed", recipe=object(), backend="te")
+    options = PrecisionConfig(mixed_precision="fp8", fp8_recast_weights=recast)
+    precision = Precision(plan, options, CPU, torch.bfloat16)
+    precision.attach(model, model.model.layers)
+    with precision.context(first_microbatch=True):
+        assert {layer.is_first_microbatch for layer in model.model.layers} == {None if recast else True}
+    assert linears and {linear.is_fsdp2 for linear in linears} == {recast}
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def sums_in_gemms(trainings: Trainings) -> tuple[bool, dict[str, Any]]:
     parameters and without fp8 too.
 
     Of fsdp_full in fp8 without fp8 parameters the fused projection is left out
-    (`llm_fp8.distributed.fsdp_internals._would_lose_main_grad`).
+    (`llm_fp8.utils.te_internals.would_lose_main_grad`).
     """
     runs = {"plain": trainings.plain(), "fp8": trainings.fp8(), "bf16": trainings.bf16()}
     per_layer = {"plain": FP8_WEIGHTS_PER_LAYER - 1, "fp8": FP8_WEIGHTS_PER_LAYER, "bf16": FP8_WEIGHTS_PER_LAYER}

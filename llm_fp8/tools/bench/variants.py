@@ -7,6 +7,8 @@
     delayed:flash4                --attn_implementation flash_attention_4
     bf16:recompute                with activation checkpointing
     delayed:adamw_8bit            with --optimizer adamw_8bit
+    delayed:offload75             with --offload_optimizer 0.75
+    delayed:recast                with --fp8_recast_weights
     delayed:lora16                with LoRA: adapters of rank 16 on all linear layers; lora16qv: on q and v alone
     fsdp_full:delayed             several GPUs, --sharding_mode fsdp_full
     cp4:fsdp_full:delayed:sync    context parallelism over 4 GPUs; gradients reduced in each micro-batch
@@ -94,10 +96,12 @@ REMOVED_OPTIONS = {"flash3": "flash4"}
 
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", *HEADS)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", "recast", *HEADS)
 _OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
+OFFLOAD = re.compile(r"offload([1-9]\d?|100)")
+"""An option: so many per cent of the optimizer's state in host memory."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,9 @@ def parse_variant(name: str) -> Variant:
         return Variant(name, BASELINES[what], mode)
     te, torchao = precisions("te"), precisions("torchao")
     adapters = next((match for option in options if (match := LORA.fullmatch(option))), None)
-    allowed = {*_OPTIONS_OF_ONE_GPU, *(_OPTIONS_OF_SEVERAL if mode else ()), *([adapters[0]] if adapters else [])}
+    on_host = next((match for option in options if (match := OFFLOAD.fullmatch(option))), None)
+    numbered = [match[0] for match in (adapters, on_host) if match]
+    allowed = {*_OPTIONS_OF_ONE_GPU, *(_OPTIONS_OF_SEVERAL if mode else ()), *numbered}
     if (
         what not in te | torchao
         or not set(options) <= allowed
@@ -214,6 +220,8 @@ def parse_variant(name: str) -> Variant:
                 f"delayed:{heads[0]}."
             )
         precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
+    if "recast" in options:
+        precision = dataclasses.replace(precision, fp8_recast_weights=True)
     ours = Config(
         model=ModelConfig(
             use_te="swap" not in options,
@@ -221,7 +229,10 @@ def parse_variant(name: str) -> Variant:
             attn_implementation="flash_attention_4" if "flash4" in options else "auto",
         ),
         precision=precision,
-        optim=OptimConfig(optimizer="adamw_8bit" if "adamw_8bit" in options else "auto"),
+        optim=OptimConfig(
+            optimizer="adamw_8bit" if "adamw_8bit" in options else "auto",
+            offload_optimizer=int(on_host[1]) / 100 if on_host else 0.0,
+        ),
         lora=LoraConfig(
             lora_rank=int(adapters[1]) if adapters else 0,
             lora_targets="q_proj,v_proj" if adapters and adapters[2] else LoraConfig.lora_targets,
@@ -250,8 +261,9 @@ def parse_variants(text: str) -> list[Variant]:
 
 def _choices() -> str:
     return (
-        f"from {', '.join(precisions('te'))}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN or :loraNqv behind "
-        f"it if wanted, {', '.join(f'{name}:swap' for name in precisions('torchao'))}, and {', '.join(BASELINES)}; on "
+        f"from {', '.join(precisions('te'))}, each with :{', :'.join(_OPTIONS_OF_ONE_GPU)}, :loraN, :loraNqv or "
+        f":offloadN behind it if wanted, {', '.join(f'{name}:swap' for name in precisions('torchao'))}, and "
+        f"{', '.join(BASELINES)}; on "
         f"several GPUs with MODE: before it ({', '.join(SHARDING_MODES)}; baselines {', '.join(BASELINE_MODES)}), "
         f"ours also with cpN: before that and {' or '.join(f':{option}' for option in _OPTIONS_OF_SEVERAL)} behind"
     )

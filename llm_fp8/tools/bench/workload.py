@@ -132,6 +132,7 @@ class Workload:
             optim=dataclasses.replace(
                 OPTIMISATION,
                 optimizer=options.optim.optimizer,
+                offload_optimizer=options.optim.offload_optimizer,
                 gradient_accumulation_steps=self.micro_batches,
                 max_steps=self.num_steps,
             ),

@@ -125,9 +125,9 @@ def update_bytes(work: StepWorkload) -> float:
     return work.model.num_parameters * (update + norm_and_clip) / (work.num_gpus if work.sharded else 1)
 
 
-def _summed_by_fsdp(work: StepWorkload) -> int:
-    """Entries of layers' weights whose gradients FSDP accumulates although a GEMM computes them: q, k and v of fp8
-    layers that keep no casts (`_would_lose_main_grad` in llm_fp8/distributed/fsdp_internals.py).
+def _summed_behind_gemms(work: StepWorkload) -> int:
+    """Entries of layers' weights whose gradients are accumulated behind the GEMM: q, k and v of fp8 layers that keep no
+    casts (`would_lose_main_grad` in llm_fp8/utils/te_internals.py).
     """
     if work.keeps_casts or work.fp8_weights:
         return 0
@@ -139,7 +139,7 @@ def gemm_accumulator_bytes(work: StepWorkload) -> float:
     """Bytes of a step that GEMMs move for sums in fp32, beyond those for sums in bf16, which their rates contain."""
     if not (work.sharded and work.accumulates):
         return 0.0
-    return 4 * (work.micro_batches - 1) * (work.model.layer_weights - _summed_by_fsdp(work))
+    return 4 * (work.micro_batches - 1) * (work.model.layer_weights - _summed_behind_gemms(work))
 
 
 def weight_bytes(work: StepWorkload) -> float:
@@ -154,7 +154,7 @@ def weight_bytes(work: StepWorkload) -> float:
         return total + 6 * work.model.head * repeats * work.model.spec.tied_embeddings
     # wgrad GEMMs accumulate those of the layers (llm_fp8/distributed/wgrad_fusion.py), except where DDP reduces.
     layers = work.model.layer_weights
-    added = (parameters - layers) * (repeats - 1)
+    added = (parameters - layers + _summed_behind_gemms(work)) * (repeats - 1)
     added += work.model.head * repeats * work.model.spec.tied_embeddings
     if work.mode == "ddp":
         added += layers * min(work.reductions, repeats - 1)
@@ -193,7 +193,7 @@ def fsdp_bytes(work: StepWorkload) -> float:
     if not work.accumulates:
         shards_added = (work.reductions - 1) * 12 * parameters / work.num_gpus
         return copies + work.reductions * 6 * parameters + shards_added  # cast as they are laid out
-    sums = 6 * parameters + (work.micro_batches - 1) * 10 * (outer + _summed_by_fsdp(work))
+    sums = 6 * parameters + (work.micro_batches - 1) * 10 * (outer + _summed_behind_gemms(work))
     return copies + sums + 8 * parameters
 
 

@@ -78,6 +78,8 @@ class StepWorkload:
     """flash-attn 4 in place of cuDNN's attention."""
     fp8_params: bool = False
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
+    fp8_recast_weights: bool = False
+    """As the option: what fsdp_full does, without it."""
     offload_optimizer: float = 0.0
     """As the option. Of the memory alone: no run was timed with it."""
 
@@ -120,7 +122,9 @@ class StepWorkload:
     @property
     def keeps_casts(self) -> bool:
         """Whether fp8 casts of weights are kept until the step ends, as unsharded weights that are not fp8 are."""
-        return not self.sharded or (self.mode == "fsdp_grad" and not self.fp8_params)
+        if self.sharded:
+            return self.mode == "fsdp_grad" and not self.fp8_params
+        return not self.fp8_recast_weights
 
     @property
     def accumulates(self) -> bool:

@@ -11,10 +11,12 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.config.recipes import chosen
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.predict.before_run import alternatives, fits, largest_batch_size, settle, workload_of
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FITS_RESERVE_GIB, MEASURED_TOKENS
 from llm_fp8.tools.predict.memory import peak_memory
 from llm_fp8.tools.predict.prediction import known_gpu, predict
+from llm_fp8.tools.predict.step_time import step_time
 from llm_fp8.train.prediction import Machine, RunDescription
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
@@ -126,6 +128,22 @@ def test_state_that_cannot_fit_is_refused_with_what_can():
     )
     assert str(refused.value).endswith("; 4 such GPUs with train_multi_gpu.py --sharding_mode fsdp_full.")
     assert settle(run, H200) == (run.config, [])
+
+
+def test_casts_are_not_kept_where_nothing_else_fits():
+    """14 billion parameters leave no room for two bytes per weight more."""
+    options = "--model_name Qwen2.5-14B --mixed_precision fp8 --gradient_accumulation_steps 16"
+    with pytest.raises(UserError, match="--fp8_recast_weights --offload_optimizer 1 --batch_size 2"):
+        settle(described(options), H100)
+    kept, anew = (
+        workload_of(described(f"{options} --offload_optimizer 1 {words}"), 2048, 1024)
+        for words in ("", "--fp8_recast_weights")
+    )
+    saved_gib = peak_memory(kept).total_gib - peak_memory(anew).total_gib
+    assert saved_gib == pytest.approx(2 * kept.model.layer_weights / GIB)
+    assert not fits(kept, H100.memory_gib) and fits(anew, H100.memory_gib)
+    rates = known_gpu(CALIBRATED_GPU).rates
+    assert step_time(anew, rates).total_s > step_time(kept, rates).total_s
 
 
 def test_the_refusal_names_the_optimizer_that_deepspeed_has():
