@@ -64,7 +64,7 @@ class Probe:
         self.remarks: list[str] = []
         """What had to be changed for the trainer to run."""
         self.model: nn.Module | None = None
-        self._counted: list[int] = []
+        self._counted: list[float] = []
         self._optimizer: Optimizer | None = None
         self._ends_s: list[float] = []
         self._storage: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class Probe:
         self._recorded: Any = None
         register_optimizer_step_post_hook(self._stepped)
 
-    def count_tokens(self, num_tokens: int) -> None:
+    def count_tokens(self, num_tokens: float) -> None:
         """Of one micro-batch of this process, without padding."""
         self._counted.append(num_tokens)
 
@@ -333,11 +333,22 @@ def train_with_torchtitan(job: dict[str, Any], probe: Probe) -> None:
     train(job, probe)
 
 
+# ---- NeMo Automodel ----
+
+
+def train_with_automodel(job: dict[str, Any], probe: Probe) -> None:
+    """NeMo Automodel's fine-tuning recipe."""
+    from benchmarks import rival_automodel
+
+    rival_automodel.train(job, probe)
+
+
 TRAININGS: dict[str, Callable[[dict[str, Any], Probe], None]] = {
     "ours": train_ours,
     "trl": train_with_trl,
     "torchtitan": train_with_torchtitan,
     "torchtitan02": train_with_torchtitan,
+    "automodel": train_with_automodel,
 }
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Ours beside the trainers that people use: TRL's SFTTrainer and torchtitan, from their own packages, on the same text.
+"""Ours beside the trainers that people use, each from its own package: TRL's SFTTrainer, torchtitan, NeMo Automodel.
 
-    for name in trl torchtitan; do
+    for name in trl torchtitan torchtitan02 automodel; do
         mkdir -p /tmp/rivals/$name
         for wheel in wheels/$name/*.whl; do python -m zipfile -e $wheel /tmp/rivals/$name; done
     done
     python benchmarks/rivals.py --model Llama-3.2-1B --text gsm8k.jsonl --output benchmarks/results/rivals_1b.json \\
-        --packages trl=/tmp/rivals/trl --packages torchtitan=/tmp/rivals/torchtitan
+        --packages trl=/tmp/rivals/trl --packages torchtitan=/tmp/rivals/torchtitan \\
+        --packages torchtitan02=/tmp/rivals/torchtitan02 --packages automodel=/tmp/rivals/automodel
 
 Every variant of `VARIANTS` fine-tunes the model on the same rows, as many tokens a step, in a process of its own, one
 after the other on the same GPUs, --rounds times. Weights are random, written to --models once. Each trainer has the
@@ -128,6 +129,12 @@ def _torchtitan_02(name: str, how: str, **options: Any) -> Variant:
     return Variant(f"torchtitan02_{name}", "torchtitan02", how, asked, {"compile": True, **options})
 
 
+def _automodel(name: str, how: str, **options: Any) -> Variant:
+    asked = "fp8" if {"recipe", "te_fp8"} & set(options) else "bf16"
+    options = {"packing": "thd", **options}
+    return Variant(f"automodel_{name}", "automodel", how, asked, options, fallback={"packing": "neat"})
+
+
 VARIANTS = (
     Variant("ours_bf16", "ours", "--use_te --mixed_precision bf16 --packing", "bf16", {"mixed_precision": "bf16"}),
     Variant("ours_fp8", "ours", "--use_te --mixed_precision fp8 --packing", "fp8", {"mixed_precision": "fp8"}),
@@ -166,7 +173,20 @@ VARIANTS = (
     _torchtitan_02(
         "tensorwise", "the same, --model.converters quantize.linear.float8, tensorwise", recipe="tensorwise"
     ),
+    _automodel("bf16", "torch_dtype: bf16, packed_sequence, backend.attn: te"),
+    _automodel("bf16_compiled", "the same, compile.enabled", compile=True),
+    _automodel(
+        "tensorwise", "the same, compile.enabled, fp8.recipe_name: tensorwise", compile=True, recipe="tensorwise"
+    ),
+    _automodel("rowwise", "the same, compile.enabled, fp8.recipe_name: rowwise", compile=True, recipe="rowwise"),
+    _automodel(
+        "te",
+        "the same, backend.linear: te, backend.te_fp8.recipe: current; its Llama has no such layer",
+        te_fp8="current",
+    ),
 )
+TORCHRUN = ("torchtitan", "torchtitan02", "automodel")
+"""Packages that are started with torchrun on one GPU, too."""
 FILES = ("config.json", "tokenizer.json", "chat_template.jinja")
 
 
@@ -259,7 +279,7 @@ def command_of(variant: Variant, job: dict[str, Any], path: Path) -> list[str]:
     """The command of a variant's job, which lies at `path`."""
     own = ["benchmarks/rivals.py", "--job", str(path)]
     several = job["num_gpus"] > 1
-    if variant.package.startswith("torchtitan") or (several and variant.package == "ours"):
+    if variant.package in TORCHRUN or (several and variant.package == "ours"):
         return torchrun(job["num_gpus"], *own)
     launch = variant.launch
     if several:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.rival_automodel import config_of
 from benchmarks.rival_torchtitan import words_02
 from benchmarks.rival_trainings import TRAININGS, describe_kernels, our_words, storage_of
 from benchmarks.rivals import (
@@ -97,6 +98,17 @@ def test_torchtitan_02_gets_the_jobs_shape():
     found = dict(zip(words[::2], words[1::2], strict=False))
     assert found["--training.global_batch_size"] == "16" and found["--training.dtype"] == "bfloat16"
     assert found["--quantize.linear.float8.recipe_name"] == "rowwise" and words[-1] == "--compile.enable"
+
+
+def test_automodel_gets_the_jobs_shape():
+    options = NAMED["automodel_rowwise"].options
+    entries = config_of({**JOB, "options": options, "num_gpus": 2}, on_gpu=True)
+    assert entries["step_scheduler"]["global_batch_size"] == 16 and entries["fp8"]["recipe_name"] == "rowwise"
+    assert entries["model"]["backend"]["attn"] == "te" and entries["compile"]["enabled"]
+    plain = config_of({**JOB, "options": {**options, "packing": "neat"}}, on_gpu=True)
+    assert plain["model"]["backend"]["attn"] == "sdpa" and plain["packed_sequence"]["packing_strategy"] == "neat"
+    te = config_of({**JOB, "options": NAMED["automodel_te"].options}, on_gpu=True)["model"]["backend"]
+    assert te["te_fp8"] == {"recipe": "current"} and te["linear"] == "te"
 
 
 def test_a_failure_is_tried_again_with_fewer_rows_or_with_the_fallback():
