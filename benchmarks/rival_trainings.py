@@ -269,8 +269,10 @@ class TrlCallback(TrainerCallback):
         self._probe.losses = [record["loss"] for record in state.log_history if "loss" in record]
 
 
-def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
-    """TRL's SFTTrainer on prompts and completions; the loss is on the completions, TRL's default for them."""
+def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, Any], **arguments: Any) -> None:
+    """SFTTrainer of the TRL that is installed, on prompts and completions, with the loss on the completions: TRL's
+    default for them. `options` are SFTConfig's, `arguments` the trainer's.
+    """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -281,12 +283,8 @@ def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
         }
         for row in read_jsonl(Path(job["rows"]))
     ]
-    options = dict(job["options"])
+    options = dict(options)
     mend = options.pop("mend", False)
-    probe.attention = best_packed_attention() if options["packing_strategy"] == "bfd" else "sdpa"
-    if options["packing_strategy"] == "bfd":
-        # Of one size, for compiled flex attention and for fp8.
-        options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]
     if job["light"]:
         options["optim"] = "adamw_torch_8bit"
     args = SFTConfig(
@@ -303,15 +301,10 @@ def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
         max_length=job["seq_length"],
         packing=True,
         gradient_checkpointing=False,
-        model_init_kwargs={
-            "attn_implementation": probe.attention,
-            "dtype": "bfloat16" if job["light"] else "float32",
-        },
         **options,
     )
-    trainer = SFTTrainer(
-        job["model"], args=args, train_dataset=Dataset.from_list(chats), callbacks=[TrlCallback(probe, mend)]
-    )
+    callback = TrlCallback(probe, mend)
+    trainer = SFTTrainer(model, args=args, train_dataset=Dataset.from_list(chats), callbacks=[callback], **arguments)
     collate = trainer.data_collator
 
     def counting(examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -320,6 +313,34 @@ def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
 
     trainer.data_collator = counting
     trainer.train()
+
+
+def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
+    """TRL's SFTTrainer."""
+    options = dict(job["options"])
+    probe.attention = "sdpa"
+    if options["packing_strategy"] == "bfd":
+        probe.attention = best_packed_attention()
+        # Of one size, for compiled flex attention and for fp8.
+        options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]
+    dtype = "bfloat16" if job["light"] else "float32"
+    options["model_init_kwargs"] = {"attn_implementation": probe.attention, "dtype": dtype}
+    train_sft(job, probe, job["model"], options)
+
+
+def train_with_unsloth(job: dict[str, Any], probe: Probe) -> None:
+    """Unsloth's model, all of it trained, in TRL's SFTTrainer as Unsloth patches it; started by rival_unsloth.py."""
+    from unsloth import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        job["model"],
+        max_seq_length=job["seq_length"],
+        full_finetuning=True,
+        load_in_4bit=False,
+        use_gradient_checkpointing=False,
+    )
+    probe.attention = model.config._attn_implementation
+    train_sft(job, probe, model, job["options"], processing_class=tokenizer)
 
 
 # ---- torchtitan ----
@@ -349,6 +370,7 @@ TRAININGS: dict[str, Callable[[dict[str, Any], Probe], None]] = {
     "torchtitan": train_with_torchtitan,
     "torchtitan02": train_with_torchtitan,
     "automodel": train_with_automodel,
+    "unsloth": train_with_unsloth,
 }
 
 

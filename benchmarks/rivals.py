@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Ours beside the trainers that people use, each from its own package: TRL's SFTTrainer, torchtitan, NeMo Automodel.
+"""Ours beside the trainers that people use, each from its own package: TRL, torchtitan, NeMo Automodel, Unsloth.
 
-    for name in trl torchtitan torchtitan02 automodel; do
+    for name in trl torchtitan torchtitan02 automodel unsloth; do
         mkdir -p /tmp/rivals/$name
         for wheel in wheels/$name/*.whl; do python -m zipfile -e $wheel /tmp/rivals/$name; done
     done
     python benchmarks/rivals.py --model Llama-3.2-1B --text gsm8k.jsonl --output benchmarks/results/rivals_1b.json \\
         --packages trl=/tmp/rivals/trl --packages torchtitan=/tmp/rivals/torchtitan \\
-        --packages torchtitan02=/tmp/rivals/torchtitan02 --packages automodel=/tmp/rivals/automodel
+        --packages torchtitan02=/tmp/rivals/torchtitan02 --packages automodel=/tmp/rivals/automodel \\
+        --packages unsloth=/tmp/rivals/unsloth
 
 Every variant of `VARIANTS` fine-tunes the model on the same rows, as many tokens a step, in a process of its own, one
 after the other on the same GPUs, --rounds times. Weights are random, written to --models once. Each trainer has the
@@ -184,6 +185,7 @@ VARIANTS = (
         "the same, backend.linear: te, backend.te_fp8.recipe: current; its Llama has no such layer",
         te_fp8="current",
     ),
+    Variant("unsloth_bf16", "unsloth", "FastLanguageModel with full_finetuning=True, SFTConfig(packing=True)", "bf16"),
 )
 TORCHRUN = ("torchtitan", "torchtitan02", "automodel")
 """Packages that are started with torchrun on one GPU, too."""
@@ -278,6 +280,8 @@ def write_rows(path: Path, text: Path | None, data: str, model: Path, seq_length
 def command_of(variant: Variant, job: dict[str, Any], path: Path) -> list[str]:
     """The command of a variant's job, which lies at `path`."""
     own = ["benchmarks/rivals.py", "--job", str(path)]
+    if variant.package == "unsloth":
+        own = ["benchmarks/rival_unsloth.py", str(path)]
     several = job["num_gpus"] > 1
     if variant.package in TORCHRUN or (several and variant.package == "ours"):
         return torchrun(job["num_gpus"], *own)
@@ -301,6 +305,8 @@ def variables_of(variant: Variant, site: str | None, scratch: Path, num_gpus: in
         # With more GPUs to see a Trainer would take nn.DataParallel.
         "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:num_gpus]),
         "HF_HUB_OFFLINE": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_COMPILE_LOCATION": str(scratch / "unsloth"),
         "HF_DATASETS_CACHE": str(scratch / "datasets"),
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -430,7 +436,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="the text's rows, packed, or rows of its solutions that fill the sequence (default %(default)s)",
     )
     parser.add_argument("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
-    parser.add_argument("--variants", default="", help="comma-separated beginnings of names (default: all)")
+    parser.add_argument("--variants", default="", help="comma-separated names, or beginnings of names (default: all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="default %(default)s")
     parser.add_argument("--seq_length", type=int, default=1024, help="default %(default)s")
     parser.add_argument("--batch_size", type=int, help="rows of a micro-batch (default: by the model)")
@@ -468,14 +474,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.micro_batches = options.micro_batches or micro_batches
     if options.batch_size < 1 or options.micro_batches < 1:
         raise UserError("--batch_size and --micro_batches are 1 or more.")
-    beginnings = tuple(options.variants.split(","))
-    options.variants = [variant for variant in VARIANTS if variant.name.startswith(beginnings)]
-    if not options.variants:
-        raise UserError(f"--variants {','.join(beginnings)} names none of {', '.join(each.name for each in VARIANTS)}.")
+    options.variants = chosen(options.variants.split(","))
     if options.light is None:
         size = DecoderSize.from_config(Workload(options.model, 1, 16, 1, 1).hf_config())
         options.light = needs_light(size.num_linear_parameters, options.num_gpus)
     return options
+
+
+def chosen(words: list[str]) -> list[Variant]:
+    """The variants of these names, or whose names begin so. Raises `UserError` for a word without any."""
+    names = [variant.name for variant in VARIANTS]
+    found = set()
+    for word in words:
+        of_word = [word] if word in names else [name for name in names if name.startswith(word)]
+        if not of_word:
+            raise UserError(f"--variants {word} names none of {', '.join(names)}.")
+        found.update(of_word)
+    return [variant for variant in VARIANTS if variant.name in found]
 
 
 def needs_light(num_parameters: int, num_gpus: int) -> bool:
@@ -558,7 +573,7 @@ def main() -> int:
                 "timeout_s": options.arm_timeout_s,
                 **{key: settings[key] for key in settings if key not in ("model", "data", "text", "warmup")},
             }
-            if options.light and variant.package == "trl" and job["batch_size"] > 1:
+            if options.light and variant.package in ("trl", "unsloth") and job["batch_size"] > 1:
                 job = halved(job)  # saves a training that would run out of memory
             found = measure(variant, job, sites.get(variant.package), scratch, logs, options.warmup, until_s)
             entries.append({"round": number, **found})

@@ -17,6 +17,7 @@ from benchmarks.rival_trainings import TRAININGS, describe_kernels, our_words, s
 from benchmarks.rivals import (
     FULL_TOKENS,
     VARIANTS,
+    chosen,
     command_of,
     describe,
     full_rows,
@@ -65,6 +66,12 @@ def test_every_package_has_a_training_and_a_bf16_variant():
     assert {variant.package for variant in VARIANTS} == set(TRAININGS)
     assert {variant.package for variant in VARIANTS if variant.asked == "bf16"} == set(TRAININGS)
     assert len(NAMED) == len(VARIANTS)
+
+
+def test_variants_by_name_or_beginning():
+    assert [variant.name for variant in chosen(["trl_te"])] == ["trl_te"]
+    assert [variant.name for variant in chosen(["ours_", "trl_te"])] == ["ours_bf16", "ours_fp8", "trl_te"]
+    assert chosen([""]) == list(VARIANTS)
 
 
 def test_our_command_is_one_that_the_script_takes():
