@@ -251,6 +251,21 @@ def best_packed_attention() -> str:
     return "flex_attention"
 
 
+def mend_flex_attention(probe: Probe) -> None:
+    """Let transformers' flex attention have operands of one dtype: under autocast RoPE makes fp32 of queries and keys,
+    which flash attention casts back and flex attention does not.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    flex = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+
+    def in_one_dtype(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return flex(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["flex_attention"] = in_one_dtype
+    probe.remarks.append("queries and keys of flex_attention cast to the values' dtype")
+
+
 class TrlCallback(TrainerCallback):
     """Tells the probe what a Trainer knows."""
 
@@ -318,9 +333,12 @@ def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, 
 def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
     """TRL's SFTTrainer."""
     options = dict(job["options"])
-    probe.attention = "sdpa"
+    probe.attention = options.pop("attention", "sdpa")
     if options["packing_strategy"] == "bfd":
-        probe.attention = best_packed_attention()
+        if probe.attention == "best":
+            probe.attention = best_packed_attention()
+        if probe.attention == "flex_attention":
+            mend_flex_attention(probe)
         # Of one size, for compiled flex attention and for fp8.
         options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]
     dtype = "bfloat16" if job["light"] else "float32"

@@ -105,17 +105,22 @@ FSDP = (
 TE_FILE = ("--config_file", "configs/accelerate_fp8.yaml")
 TE_FILE_DDP = ("--config_file", "configs/accelerate_fp8_ddp.yaml")
 """Accelerate computes no fp8 under FSDP2."""
-PACKED = {"packing_strategy": "bfd"}
+PACKED = {"packing_strategy": "bfd", "attention": "best"}
 BY_TE = "accelerate launch --config_file with fp8_config backend: TE, SFTConfig(packing=True, bf16=False"
 
 
+def _fallback(options: dict[str, Any]) -> dict[str, Any]:
+    return {"attention": "sdpa"} if "attention" in options else {}
+
+
 def _trl(name: str, how: str, options: dict[str, Any]) -> Variant:
-    return Variant(f"trl_{name}", "trl", how, "bf16", options, launch_several=FSDP)
+    return Variant(f"trl_{name}", "trl", how, "bf16", options, launch_several=FSDP, fallback=_fallback(options))
 
 
 def _trl_te(name: str, how: str, options: dict[str, Any]) -> Variant:
     options = {**PACKED, "bf16": False, **options}
-    return Variant(f"trl_te{name}", "trl", how, "fp8", options, TE_FILE, TE_FILE_DDP)
+    fallback = _fallback(options) if "mend" in options else {}  # the other one fails with any attention
+    return Variant(f"trl_te{name}", "trl", how, "fp8", options, TE_FILE, TE_FILE_DDP, fallback)
 
 
 def _torchtitan(name: str, how: str, **options: Any) -> Variant:
@@ -576,7 +581,7 @@ def main() -> int:
             if options.light and variant.package in ("trl", "unsloth") and job["batch_size"] > 1:
                 job = halved(job)  # saves a training that would run out of memory
             found = measure(variant, job, sites.get(variant.package), scratch, logs, options.warmup, until_s)
-            entries.append({"round": number, **found})
+            entries.append({"round": number, "run": len(runs) - 1, **found})
             print(describe(found), flush=True)
             write_json_atomic(
                 options.output,
