@@ -111,6 +111,12 @@ class ModelConfig:
     gradient_checkpointing_every: int = option(
         1, "With --gradient_checkpointing: recompute every n-th decoder layer (1: all of them)."
     )
+    cuda_graphs: bool = option(
+        False,
+        "Capture forward and backward of a micro-batch in CUDA graphs and replay them (--use_te with packing, one "
+        "GPU): for small models or micro-batches, whose kernels the host launches too slowly. Takes memory for a "
+        "second set of activations.",
+    )
     parity_check: bool | None = option(
         None,
         "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train "

@@ -77,7 +77,7 @@ def _refuse(wrong: Checks) -> None:
 
 def check_options(config: Config) -> None:
     """Raise `UserError` for options that no machine could run with."""
-    for checks in (_range_checks, _data_checks, _attention_checks, _precision_checks, _lora_checks):
+    for checks in (_range_checks, _data_checks, _attention_checks, _graph_checks, _precision_checks, _lora_checks):
         _refuse(checks(config))
     if config.parallel.sharding_mode != "auto":
         _refuse(_mode_checks(config, config.parallel.sharding_mode))
@@ -216,6 +216,28 @@ def _attention_checks(config: Config) -> Checks:
     }
 
 
+def _graph_checks(config: Config) -> Checks:
+    """What --cuda_graphs cannot go with, whatever the machine."""
+    model, asked = config.model, config.model.cuda_graphs
+    rank = config.lora.lora_rank
+    return {
+        "--cuda_graphs captures the TE decoder; add --use_te.": asked and not model.use_te,
+        "--cuda_graphs needs micro-batches of one shape, which packing makes; drop --no_packing, or --cuda_graphs.": (
+            asked and not config.packing
+        ),
+        "--cuda_graphs cannot go with --gradient_checkpointing, whose recomputation reads the random state on the "
+        "host; drop one of them.": asked and model.gradient_checkpointing,
+        "--cuda_graphs was shown to be exact with Transformer Engine's attention alone; drop it, or "
+        f"--attn_implementation {model.attn_implementation}.": asked and model.flash_attention_4,
+        f"--cuda_graphs cannot go with --lora_rank {rank}, whose frozen weights are cast to fp8 once; drop one of "
+        "them.": asked and rank > 0,
+        "--cuda_graphs lets the GEMMs of a step's first micro-batch begin the gradients anew, which they do where casts "
+        "are kept; drop it, or --fp8_recast_weights.": asked and config.precision.fp8_recast_weights,
+        "--cuda_graphs is for bf16 parameters, and --optimizer adamw_fp32 keeps them in fp32; use auto, adamw_master "
+        "or adamw_8bit.": asked and config.optim.optimizer == "adamw_fp32",
+    }
+
+
 def _precision_checks(config: Config) -> Checks:
     """--mixed_precision, and what goes with fp8, one of its backends or one of its recipes only."""
     options, unset = config.precision, PrecisionConfig()
@@ -306,6 +328,9 @@ def _mode_checks(config: Config, mode: str) -> Checks:
     )
     lacking_for_context = _lacking({"--use_te": use_te, "an fsdp mode": sharded})
     return {
+        f"--cuda_graphs is for one GPU, and this run has {flag}; drop it.": (
+            config.model.cuda_graphs and mode != "single"
+        ),
         f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
         "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),
         f"--optimizer adamw_8bit cannot go with {flag}: its 8-bit blocks cannot be split over GPUs; use "
@@ -429,6 +454,8 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
             "bf16 or fp8, or use --optimizer adamw_fp32.": (
                 kind not in ("auto", "adamw_fp32") and facts.compute != "bf16"
             ),
+            "--cuda_graphs needs a run that computes in bf16: --mixed_precision bf16 or fp8; use one of them, or drop "
+            "it.": config.model.cuda_graphs and facts.compute != "bf16",
             "--offload_optimizer moves the state of adamw_master, which --optimizer auto takes on a GPU in bf16 or fp8 "
             "alone; name it, with --mixed_precision bf16 or fp8, or drop --offload_optimizer.": (
                 share > 0 and kind == "auto" and not (on_gpu and facts.compute == "bf16")
@@ -503,6 +530,10 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
             f"--fp8_lm_head {precision.fp8_lm_head}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs "
             f"need both to be multiples of {FP8_SIZE_MULTIPLE}; drop it.": (
                 precision.fp8_lm_head != "none" and (vocabulary % FP8_SIZE_MULTIPLE or width % FP8_SIZE_MULTIPLE)
+            ),
+            "--cuda_graphs repeats the random numbers of attention dropout, and this model's config.json has "
+            f"attention_dropout {model.attention_dropout}; drop it.": (
+                config.model.cuda_graphs and model.attention_dropout > 0
             ),
         }
     )

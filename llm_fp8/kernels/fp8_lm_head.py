@@ -49,6 +49,10 @@ class Fp8Head:
         self.module = module
         self.computes_logits = gemms == "all"
         self.is_first_microbatch: bool | None = None
+        self.keeps_cast = True
+        """False: the weight is cast in every micro-batch, for CUDA graphs, which cannot follow a kept cast to a new
+        place.
+        """
         self._kept: Any = None
 
     def num_gemms_of(self, of: int) -> int:
@@ -61,7 +65,7 @@ class Fp8Head:
             return self._kept
         self._kept = None  # frees its memory for the new one
         cast = cast_to_fp8(weight, rowwise=self.computes_logits)
-        self._kept = None if first_microbatch is None else cast
+        self._kept = cast if self.keeps_cast and first_microbatch is not None else None
         return cast
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.eval_history import EvalHistory
+from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
 from llm_fp8.utils.errors import UserError, listed
 
 
@@ -66,6 +68,26 @@ class Callbacks(Protocol):
 
     def save(self, step: int) -> Path:
         """Write a checkpoint and return its folder; all losses so far are finite."""
+
+
+def micro_batch(
+    strategy: DistributedStrategy,
+    precision: Precision,
+    model: nn.Module,
+    batch: Batch,
+    num_supervised: Tensor,
+    first: bool | None,
+    last: bool = True,
+) -> Tensor:
+    """Forward and backward of a micro-batch; its loss (0-dim fp32, detached), a part of the step's mean.
+
+    `first`: as in `Precision.context`. `last`: of its step, which several processes look at.
+    """
+    with strategy.micro_batch(model, last=last):
+        with precision.context(first_microbatch=first):
+            loss = model(batch.to(num_supervised.device, non_blocking=True)) / num_supervised
+        strategy.backward(loss)
+    return loss.detach()
 
 
 class StepClock:
@@ -117,6 +139,7 @@ class LoopOptions:
     empty_cache_every: int = 0
     profile_step: int = 0
     """The step whose kernels are recorded, 0 for none."""
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -153,6 +176,15 @@ class TrainingLoop:
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}
         """By step: the profile's entries of its record."""
+        self._graphs = self._build_graphs() if self.options.cuda_graphs else None
+
+    def _build_graphs(self) -> MicroBatchGraphs:
+        strategy, precision = self.strategy, self.precision
+        assert strategy.wgrad_accumulation is not None  # check_options saw to it: one GPU
+        if precision.fp8_head is not None:
+            precision.fp8_head.keeps_cast = False
+        run = functools.partial(micro_batch, strategy, precision, self.model)
+        return MicroBatchGraphs(run, self._parameters, strategy.wgrad_accumulation.weights(), Capture())
 
     def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
         """Train to step `until` (default: `total_steps`), or until evaluations say to stop early, or until
@@ -174,6 +206,8 @@ class TrainingLoop:
         stamp = self._restart_clocks()
         for batches in self.loader:
             recording = self.step + 1 == options.profile_step
+            if self._graphs is not None:
+                self._graphs.may_capture = not recording
             with profiled(self.accelerator) if recording else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
@@ -247,11 +281,12 @@ class TrainingLoop:
         # The other micro-batches reuse the weight casts of the first.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
         for number, batch in enumerate(batches, start=1):
-            with strategy.micro_batch(self.model, last=number == len(batches)):
-                with self.precision.context(first_microbatch=number == 1 if caches_casts else None):
-                    loss = self.model(batch.to(device, non_blocking=True)) / num_supervised
-                strategy.backward(loss)
-            loss_sum += loss.detach()
+            first, last = number == 1, number == len(batches)
+            if self._graphs is not None:
+                loss_sum += self._graphs(batch, num_supervised, first)
+            else:
+                reuse = first if caches_casts else None
+                loss_sum += micro_batch(strategy, self.precision, self.model, batch, num_supervised, reuse, last)
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = strategy.step(self.optimizer, self._parameters, self.options.max_grad_norm)
         self.scheduler.step()

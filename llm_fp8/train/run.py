@@ -252,6 +252,7 @@ def build_loop(
             empty_cache_every=config.parallel.empty_cache_freq,
             # Soon, but behind the first steps, which compile and allocate.
             profile_step=min(step + STEPS_BEFORE_PROFILE + 1, num_steps) if plan.certifies else 0,
+            cuda_graphs=config.model.cuda_graphs,
         ),
         size=decoder_size(plan.hf_config, num_adapter_parameters(setup.model)),
         peak=device_peak_tflops(plan.device),

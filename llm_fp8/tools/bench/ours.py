@@ -73,7 +73,12 @@ class OurTraining:
             loader=loader,
             reporter=reporter,
             options=LoopOptions(
-                total_steps=0, max_grad_norm=config.optim.max_grad_norm, log_every=1000, eval_every=0, save_every=0
+                total_steps=0,
+                max_grad_norm=config.optim.max_grad_norm,
+                log_every=1000,
+                eval_every=0,
+                save_every=0,
+                cuda_graphs=config.model.cuda_graphs,
             ),
             size=DecoderSize.from_config(plan.hf_config, num_adapters),
             peak=None,

@@ -6,6 +6,7 @@
     delayed:fp8head               the gradients of lm_head in fp8; fp8head_all: its logits too
     delayed:flash4                --attn_implementation flash_attention_4
     bf16:recompute                with activation checkpointing
+    delayed:graphs                with --cuda_graphs
     delayed:adamw_8bit            with --optimizer adamw_8bit
     delayed:offload75             with --offload_optimizer 0.75
     delayed:recast                with --fp8_recast_weights
@@ -96,7 +97,7 @@ REMOVED_OPTIONS = {"flash3": "flash4"}
 
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "adamw_8bit", "flash4", "recast", *HEADS)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "graphs", "adamw_8bit", "flash4", "recast", *HEADS)
 _OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
@@ -226,6 +227,7 @@ def parse_variant(name: str) -> Variant:
         model=ModelConfig(
             use_te="swap" not in options,
             gradient_checkpointing="recompute" in options,
+            cuda_graphs="graphs" in options,
             attn_implementation="flash_attention_4" if "flash4" in options else "auto",
         ),
         precision=precision,

@@ -37,6 +37,7 @@ _EFFECTS: tuple[tuple[str, Effect], ...] = (
     ("config.model.weights_cache_dir", "note"),
     ("config.model.parity_check", "note"),
     ("config.model.gradient_checkpointing", "speed"),
+    ("config.model.cuda_graphs", "speed"),
     ("config.lora.lora_merge", "note"),
     ("config.parallel.fp8_params", "all"),
     ("config.parallel", "speed"),

@@ -43,6 +43,7 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
         or config.lora.lora_rank
         or run.recipe not in PREDICTED
         or precision.fp8_bf16_modules
+        or config.model.cuda_graphs
         or mode not in MODES
         or (mode == "single") != (run.num_gpus == 1)
         or options.context_parallel_size > 1
@@ -161,7 +162,7 @@ def _without_prediction(flag: str, instead: str) -> str:
     return (
         f"{flag} auto needs a prediction, which runs with --use_te, --mixed_precision bf16 or an fp8 recipe among "
         f"{', '.join(PREDICTED[1:])}, one GPU or --sharding_mode {', '.join(MODES[1:])} have, without --lora_rank, "
-        f"--fp8_bf16_modules and --context_parallel_size; {instead}."
+        f"--fp8_bf16_modules, --cuda_graphs and --context_parallel_size; {instead}."
     )
 
 

@@ -1,0 +1,153 @@
+"""CUDA graphs of whole micro-batches (--cuda_graphs): forward and backward pass of the TE decoder, captured once and
+replayed. For micro-batches so small that the GPU ends a kernel before the host has launched the next one.
+
+A graph repeats its kernels at the same addresses. What a micro-batch reads and writes therefore stays where it is:
+
+    tokens, labels, documents   copied to fixed tensors. The number of documents is fixed too: documents without tokens
+                                fill `cu_seqlens` up to one of `BUCKETS`, for each of which there are graphs
+    gradients                   allocated once and lent to the parameters as `.grad` in each step, since the step drops
+                                them. A first micro-batch begins them anew (`_begin`)
+    weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
+                                place by every later one that is first. `Fp8Head` casts in each micro-batch here
+    scales, amax histories      updated in place, by kernels inside the graph
+
+So a first and a later micro-batch differ, and have a graph each; one that is alone in its step is a first one. Eager
+micro-batches do the same at the same addresses, so both kinds may follow each other in a step. A graph's results are
+those of the eager micro-batch bit for bit, where attention's own are the same each time.
+
+Several GPUs are not supported. What it would take: capture the module without DDP around it, and all-reduce
+`_gradients` behind a step's last micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from llm_fp8.data.collate import Batch
+
+BUCKETS = (32, 64, 128, 256, 512)
+"""Numbers of documents for which there are graphs. Transformer Engine plans cuDNN's attention for just these, so the
+padding changes neither its work nor its results. A micro-batch of more documents runs eagerly.
+"""
+
+RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool], Tensor]
+"""Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
+the step's first -> its loss, detached.
+"""
+Key: TypeAlias = tuple[int, bool]
+"""Bucket, and whether the micro-batch is the first of its step."""
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+class Capture:
+    """Makes graphs, which share one pool of memory: they never run at the same time, and keep nothing in it."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """The kernels that `work` launches; they do not run yet."""
+        gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+
+class MicroBatchGraphs:
+    """Runs a step's micro-batches on one GPU: each kind (`Key`) eagerly the first time, which compiles its kernels and
+    allocates what Transformer Engine keeps, and from then on by its graph.
+    """
+
+    def __init__(
+        self,
+        run: RunMicroBatch,
+        parameters: Sequence[Parameter],
+        overwritten: Iterable[Tensor],
+        capture: Callable[[Callable[[], None]], Graph],
+    ) -> None:
+        """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
+        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`).
+        """
+        self._run, self._capture = run, capture
+        self._parameters = parameters
+        self._gradients = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in parameters]
+        by_gemms = {id(weight) for weight in overwritten}
+        self._summed = [g for p, g in zip(parameters, self._gradients, strict=True) if id(p) not in by_gemms]
+        device = self._gradients[0].device
+        self._num_supervised = torch.ones((), dtype=torch.int64, device=device)
+        self._loss = torch.zeros((), device=device)
+        self._inputs: dict[int, Batch] = {}
+        self._seen: set[Key] = set()
+        self._graphs: dict[Key, Graph] = {}
+        self.may_capture = True
+        """False: what has no graph yet runs eagerly."""
+
+    def __call__(self, batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
+        """`RunMicroBatch` for a packed batch, on the host or the device. The loss, fp32, is overwritten by the next
+        call.
+        """
+        if first:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+        self._num_supervised.copy_(num_supervised)
+        bucket = bucket_of(batch)
+        if bucket is None:
+            self._eager(batch, first)
+            return self._loss
+        inputs, key = self._load(batch, bucket), (bucket, first)
+        if key not in self._graphs and key in self._seen and self.may_capture:
+            self._graphs[key] = self._capture(lambda: self._eager(inputs, first))
+        if key in self._graphs:
+            self._graphs[key].replay()
+        else:
+            self._eager(inputs, first)
+            self._seen.add(key)
+        return self._loss
+
+    def _eager(self, batch: Batch, first: bool) -> None:
+        if first:
+            self._begin()
+        self._loss.copy_(self._run(batch, self._num_supervised, first))
+
+    def _begin(self) -> None:
+        """Begin the gradients anew: zero those that autograd adds to. Gradients made in each graph would be as many
+        sets as graphs, and zeros for all of them memory traffic of 2 bytes per parameter for nothing.
+        """
+        if self._summed:
+            torch._foreach_zero_(self._summed)
+
+    def _load(self, batch: Batch, bucket: int) -> Batch:
+        """Copy a batch into the fixed tensors of its bucket; returns these."""
+        tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        documents = tensors.pop("cu_seqlens")
+        if bucket not in self._inputs:
+            device = self._loss.device
+            fixed = {name: torch.empty_like(value, device=device) for name, value in tensors.items()}
+            fixed["cu_seqlens"] = documents.new_empty(bucket + 1, device=device)
+            self._inputs[bucket] = dataclasses.replace(batch, **fixed)  # type: ignore[arg-type]
+        inputs = self._inputs[bucket]
+        for name, value in tensors.items():
+            getattr(inputs, name).copy_(value, non_blocking=True)
+        assert inputs.cu_seqlens is not None
+        inputs.cu_seqlens.fill_(batch.num_tokens)  # where the last document ends, all that follow begin and end
+        inputs.cu_seqlens[: len(documents)].copy_(documents, non_blocking=True)
+        return inputs
+
+
+def bucket_of(batch: Batch) -> int | None:
+    """The smallest of `BUCKETS` that holds the documents of a packed batch; None where none does."""
+    assert batch.cu_seqlens is not None
+    num_documents = len(batch.cu_seqlens) - 1
+    return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)

@@ -1,0 +1,308 @@
+"""--cuda_graphs without a GPU: Transformer Engine is stood in for, and a graph repeats Python's work at the addresses
+that it was captured with. What a GPU adds is in test_micro_batch_graphs_gpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+import te_llama
+from llm_fp8.config.options import ParallelConfig, PrecisionConfig
+from llm_fp8.data.collate import PackedCollate
+from llm_fp8.data.tokenise import Document
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.kernels.fp8_lm_head import Fp8Head
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.train import micro_batch_graphs
+from llm_fp8.train.loop import micro_batch
+from llm_fp8.train.micro_batch_graphs import MicroBatchGraphs, bucket_of
+from tests.support.emulated_graphs import EmulatedCapture, emulate_graphs
+from tests.support.reference import compare_with_reference
+from tests.support.small import assert_same_tensors, final_weights, forget_accelerator, steps, tiny_config, train
+from tests.support.stand_in_te import install_stand_in
+
+ROWS, LENGTH = 2, 64
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    install_stand_in(monkeypatch)
+
+
+def batch(num_documents, seed=0):
+    """`num_documents` documents in `ROWS` rows, no rest."""
+    draw, tokens = random.Random(seed), np.random.default_rng(seed)
+    rows = []
+    for row in range(ROWS):
+        count = num_documents // ROWS + (row < num_documents % ROWS)
+        ends = [*sorted(draw.sample(range(1, LENGTH), count - 1)), LENGTH]
+        lengths = np.diff([0, *ends])
+        rows.append([Document(tokens.integers(3, 1024, n), np.ones(n, dtype=bool), row) for n in lengths])
+    made = PackedCollate(ROWS, LENGTH, pad_token_id=0)(rows)
+    assert len(made.cu_seqlens) - 1 == num_documents
+    return made
+
+
+def test_documents_go_to_the_smallest_bucket_that_holds_them():
+    lengths = {count: bucket_of(dataclasses.replace(batch(2), cu_seqlens=torch.zeros(count + 1))) for count in
+               (1, 32, 33, 64, 65, 512, 513)}  # fmt: skip
+    assert lengths == {1: 32, 32: 32, 33: 64, 64: 64, 65: 128, 512: 512, 513: None}
+
+
+class Seen:
+    """In place of a micro-batch: notes what it is given."""
+
+    def __init__(self):
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.calls = []
+        self.capture = EmulatedCapture([self.weight])
+        self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture)
+
+    def run(self, given, num_supervised, first):
+        self.calls.append((given, first, given.cu_seqlens.tolist(), given.input_ids.clone(), int(num_supervised)))
+        return given.input_ids.sum().float()
+
+    def take(self, given, first, num_supervised=1):
+        return float(self.graphs(given, torch.tensor(num_supervised), first))
+
+    @property
+    def replays(self):
+        return [graph.num_replays for graph in self.capture.graphs]
+
+
+def test_each_kind_runs_eagerly_once_and_then_by_its_graph(monkeypatch):
+    monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
+    seen, few, many = Seen(), batch(3), batch(6)
+    for given, first, replays in (
+        (few, True, []), (few, False, []), (few, False, [1]), (few, True, [1, 1]), (many, True, [1, 1]),
+        (few, False, [2, 1]), (many, False, [2, 1]), (many, True, [2, 1, 1]), (many, False, [2, 1, 1, 1]),
+        (few, True, [2, 2, 1, 1]), (batch(9), True, [2, 2, 1, 1]), (batch(9), True, [2, 2, 1, 1]),
+    ):  # fmt: skip
+        seen.take(given, first)
+        assert seen.replays == replays
+        assert seen.calls[-1][1] == first
+    assert len(seen.calls) == 12, "nothing ran at a capture"
+
+
+def test_a_graph_sees_each_batch_with_empty_documents_behind_its_own(monkeypatch):
+    monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (8,))
+    seen = Seen()
+    given = [batch(count, seed) for seed, count in enumerate((3, 7, 2, 8))]
+    places = set()
+    for number, one in enumerate(given):
+        loss = seen.take(one, first=True, num_supervised=number + 5)
+        inputs, _, bounds, ids, num_supervised = seen.calls[-1]
+        own = one.cu_seqlens.tolist()
+        assert bounds == own + [ROWS * LENGTH] * (9 - len(own)) and num_supervised == number + 5
+        assert torch.equal(ids, one.input_ids) and loss == float(one.input_ids.sum())
+        assert inputs.max_seqlen == LENGTH and inputs.cu_seqlens.dtype == torch.int32
+        assert inputs.input_ids is not one.input_ids
+        places.add((inputs.input_ids.data_ptr(), inputs.labels.data_ptr(), inputs.cu_seqlens.data_ptr()))
+    assert len(places) == 1 and seen.replays == [3]
+
+
+def test_nothing_is_captured_where_it_may_not():
+    seen = Seen()
+    seen.graphs.may_capture = False
+    for _ in range(3):
+        seen.take(batch(3), first=True)
+    assert not seen.capture.graphs
+    seen.graphs.may_capture = True
+    seen.take(batch(3), first=True)
+    assert seen.replays == [1]
+    seen.graphs.may_capture = False
+    seen.take(batch(3), first=True)
+    assert seen.replays == [2], "what was captured is replayed"
+
+
+class Training:
+    """The stand-in's TE decoder, trained by `micro_batch`; `graphs` None: as the loop does without --cuda_graphs."""
+
+    def __init__(self, with_graphs: bool, **changes):
+        forget_accelerator()
+        model = te_llama.build_te_model(tiny_config(**changes), torch.bfloat16, "cpu")
+        te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+        device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")
+        self.precision = Precision(resolve_precision(options, device), options, device, torch.bfloat16)
+        self.precision.attach(model, decoder_layers(model))
+        self.strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
+        training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
+        self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
+        optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        self.model, self.optimizer = self.strategy.prepare(training_model, optimizer)
+        self.run = functools.partial(micro_batch, self.strategy, self.precision, self.model)
+        self.capture = EmulatedCapture(self.parameters)
+        self.graphs = None
+        if with_graphs:
+            overwritten = self.strategy.wgrad_accumulation.weights()
+            self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture)
+
+    def step(self, batches):
+        """An optimizer step: the losses, the gradients, and the weights behind it."""
+        num_supervised = torch.tensor(sum(one.num_supervised_tokens for one in batches))
+        losses = []
+        for number, one in enumerate(batches):
+            first = number == 0
+            if self.graphs is not None:
+                losses.append(float(self.graphs(one, num_supervised, first)))
+            else:
+                losses.append(float(self.run(one, num_supervised, first if len(batches) > 1 else None)))
+        gradients = [parameter.grad.clone() for parameter in self.parameters]
+        self.strategy.step(self.optimizer, self.parameters, 1.0)
+        assert all(parameter.grad is None for parameter in self.parameters)
+        return losses, gradients, [parameter.detach().clone() for parameter in self.parameters]
+
+
+STEPS = [(3, 6, 3), (2, 9, 3), (9, 3, 6), (3,), (6, 3, 4, 9), (6,), (9,), (3, 3, 3)]
+"""Documents of the micro-batches of each step, with the buckets 4 and 8: each kind first eager, then by its graph; with
+9 documents always eager.
+"""
+
+
+def taken(training):
+    return [
+        training.step([batch(count, seed=100 * number + place) for place, count in enumerate(counts)])
+        for number, counts in enumerate(STEPS)
+    ]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
+def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypatch, stand_in, changes):
+    monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
+    graphs, eager, plain = Training(True, **changes), Training(True, **changes), Training(False, **changes)
+    eager.graphs.may_capture = False
+    found, expected, without = taken(graphs), taken(eager), taken(plain)
+    assert [graph.num_replays > 0 for graph in graphs.capture.graphs] == [True] * 4 and not eager.capture.graphs
+    for (losses, gradients, weights), (their_losses, theirs, their_weights) in zip(found, expected, strict=True):
+        assert losses == their_losses
+        assert all(map(torch.equal, gradients, theirs)) and all(map(torch.equal, weights, their_weights))
+    # The stand-in's GEMMs round otherwise than autograd's; so the weights drift apart, and the first steps are compared.
+    for (losses, gradients, _), (their_losses, theirs, _) in zip(found[:2], without[:2], strict=True):
+        assert losses == pytest.approx(their_losses, rel=1e-3)
+        for name, ours, other in zip(graphs.names, gradients, theirs, strict=True):
+            assert relative_difference(ours, other) < 0.03, name
+
+
+def test_gradients_keep_their_place_and_begin_anew_in_every_step(stand_in):
+    training = Training(True)
+    one = [batch(3, seed=1), batch(3, seed=2)]
+    places, found = [], []
+    for _ in range(4):
+        with torch.no_grad():
+            kept = [parameter.clone() for parameter in training.parameters]
+        for number, given in enumerate(one):
+            training.graphs(given, torch.tensor(100), number == 0)
+        places.append([parameter.grad.data_ptr() for parameter in training.parameters])
+        found.append([parameter.grad.clone() for parameter in training.parameters])
+        training.strategy.step(training.optimizer, training.parameters, 1.0)
+        with torch.no_grad():
+            for parameter, value in zip(training.parameters, kept, strict=True):
+                parameter.copy_(value)
+    assert all(place == places[0] for place in places) and training.capture.graphs
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+    assert all(gradient.any() for gradient in found[0])
+
+
+def test_gradients_of_a_transposed_weight_begin_anew(stand_in):
+    """Its gradient would be transposed too, and no GEMM would overwrite it."""
+    training = Training(False)
+    layer = decoder_layers(training.model.model)[0]
+    layer.output.weight = torch.nn.Parameter(layer.output.weight.detach().t().contiguous().t())
+    assert not layer.output.weight.is_contiguous()
+    parameters = list(training.model.parameters())
+    weights = training.strategy.prepare(training.model, training.optimizer) and training.strategy.wgrad_accumulation
+    run = functools.partial(micro_batch, training.strategy, training.precision, training.model)
+    graphs = MicroBatchGraphs(run, parameters, weights.weights(), EmulatedCapture(parameters))
+    found = []
+    for _ in range(2):
+        graphs(batch(3), torch.tensor(100), True)
+        found.append(layer.output.weight.grad.clone())
+        training.model.zero_grad(set_to_none=True)
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_the_lm_head_casts_its_weight_in_every_micro_batch():
+    weight = torch.randn(32, 16)
+    head = Fp8Head(torch.nn.Linear(16, 32), "all")
+    first = head.cast_weight(weight, True)
+    assert head.cast_weight(weight, False) is first
+    head.keeps_cast = False
+    assert head.cast_weight(weight, True) is not head.cast_weight(weight, False)
+    assert torch.equal(head.cast_weight(2 * weight, False).dequantized(torch.float32),
+                       2 * first.dequantized(torch.float32))  # fmt: skip
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+GRAPHS = ("--use_te", "--cuda_graphs")
+
+
+@pytest.mark.parametrize("cut", ["8x1", "2x4"])
+def test_a_run_is_the_reference(tmp_path, tiny_model, sixteen_rows, monkeypatch, stand_in, cut):
+    captures = emulate_graphs(monkeypatch)
+    batch_size, accumulation = cut.split("x")
+    cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *GRAPHS, *cut)
+    [capture] = captures
+    assert sum(graph.num_replays for graph in capture.graphs) >= 9
+
+
+def test_a_run_that_evaluates_stops_and_goes_on_takes_the_same_steps(tmp_path, tiny_model, rows, monkeypatch, stand_in):
+    captures = emulate_graphs(monkeypatch)
+
+    def run(folder, *more):
+        train(
+            f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0.2", *GRAPHS,
+            "--max_seq_length=256", "--learning_rate=1e-3", "--lr_scheduler=constant", "--num_warmup_steps=0",
+            "--batch_size=2", "--gradient_accumulation_steps=3", "--eval_every=1", "--save_every=2", "--log_every=1",
+            f"--output_dir={folder}", *more,
+        )  # fmt: skip
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, "--max_steps=4")
+    run(parts, "--max_steps=2")
+    run(parts, "--max_steps=4", "--allow_changed=total_steps", "--resume_from=latest")
+    assert all(capture.graphs for capture in captures) and len(captures) == 3
+    assert [step["grad_norm"] for step in steps(parts)] == [step["grad_norm"] for step in steps(whole)]
+    assert_same_tensors(final_weights(whole), final_weights(parts))
+
+
+def test_a_run_with_a_stopped_one_behind_it_needs_no_graphs(tmp_path, tiny_model, rows, monkeypatch, stand_in):
+    """A checkpoint holds nothing of them."""
+    emulate_graphs(monkeypatch)
+    shared = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--use_te", "--batch_size=4", "--save_every=3",
+              "--max_seq_length=256", "--lr_scheduler=constant", "--num_warmup_steps=0"]  # fmt: skip
+    train(*shared, "--cuda_graphs", "--max_steps=3", f"--output_dir={tmp_path}")
+    more = ["--max_steps=5", "--allow_changed=total_steps", "--resume_from=latest", f"--output_dir={tmp_path}"]
+    assert train(*shared, *more) == 0
+    assert [step["step"] for step in steps(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_the_recorded_step_captures_nothing(tmp_path, tiny_model, rows, monkeypatch, stand_in):
+    asked = []
+
+    class Noting(MicroBatchGraphs):
+        def __call__(self, *arguments):
+            asked.append(self.may_capture)
+            return super().__call__(*arguments)
+
+    emulate_graphs(monkeypatch)
+    monkeypatch.setattr("tests.support.emulated_graphs.MicroBatchGraphs", Noting)
+    monkeypatch.setattr("llm_fp8.train.loop.profiled", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("llm_fp8.train.setup.RunPlan.certifies", property(lambda _: True))
+    train(f"--model_name={tiny_model}", f"--dataset_name={rows}", *GRAPHS, "--batch_size=4", "--max_steps=6",
+          "--max_seq_length=256", f"--output_dir={tmp_path}")  # fmt: skip
+    assert asked == [True] * 4 + [False] + [True]
