@@ -231,8 +231,8 @@ def _graph_checks(config: Config) -> Checks:
         f"--attn_implementation {model.attn_implementation}.": asked and model.flash_attention_4,
         f"--cuda_graphs cannot go with --lora_rank {rank}, whose frozen weights are cast to fp8 once; drop one of "
         "them.": asked and rank > 0,
-        "--cuda_graphs lets the GEMMs of a step's first micro-batch begin the gradients anew, which they do where casts "
-        "are kept; drop it, or --fp8_recast_weights.": asked and config.precision.fp8_recast_weights,
+        "--cuda_graphs lets a first micro-batch's GEMMs begin the gradients anew, which they do where "
+        "casts are kept; drop it, or --fp8_recast_weights.": asked and config.precision.fp8_recast_weights,
         "--cuda_graphs is for bf16 parameters, and --optimizer adamw_fp32 keeps them in fp32; use auto, adamw_master "
         "or adamw_8bit.": asked and config.optim.optimizer == "adamw_fp32",
     }
