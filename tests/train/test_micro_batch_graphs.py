@@ -188,7 +188,7 @@ def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypa
     for (losses, gradients, weights), (their_losses, theirs, their_weights) in zip(found, expected, strict=True):
         assert losses == their_losses
         assert all(map(torch.equal, gradients, theirs)) and all(map(torch.equal, weights, their_weights))
-    # The stand-in's GEMMs round otherwise than autograd's; so the weights drift apart, and the first steps are compared.
+    # The stand-in's GEMMs round otherwise than autograd's and weights drift apart: the first steps are compared.
     for (losses, gradients, _), (their_losses, theirs, _) in zip(found[:2], without[:2], strict=True):
         assert losses == pytest.approx(their_losses, rel=1e-3)
         for name, ours, other in zip(graphs.names, gradients, theirs, strict=True):
