@@ -194,7 +194,7 @@ def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None
     """A sentence on it, with what helps; None where it is small or unknown."""
     if idle is None or idle["share"] < WORTH_A_WORD:
         return None
-    why, less = "launch-bound", ""
+    why, less = "launch-bound", ", or, with --use_te and packing, let the GPU replay it (--cuda_graphs)"
     if num_ranks > 1:
         why = "launch-bound, or waiting for other GPUs"
         less = "; or a --sharding_mode that communicates less: fsdp_grad, or ddp where it fits"

@@ -67,7 +67,9 @@ def out_of_memory_advice(
     lean_gib = num_parameters * bytes_per_parameter("adamw_8bit").total / GIB
     advice = _smaller_batch(config, kind, num_parameters, use, standing_gib)
     sharded = mode not in ("single", "ddp")
-    if not config.model.gradient_checkpointing and use.resident_gib:
+    if config.model.cuda_graphs:
+        advice.append("a run without --cuda_graphs, whose graphs keep memory for a micro-batch of their own")
+    elif not config.model.gradient_checkpointing and use.resident_gib:
         advice.append("--gradient_checkpointing")
     if keeps_unsharded_gradients(mode, config):
         advice.append("--sync_every_micro_batch")

@@ -346,6 +346,18 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         ["--attn_implementation", "flash_attention_4", "--use_te", "--no_packing"],
         ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "no"],
         ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "fp16"],
+        ["--cuda_graphs"],
+        *(
+            ["--cuda_graphs", "--use_te", *more.split()]
+            for more in (
+                "--no_packing",
+                "--gradient_checkpointing",
+                "--attn_implementation flash_attention_4",
+                "--lora_rank 4",
+                "--optimizer adamw_fp32",
+                "--mixed_precision fp8 --fp8_recast_weights",
+            )
+        ),
         ["--max_seq_length", "100", "--batch_size", "3", "--packing"],
         ["--max_seq_length", "100", "--batch_size", "3", "--mixed_precision", "fp8"],
     ],

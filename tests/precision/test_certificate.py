@@ -406,6 +406,7 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
     assert late == {"work_s": 0.06, "step_time_s": 0.1, "share": pytest.approx(0.4)}, "of the GPU that has most to do"
     assert "idle during 40% of a step (launch-bound, or waiting for other GPUs)" in describe_gpu_idle(late, 2)
     assert "fsdp_grad" in describe_gpu_idle(late, 2) and "fsdp_grad" not in describe_gpu_idle(late, 1)
+    assert "--cuda_graphs" in describe_gpu_idle(late, 1) and "--cuda_graphs" not in describe_gpu_idle(late, 2)
     busy = waiting(0.05)
     assert busy["share"] == 0.0 and describe_gpu_idle(busy, 2) is None, (
         "recorded kernels may take longer than a step that was not recorded"

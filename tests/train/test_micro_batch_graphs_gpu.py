@@ -1,0 +1,150 @@
+"""--cuda_graphs on a GPU: the training of eager micro-batches, bit for bit where attention is deterministic."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+
+from llm_fp8.data.collate import PackedCollate
+from llm_fp8.data.tokenise import Document
+from llm_fp8.tools.bench.ours import OurTraining
+from llm_fp8.tools.bench.variants import parse_variant
+from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.utils.te_import import forget_delayed_scales
+from tests.support.gpu_training import certificate_of, common, losses, train
+
+pytestmark = pytest.mark.gpu
+
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+PRECISIONS = {
+    "bf16": ["--mixed_precision", "bf16"],
+    "delayed": ["--mixed_precision", "fp8"],
+    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
+    "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
+    "head gradients": ["--mixed_precision", "fp8", "--fp8_lm_head", "gradients"],
+    "head all": ["--mixed_precision", "fp8", "--fp8_lm_head", "all"],
+    "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
+}
+NO_WARMUP = ("--lr_scheduler", "constant", "--num_warmup_steps", "0")
+
+
+def run(model_folder, folder, *options, environment=DETERMINISTIC):
+    done = train(*common(model_folder, folder, *options, *NO_WARMUP), environment=environment)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def figures(folder, name):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def assert_equal_runs(one, other):
+    assert losses(one) == losses(other) and len(losses(one)) > 0
+    for name in ("grad_norm", "eval_loss"):
+        assert figures(one, name) == figures(other, name), name
+    ours, theirs = (load_file(side / "final" / "model.safetensors") for side in (one, other))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("micro_batches", ["1", "3"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_run_is_the_eager_one_bit_for_bit_and_certified(precision, micro_batches, model_folder, tmp_path):
+    """With evaluations between the steps; 11 rows of 256 tokens hold sometimes more than 32 documents."""
+    options = [*PRECISIONS[precision], "--max_steps", "10", "--eval_every", "4", "--batch_size", "11"]
+    options += ["--gradient_accumulation_steps", micro_batches, "--certify"]
+    eager = run(model_folder, tmp_path / "eager", *options)
+    graphs = run(model_folder, tmp_path / "graphs", *options, "--cuda_graphs")
+    assert_equal_runs(eager, graphs)
+    ours, theirs = certificate_of(graphs), certificate_of(eager)
+    assert ours["verdict"] == theirs["verdict"] == "certified"
+    assert ours["gemm_kernels_by_type"] == theirs["gemm_kernels_by_type"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "head all"])
+def test_a_stopped_run_goes_on_bit_for_bit(precision, model_folder, tmp_path):
+    options = [*PRECISIONS[precision], "--eval_every", "3", "--cuda_graphs"]
+    whole = run(model_folder, tmp_path / "whole", *options, "--max_steps", "8")
+    parts = tmp_path / "parts"
+    run(model_folder, parts, *options, "--max_steps", "4", "--save_every", "4")
+    run(
+        model_folder, parts, *options, "--max_steps", "8", "--allow_changed", "total_steps", "--resume_from", "latest"
+    )  # fmt: skip
+    assert losses(parts) == losses(whole)
+    ours, theirs = (load_file(side / "final" / "model.safetensors") for side in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed"])
+def test_with_cudnns_fastest_attention_it_is_as_near_as_a_second_eager_run(precision, model_folder, tmp_path):
+    options = [*PRECISIONS[precision], "--max_steps", "8"]
+    eager, again = (losses(run(model_folder, tmp_path / name, *options, environment={})) for name in ("eager", "again"))
+    graphs = losses(run(model_folder, tmp_path / "graphs", *options, "--cuda_graphs", environment={}))
+    noise = max(abs(a - b) for a, b in zip(eager, again, strict=True))
+    assert max(abs(a - b) for a, b in zip(eager, graphs, strict=True)) <= max(3 * noise, 2e-3)
+
+
+# --- in this process: which micro-batches were replayed ---------------------------------------------------------------
+
+ROWS, LENGTH = 4, 512
+STEPS = [(20, 40), (40, 20), (20, 600), (600, 40), (20, 20), (40, 40), (100, 20), (20, 100), (100, 100), (40, 600)]
+"""Documents of the micro-batches of each step: three buckets, and more than there is a graph for."""
+
+
+def packed(num_documents, vocabulary, seed):
+    draw, tokens, rows = random.Random(seed), np.random.default_rng(seed), []
+    for row in range(ROWS):
+        ends = [*sorted(draw.sample(range(1, LENGTH), num_documents // ROWS - 1)), LENGTH]
+        lengths = np.diff([0, *ends])
+        rows.append([Document(tokens.integers(3, vocabulary, n), np.ones(n, dtype=bool), row) for n in lengths])
+    batch = PackedCollate(ROWS, LENGTH, pad_token_id=0)(rows)
+    assert len(batch.cu_seqlens) - 1 == num_documents
+    return batch.pin_memory()
+
+
+def taken(model_folder, variant):
+    """The trained loop, its losses, and copies of its weights and of the scales of delayed scaling."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    forget_delayed_scales()
+    work = Workload.parse(f"{model_folder}:{ROWS}x{LENGTH}x2", len(STEPS))
+    training = OurTraining(work, parse_variant(variant).config(work))
+    loop, vocabulary = training.loop, training.model.config.vocab_size
+    loop.scheduler.base_lrs = [1e-3] * len(loop.scheduler.base_lrs)  # so that a stale cast of a weight would show
+    for number, counts in enumerate(STEPS):
+        loop.loader.batches = [packed(count, vocabulary, 10 * number + place) for place, count in enumerate(counts)]
+        training.take(1)
+    weights = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in loop.precision.state_tensors().items()}
+    return loop, training.recorder.losses, weights, state
+
+
+@pytest.mark.parametrize("variant", ["bf16", "delayed", "current", "block", "delayed:fp8head", "delayed:fp8head_all"])
+def test_graphs_of_several_buckets_and_eager_micro_batches_in_any_order(variant, model_folder, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    _, losses, weights, state = taken(model_folder, variant)
+    loop, *found = taken(model_folder, f"{variant}:graphs")
+    kinds = {(bucket, first) for bucket in (32, 64, 128) for first in (True, False)}
+    assert set(loop._graphs._graphs) == kinds
+    assert found[0] == losses and losses[-1] != losses[0]
+    for ours, theirs in ((found[1], weights), (found[2], state)):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert bool(state) == variant.startswith("delayed")
+
+
+def test_graphs_give_their_memory_back(model_folder):
+    loop = taken(model_folder, "delayed:graphs")[0]
+    held = torch.cuda.memory_reserved()
+    assert loop._graphs._graphs
+    del loop
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < held
