@@ -33,6 +33,7 @@ def test_the_cache_is_emptied_every_so_many_steps(
         history=EvalHistory(),
         loader=[[]] * 10,
         accelerator=SimpleNamespace(device=torch.device(device)),
+        _graphs=None,
         _restart_clocks=nothing,
         _read_pending=nothing,
     )
