@@ -161,9 +161,9 @@ VARIANTS = (
         {"packing_strategy": "wrapped", "torch_compile": True},
     ),
     _trl_te("", f"{BY_TE})", {}),
-    _trl_te("_mended", f"{BY_TE}), and lm_head.bias = None before the first step", {"mend": True}),
+    _trl_te("_fixed", f"{BY_TE}), and lm_head.bias = None before the first step", {"mend": True}),
     _trl_te(
-        "_mended_liger",
+        "_fixed_liger",
         f"{BY_TE}, use_liger_kernel=True), and lm_head.bias = None before the first step",
         {"mend": True, "use_liger_kernel": True},
     ),
