@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.other_trainers import drop_launcher_variables, started_by
 from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.bench.measure import speed
@@ -84,12 +85,7 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
     shared = ["--model_name", str(model), "--dataset_name", str(rows), "--max_seq_length", str(work.seq_length), *steps]
     shared += ["--output_dir", str(folder)]
     if variant in TRAINER_VARIANTS:
-        launch = [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml",
-        ]
+        launch = ("--config_file", f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml")
         own = [
             "--random_init",
             "true",
@@ -108,7 +104,7 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
             "--lr_scheduler_type",
             "constant",
         ]
-        return [sys.executable, *launch, "examples/hf_trainer_fp8.py", *shared, *own]
+        return started_by(launch, ["examples/hf_trainer_fp8.py", *shared, *own])
     own = [
         "--random_init",
         "--use_te",
@@ -253,8 +249,7 @@ def main() -> int:
         raise UserError(f"--workload {work.name}: this trains on full rows of its own; drop @{work.text}.")
     if not torch.cuda.is_available():
         raise UserError("this measures an NVIDIA GPU, and none is found.")
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]  # what a launcher left would change the variants
+    drop_launcher_variables()
     provenance = collect_provenance(sys.argv)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -251,7 +251,7 @@ def best_packed_attention() -> str:
     return "flex_attention"
 
 
-def mend_flex_attention(probe: Probe) -> None:
+def cast_for_flex_attention(probe: Probe) -> None:
     """Let transformers' flex attention have operands of one dtype: under autocast RoPE makes fp32 of queries and keys,
     which flash attention casts back and flex attention does not.
     """
@@ -269,13 +269,13 @@ def mend_flex_attention(probe: Probe) -> None:
 class TrlCallback(TrainerCallback):
     """Tells the probe what a Trainer knows."""
 
-    def __init__(self, probe: Probe, mend: bool) -> None:
-        self._probe, self._mend = probe, mend
+    def __init__(self, probe: Probe, fix_head_bias: bool) -> None:
+        self._probe, self._fix_head_bias = probe, fix_head_bias
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._probe.model = kwargs["model"]
         head = kwargs["model"].get_output_embeddings()
-        if self._mend and head.bias is not None and head.bias.numel() == 0:
+        if self._fix_head_bias and head.bias is not None and head.bias.numel() == 0:
             # te.Linear has an empty tensor where nn.Linear has None, and TRL's fused head adds it to the logits.
             head.bias = None
             self._probe.remarks.append("lm_head.bias set from Transformer Engine's empty tensor to None")
@@ -299,7 +299,7 @@ def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, 
         for row in read_jsonl(Path(job["rows"]))
     ]
     options = dict(options)
-    mend = options.pop("mend", False)
+    fix_head_bias = options.pop("fix_head_bias", False)
     if job["light"]:
         options["optim"] = "adamw_torch_8bit"
     args = SFTConfig(
@@ -318,7 +318,7 @@ def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, 
         gradient_checkpointing=False,
         **options,
     )
-    callback = TrlCallback(probe, mend)
+    callback = TrlCallback(probe, fix_head_bias)
     trainer = SFTTrainer(model, args=args, train_dataset=Dataset.from_list(chats), callbacks=[callback], **arguments)
     collate = trainer.data_collator
 
@@ -338,7 +338,7 @@ def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
         if probe.attention == "best":
             probe.attention = best_packed_attention()
         if probe.attention == "flex_attention":
-            mend_flex_attention(probe)
+            cast_for_flex_attention(probe)
         # Of one size, for compiled flex attention and for fp8.
         options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]
     dtype = "bfloat16" if job["light"] else "float32"

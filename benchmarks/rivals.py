@@ -44,20 +44,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.other_trainers import (
+    Variant,
+    add_packages_option,
+    drop_launcher_variables,
+    sites_of,
+    started_by,
+    variables_of,
+    versions_of,
+)
 from benchmarks.rival_trainings import RECORDED_STEP, our_words, probe_file, run_job
-from benchmarks.trainers_certificate import versions_of
 from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.bench.worker import add_measuring_options, check_measuring_options
 from llm_fp8.tools.bench.workload import Workload, draw_weights_
 from llm_fp8.tools.verify.processes import Started
-from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
+from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS, TF32_VARIABLE
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic, write_jsonl_atomic
 from llm_fp8.utils.subprocesses import torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8)}
 """Model -> rows of a micro-batch and micro-batches of a step."""
 CHAT_TEMPLATE = (
@@ -79,21 +86,11 @@ SMALLEST_TIME_S = 25.0
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One training and how its precision is asked for."""
+class Rival(Variant):
+    """A variant whose `launch` is for one GPU."""
 
-    name: str
-    package: str
-    how: str
-    """The settings that make it, in the trainer's own words."""
-    asked: str
-    """What the user believes to run: fp8 or bf16."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """For the training of its package."""
-    launch: tuple[str, ...] | None = None
-    """Options of `accelerate launch` on one GPU; None: started with python."""
     launch_several: tuple[str, ...] = ()
-    """The same on several GPUs, without their number."""
+    """Options of `accelerate launch` on several GPUs, without their number."""
     fallback: dict[str, Any] = field(default_factory=dict)
     """Options to change where it fails."""
 
@@ -113,37 +110,45 @@ def _fallback(options: dict[str, Any]) -> dict[str, Any]:
     return {"attention": "sdpa"} if "attention" in options else {}
 
 
-def _trl(name: str, how: str, options: dict[str, Any]) -> Variant:
-    return Variant(f"trl_{name}", "trl", how, "bf16", options, launch_several=FSDP, fallback=_fallback(options))
+def _trl(name: str, how: str, options: dict[str, Any]) -> Rival:
+    return Rival(f"trl_{name}", "trl", how, "bf16", None, options, FSDP, _fallback(options))
 
 
-def _trl_te(name: str, how: str, options: dict[str, Any]) -> Variant:
+def _trl_te(name: str, how: str, options: dict[str, Any]) -> Rival:
     options = {**PACKED, "bf16": False, **options}
-    fallback = _fallback(options) if "mend" in options else {}  # the other one fails with any attention
-    return Variant(f"trl_te{name}", "trl", how, "fp8", options, TE_FILE, TE_FILE_DDP, fallback)
+    fallback = _fallback(options) if "fix_head_bias" in options else {}  # the other one fails with any attention
+    return Rival(f"trl_te{name}", "trl", how, "fp8", TE_FILE, options, TE_FILE_DDP, fallback)
 
 
-def _torchtitan(name: str, how: str, **options: Any) -> Variant:
+def _torchtitan(name: str, how: str, **options: Any) -> Rival:
     # CUDA graphs are torchtitan's default; they may need a newer torch.
     options = {"compile": True, "cuda_graphs": True, **options}
     asked = "fp8" if "recipe" in options else "bf16"
-    return Variant(f"torchtitan_{name}", "torchtitan", how, asked, options, fallback={"cuda_graphs": False})
+    return Rival(f"torchtitan_{name}", "torchtitan", how, asked, options=options, fallback={"cuda_graphs": False})
 
 
-def _torchtitan_02(name: str, how: str, **options: Any) -> Variant:
+def _torchtitan_02(name: str, how: str, **options: Any) -> Rival:
     asked = "fp8" if "recipe" in options else "bf16"
-    return Variant(f"torchtitan02_{name}", "torchtitan02", how, asked, {"compile": True, **options})
+    return Rival(f"torchtitan02_{name}", "torchtitan02", how, asked, options={"compile": True, **options})
 
 
-def _automodel(name: str, how: str, **options: Any) -> Variant:
+def _automodel(name: str, how: str, **options: Any) -> Rival:
     asked = "fp8" if {"recipe", "te_fp8"} & set(options) else "bf16"
     options = {"packing": "thd", **options}
-    return Variant(f"automodel_{name}", "automodel", how, asked, options, fallback={"packing": "neat"})
+    return Rival(f"automodel_{name}", "automodel", how, asked, options=options, fallback={"packing": "neat"})
 
 
 VARIANTS = (
-    Variant("ours_bf16", "ours", "--use_te --mixed_precision bf16 --packing", "bf16", {"mixed_precision": "bf16"}),
-    Variant("ours_fp8", "ours", "--use_te --mixed_precision fp8 --packing", "fp8", {"mixed_precision": "fp8"}),
+    *(
+        Rival(
+            f"ours_{name}",
+            "ours",
+            f"--use_te --mixed_precision {name} --packing",
+            name,
+            options={"mixed_precision": name},
+        )
+        for name in ("bf16", "fp8")
+    ),
     _trl("bf16", "SFTConfig(packing=True), which is bfd and padding-free", PACKED),
     _trl(
         "bf16_liger",
@@ -161,11 +166,11 @@ VARIANTS = (
         {"packing_strategy": "wrapped", "torch_compile": True},
     ),
     _trl_te("", f"{BY_TE})", {}),
-    _trl_te("_fixed", f"{BY_TE}), and lm_head.bias = None before the first step", {"mend": True}),
+    _trl_te("_fixed", f"{BY_TE}), and lm_head.bias = None before the first step", {"fix_head_bias": True}),
     _trl_te(
         "_fixed_liger",
         f"{BY_TE}, use_liger_kernel=True), and lm_head.bias = None before the first step",
-        {"mend": True, "use_liger_kernel": True},
+        {"fix_head_bias": True, "use_liger_kernel": True},
     ),
     _torchtitan("bf16", "llama3 of the registry, compile.enable"),
     _torchtitan("rowwise", "compile.enable, Float8LinearConverter(recipe_name='rowwise')", recipe="rowwise"),
@@ -190,7 +195,7 @@ VARIANTS = (
         "the same, backend.linear: te, backend.te_fp8.recipe: current; its Llama has no such layer",
         te_fp8="current",
     ),
-    Variant("unsloth_bf16", "unsloth", "FastLanguageModel with full_finetuning=True, SFTConfig(packing=True)", "bf16"),
+    Rival("unsloth_bf16", "unsloth", "FastLanguageModel with full_finetuning=True, SFTConfig(packing=True)", "bf16"),
 )
 TORCHRUN = ("torchtitan", "torchtitan02", "automodel")
 """Packages that are started with torchrun on one GPU, too."""
@@ -282,7 +287,7 @@ def write_rows(path: Path, text: Path | None, data: str, model: Path, seq_length
 # ---- one variant ----
 
 
-def command_of(variant: Variant, job: dict[str, Any], path: Path) -> list[str]:
+def command_of(variant: Rival, job: dict[str, Any], path: Path) -> list[str]:
     """The command of a variant's job, which lies at `path`."""
     own = ["benchmarks/rivals.py", "--job", str(path)]
     if variant.package == "unsloth":
@@ -293,27 +298,21 @@ def command_of(variant: Variant, job: dict[str, Any], path: Path) -> list[str]:
     launch = variant.launch
     if several:
         launch = (*variant.launch_several, "--num_processes", str(job["num_gpus"]))
-    if launch is None:
-        return [sys.executable, *own]
-    return [sys.executable, "-m", "accelerate.commands.launch", *launch, *own]
+    return started_by(launch, own)
 
 
-def variables_of(variant: Variant, site: str | None, scratch: Path, num_gpus: int) -> dict[str, str]:
+def environment_of(variant: Rival, site: str | None, scratch: Path, num_gpus: int) -> dict[str, str]:
     """Environment variables of a variant's processes."""
-    paths = [*([site] if site else []), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     # The allocator's setting is torchtitan's documented one, and ours. TF32 is left to each trainer.
-    defaults = CUDA_DEFAULTS if variant.package == "ours" else dict(itertools.islice(CUDA_DEFAULTS.items(), 1))
+    defaults = {
+        name: value for name, value in CUDA_DEFAULTS.items() if variant.package == "ours" or name != TF32_VARIABLE
+    }
     return {
         **{name: value for name, value in defaults.items() if name not in os.environ},
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        # With more GPUs to see a Trainer would take nn.DataParallel.
-        "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:num_gpus]),
-        "HF_HUB_OFFLINE": "1",
+        **variables_of(site, num_gpus),
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_COMPILE_LOCATION": str(scratch / "unsloth"),
         "HF_DATASETS_CACHE": str(scratch / "datasets"),
-        "TOKENIZERS_PARALLELISM": "false",
     }
 
 
@@ -345,7 +344,7 @@ def halved(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, "batch_size": job["batch_size"] // 2, "micro_batches": job["micro_batches"] * 2}
 
 
-def next_try(variant: Variant, job: dict[str, Any], output: str) -> dict[str, Any] | None:
+def next_try(variant: Rival, job: dict[str, Any], output: str) -> dict[str, Any] | None:
     """The job to be tried after one that failed with `output`; None where nothing is left to be tried. Out of memory:
     half the rows. Any other failure: the variant's fallback.
     """
@@ -356,7 +355,7 @@ def next_try(variant: Variant, job: dict[str, Any], output: str) -> dict[str, An
 
 
 def measure(
-    variant: Variant, job: dict[str, Any], site: str | None, scratch: Path, logs: Path, warmup: int, until_s: float
+    variant: Rival, job: dict[str, Any], site: str | None, scratch: Path, logs: Path, warmup: int, until_s: float
 ) -> dict[str, Any]:
     """Train one variant, once more with other settings where it fails, and read what it left.
 
@@ -375,7 +374,7 @@ def measure(
         write_json_atomic(path, now)
         command = command_of(variant, now, path)
         timeout_s = min(job["timeout_s"], max(1.0, until_s - time.monotonic()))
-        environment = variables_of(variant, site, scratch, job["num_gpus"])
+        environment = environment_of(variant, site, scratch, job["num_gpus"])
         ended = Started(command, logs / f"{Path(now['folder']).name}.log", environment).wait(timeout_s)
         shown = our_words(now) if variant.package == "ours" else command[1:]
         tried = {
@@ -440,7 +439,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default="text",
         help="the text's rows, packed, or rows of its solutions that fill the sequence (default %(default)s)",
     )
-    parser.add_argument("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
+    add_packages_option(parser)
     parser.add_argument("--variants", default="", help="comma-separated names, or beginnings of names (default: all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="default %(default)s")
     parser.add_argument("--seq_length", type=int, default=1024, help="default %(default)s")
@@ -464,8 +463,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.output is None:
         raise UserError("--output is missing; name the JSON file of the results.")
     check_measuring_options(options, RECORDED_STEP)
-    if unnamed := [given for given in options.packages if "=" not in given]:
-        raise UserError(f"--packages {unnamed[0]} is not of the form NAME=FOLDER; write trl=/tmp/site/trl.")
+    options.sites = sites_of(options.packages)
     if options.model not in SHAPES and not Path(options.model, "config.json").exists():
         raise UserError(f"--model {options.model} is none of {', '.join(SHAPES)}, and no folder with a config.json.")
     if options.seq_length < 16 or options.seq_length % 16:
@@ -486,7 +484,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def chosen(words: list[str]) -> list[Variant]:
+def chosen(words: list[str]) -> list[Rival]:
     """The variants of these names, or whose names begin so. Raises `UserError` for a word without any."""
     names = [variant.name for variant in VARIANTS]
     found = set()
@@ -536,9 +534,7 @@ def main() -> int:
         return 0
     began = time.monotonic()
     until_s = began + options.time_limit_s if options.time_limit_s else float("inf")
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]  # what a launcher left would change the variants
-    sites = dict(given.split("=", 1) for given in options.packages)
+    drop_launcher_variables()
     settings, provenance = settings_of(options), collect_provenance(sys.argv)
     entries, runs = kept_entries(options.output, settings, provenance["gpus"]) if options.resume else ([], [])
     runs.append(provenance)
@@ -559,7 +555,7 @@ def main() -> int:
         logs = options.logs or scratch
         logs.mkdir(parents=True, exist_ok=True)
         versions = {
-            package: versions_of(package, sites.get(package))
+            package: versions_of(package, options.sites.get(package))
             for package in dict.fromkeys(variant.package for variant in options.variants if variant.package != "ours")
         }
         for number, variant in itertools.product(range(options.rounds), options.variants):
@@ -580,7 +576,7 @@ def main() -> int:
             }
             if options.light and variant.package in ("trl", "unsloth") and job["batch_size"] > 1:
                 job = halved(job)  # saves a training that would run out of memory
-            found = measure(variant, job, sites.get(variant.package), scratch, logs, options.warmup, until_s)
+            found = measure(variant, job, options.sites.get(variant.package), scratch, logs, options.warmup, until_s)
             entries.append({"round": number, "run": len(runs) - 1, **found})
             print(describe(found), flush=True)
             write_json_atomic(

@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
-import importlib.metadata
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,15 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
 
 from benchmarks.hf_trainer import write_full_rows
+from benchmarks.other_trainers import (
+    Variant,
+    add_packages_option,
+    drop_launcher_variables,
+    sites_of,
+    started_by,
+    variables_of,
+    versions_of,
+)
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback
@@ -53,36 +59,24 @@ WARMUP_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One training and how its precision is asked for."""
+class Certified(Variant):
+    """A variant with what `CertificateCallback` is told."""
 
-    name: str
-    package: str
-    """Name of the distribution whose fp8 this is."""
-    how: str
-    """How fp8 or bf16 is turned on, for the table."""
-    asked: str
-    """What the user believes to run: fp8 or bf16."""
-    launch: tuple[str, ...] | None = None
-    """Options of `accelerate launch`; None: started with python."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """For the trainer's arguments."""
     precision: str | None = None
-    """For `CertificateCallback`."""
 
 
 VARIANTS = (
-    Variant("trainer_bf16", "transformers", "TrainingArguments(bf16=True)", "bf16", options={"bf16": True}),
-    Variant("trainer_te", "transformers", TE_FILE, "fp8", FP8_FILE),
-    Variant("trainer_flag", "transformers", "accelerate launch --mixed_precision fp8", "fp8", FP8_FLAG),
-    Variant(
+    Certified("trainer_bf16", "transformers", "TrainingArguments(bf16=True)", "bf16", options={"bf16": True}),
+    Certified("trainer_te", "transformers", TE_FILE, "fp8", FP8_FILE),
+    Certified("trainer_flag", "transformers", "accelerate launch --mixed_precision fp8", "fp8", FP8_FLAG),
+    Certified(
         "trainer_flag_te",
         "transformers",
         "accelerate launch --mixed_precision fp8 --fp8_backend te",
         "fp8",
         (*FP8_FLAG, "--fp8_backend", "te"),
     ),
-    Variant(
+    Certified(
         "trainer_flag_bf16",
         "transformers",
         "accelerate launch --mixed_precision fp8, TrainingArguments(bf16=True)",
@@ -90,9 +84,9 @@ VARIANTS = (
         FP8_FLAG,
         {"bf16": True},
     ),
-    Variant("loop_bf16", "accelerate", "accelerate launch --mixed_precision bf16", "bf16", (*FP8_FLAG[:-1], "bf16")),
-    Variant("loop_te", "accelerate", TE_FILE, "fp8", FP8_FILE),
-    Variant(
+    Certified("loop_bf16", "accelerate", "accelerate launch --mixed_precision bf16", "bf16", (*FP8_FLAG[:-1], "bf16")),
+    Certified("loop_te", "accelerate", TE_FILE, "fp8", FP8_FILE),
+    Certified(
         "loop_te_eval",
         "accelerate",
         f"{TE_FILE}, without model.train()",
@@ -100,10 +94,10 @@ VARIANTS = (
         FP8_FILE,
         {"train_mode": False},
     ),
-    Variant("loop_flag", "accelerate", "accelerate launch --mixed_precision fp8", "fp8", FP8_FLAG),
-    Variant("trl_bf16", "trl", "SFTConfig(), whose default is bf16=True", "bf16"),
-    Variant("trl_te", "trl", f"{TE_FILE}, SFTConfig()", "fp8", FP8_FILE),
-    Variant(
+    Certified("loop_flag", "accelerate", "accelerate launch --mixed_precision fp8", "fp8", FP8_FLAG),
+    Certified("trl_bf16", "trl", "SFTConfig(), whose default is bf16=True", "bf16"),
+    Certified("trl_te", "trl", f"{TE_FILE}, SFTConfig()", "fp8", FP8_FILE),
+    Certified(
         "trl_te_no_bf16",
         "trl",
         f"{TE_FILE}, SFTConfig(bf16=False)",
@@ -111,8 +105,8 @@ VARIANTS = (
         FP8_FILE,
         {"bf16": False},
     ),
-    Variant("trl_flag", "trl", "accelerate launch --mixed_precision fp8, SFTConfig()", "fp8", FP8_FLAG),
-    Variant(
+    Certified("trl_flag", "trl", "accelerate launch --mixed_precision fp8, SFTConfig()", "fp8", FP8_FLAG),
+    Certified(
         "trl_flag_no_bf16",
         "trl",
         "accelerate launch --mixed_precision fp8, SFTConfig(bf16=False)",
@@ -120,9 +114,9 @@ VARIANTS = (
         FP8_FLAG,
         {"bf16": False},
     ),
-    Variant("llamafactory_bf16", "llamafactory", "bf16: true", "bf16", options={"bf16": True}),
+    Certified("llamafactory_bf16", "llamafactory", "bf16: true", "bf16", options={"bf16": True}),
     *(
-        Variant(f"llamafactory_{label}", "llamafactory", how, "fp8", options=options, precision="fp8")
+        Certified(f"llamafactory_{label}", "llamafactory", how, "fp8", options=options, precision="fp8")
         for label, how, options in (
             ("fp8", "fp8: true", {"fp8": True}),
             ("te", "fp8: true, fp8_backend: te", {"fp8": True, "fp8_backend": "te"}),
@@ -131,9 +125,9 @@ VARIANTS = (
             ("te_bf16", "fp8: true, fp8_backend: te, bf16: true", {"fp8": True, "fp8_backend": "te", "bf16": True}),
         )
     ),
-    Variant("axolotl_bf16", "axolotl", "bf16: true", "bf16", options={"bf16": True}),
-    Variant("axolotl_fp8", "axolotl", "fp8: true, bf16: true", "fp8", options={"bf16": True, "fp8": True}),
-    Variant(
+    Certified("axolotl_bf16", "axolotl", "bf16: true", "bf16", options={"bf16": True}),
+    Certified("axolotl_fp8", "axolotl", "fp8: true, bf16: true", "fp8", options={"bf16": True, "fp8": True}),
+    Certified(
         "axolotl_fp8_compile",
         "axolotl",
         "fp8: true, bf16: true, torch_compile: true",
@@ -344,26 +338,17 @@ def command_of(variant: Variant, job: dict[str, Any]) -> list[str]:
     """Writes the job's file and returns the command that trains by it."""
     path = Path(job["folder"]).with_suffix(".json")
     write_json_atomic(path, job)
-    own = ["benchmarks/trainers_certificate.py", "--job", str(path)]
-    if variant.launch is None:
-        return [sys.executable, *own]
-    return [sys.executable, "-m", "accelerate.commands.launch", *variant.launch, *own]
+    return started_by(variant.launch, ["benchmarks/trainers_certificate.py", "--job", str(path)])
 
 
 def measure(variant: Variant, job: dict[str, Any], site: str | None, log: Path, timeout_s: float) -> dict[str, Any]:
     """Run one variant and read what it left."""
     folder = Path(job["folder"])
-    paths = [*([site] if site else []), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     variables = {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        # With several GPUs to see the Trainer would take nn.DataParallel.
-        "CUDA_VISIBLE_DEVICES": one_gpu,
+        **variables_of(site),
         # LLaMA-Factory asks for older versions of transformers and datasets than are installed.
         "DISABLE_VERSION_CHECK": "1",
         "AXOLOTL_DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
     }
     command = command_of(variant, job)
     ended = Started(command, log, variables).wait(timeout_s)
@@ -395,16 +380,6 @@ def measure(variant: Variant, job: dict[str, Any], site: str | None, log: Path, 
     return found
 
 
-def versions_of(package: str, site: str | None) -> dict[str, str]:
-    """Name -> version of what lies in the package's own folder."""
-    if site is None:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return {package: importlib.metadata.version(package)}
-        return {}
-    found = importlib.metadata.distributions(path=[site])
-    return {distribution.metadata["Name"]: distribution.version for distribution in found}
-
-
 def describe(entry: dict[str, Any]) -> str:
     """One line for the terminal."""
     certificate, speed = entry["certificate"], entry["tokens_per_s"]
@@ -421,7 +396,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     parser.add_argument("--job", type=Path, help="train by this file, which this script writes for its own processes")
-    parser.add_argument("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
+    add_packages_option(parser)
     parser.add_argument("--variants", default="", help="comma-separated beginnings of names (default: all)")
     parser.add_argument("--at_once", type=int, default=1, help="processes at a time (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="folder for what each process prints")
@@ -442,8 +417,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--steps {options.steps} leaves none behind the {WARMUP_STEPS} of warm-up; take more.")
     if options.at_once < 1:
         raise UserError(f"--at_once {options.at_once} starts no process; take 1 or more.")
-    if unnamed := [given for given in options.packages if "=" not in given]:
-        raise UserError(f"--packages {unnamed[0]} is not of the form NAME=FOLDER; write trl=/tmp/site/trl.")
+    options.sites = sites_of(options.packages)
     beginnings = tuple(options.variants.split(","))
     options.variants = [variant for variant in VARIANTS if variant.name.startswith(beginnings)]
     if not options.variants:
@@ -458,15 +432,13 @@ def main() -> int:
         job = read_json(options.job)
         TRAININGS[job["package"]](job)
         return 0
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]  # what a launcher left would change the variants
-    sites = dict(given.split("=", 1) for given in options.packages)
+    drop_launcher_variables()
     record: dict[str, Any] = {
         "provenance": collect_provenance(sys.argv),
         "model": {"hidden_size": options.hidden_size, "num_layers": options.num_layers},
         **{key: getattr(options, key) for key in ("seq_length", "batch_size", "steps", "at_once")},
         "versions": {
-            package: versions_of(package, sites.get(package))
+            package: versions_of(package, options.sites.get(package))
             for package in dict.fromkeys(variant.package for variant in options.variants)
         },
     }
@@ -490,7 +462,7 @@ def main() -> int:
                 "timed": options.at_once == 1 and torch.cuda.is_available(),
                 **{key: getattr(options, key) for key in ("seq_length", "batch_size", "steps")},
             }
-            site, log = sites.get(variant.package), logs / f"{variant.name}.log"
+            site, log = options.sites.get(variant.package), logs / f"{variant.name}.log"
             found = measure(variant, job, site, log, options.timeout_s)
             print(describe(found), flush=True)
             return found

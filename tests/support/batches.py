@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import numpy as np
 import torch
 
-from llm_fp8.data.collate import Batch
+from llm_fp8.data.collate import Batch, PackedCollate
+from llm_fp8.data.tokenise import Document
 
 S = 128
 LENGTHS = [[50, 77], [128], [9, 100, 16]]
@@ -61,6 +66,20 @@ def make_batch(ids, labels, positions, mask, cu_seqlens, device) -> Batch:
         sum_squared_lengths=sum(length**2 for lengths in LENGTHS for length in lengths),
         row_ids=(),
     ).to(device)
+
+
+def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary: int, seed: int) -> Batch:
+    """So many documents of random lengths and tokens, all supervised, which fill `num_rows` rows of `length` tokens."""
+    draw, tokens = random.Random(seed), np.random.default_rng(seed)
+    rows = []
+    for row in range(num_rows):
+        count = num_documents // num_rows + (row < num_documents % num_rows)
+        bounds = [0, *sorted(draw.sample(range(1, length), count - 1)), length]
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        rows.append([Document(tokens.integers(3, vocabulary, n), np.ones(n, dtype=bool), row) for n in lengths])
+    batch = PackedCollate(num_rows, length, pad_token_id=0)(rows)
+    assert batch.cu_seqlens is not None and len(batch.cu_seqlens) - 1 == num_documents
+    return batch
 
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch}

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from llm_fp8.utils.json_files import read_metrics
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -45,9 +47,13 @@ def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
+def figures(folder: Path, name: str) -> list[float]:
+    """The metric `name` of the steps or evaluations that have it."""
+    return [record[name] for record in read_metrics(folder / "metrics.jsonl") if name in record]
+
+
 def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return figures(folder, "loss")
 
 
 def certificate_of(folder: Path) -> dict:

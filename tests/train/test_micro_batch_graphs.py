@@ -7,17 +7,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import random
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
-from llm_fp8.data.collate import PackedCollate
-from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import decoder_layers
@@ -28,6 +24,7 @@ from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train import micro_batch_graphs
 from llm_fp8.train.loop import micro_batch
 from llm_fp8.train.micro_batch_graphs import MicroBatchGraphs, bucket_of
+from tests.support.batches import packed_documents
 from tests.support.emulated_graphs import EmulatedCapture, emulate_graphs
 from tests.support.reference import compare_with_reference
 from tests.support.small import assert_same_tensors, final_weights, forget_accelerator, steps, tiny_config, train
@@ -43,16 +40,7 @@ def stand_in(monkeypatch):
 
 def batch(num_documents, seed=0):
     """`num_documents` documents in `ROWS` rows, no rest."""
-    draw, tokens = random.Random(seed), np.random.default_rng(seed)
-    rows = []
-    for row in range(ROWS):
-        count = num_documents // ROWS + (row < num_documents % ROWS)
-        ends = [*sorted(draw.sample(range(1, LENGTH), count - 1)), LENGTH]
-        lengths = np.diff([0, *ends])
-        rows.append([Document(tokens.integers(3, 1024, n), np.ones(n, dtype=bool), row) for n in lengths])
-    made = PackedCollate(ROWS, LENGTH, pad_token_id=0)(rows)
-    assert len(made.cu_seqlens) - 1 == num_documents
-    return made
+    return packed_documents(num_documents, ROWS, LENGTH, 1024, seed)
 
 
 def test_documents_go_to_the_smallest_bucket_that_holds_them():

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
-import random
 
-import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
-from llm_fp8.data.collate import PackedCollate
-from llm_fp8.data.tokenise import Document
 from llm_fp8.tools.bench.ours import OurTraining
 from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.te_import import forget_delayed_scales
-from tests.support.gpu_training import certificate_of, common, losses, train
+from tests.support.batches import packed_documents
+from tests.support.gpu_training import certificate_of, common, figures, losses, train
+from tests.support.small import forget_accelerator
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +35,6 @@ def run(model_folder, folder, *options, environment=DETERMINISTIC):
     done = train(*common(model_folder, folder, *options, *NO_WARMUP), environment=environment)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def figures(folder, name):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
 
 
 def assert_equal_runs(one, other):
@@ -98,28 +89,19 @@ STEPS = [(20, 40), (40, 20), (20, 600), (600, 40), (20, 20), (40, 40), (100, 20)
 """Documents of the micro-batches of each step: three buckets, and more than there is a graph for."""
 
 
-def packed(num_documents, vocabulary, seed):
-    draw, tokens, rows = random.Random(seed), np.random.default_rng(seed), []
-    for row in range(ROWS):
-        ends = [*sorted(draw.sample(range(1, LENGTH), num_documents // ROWS - 1)), LENGTH]
-        lengths = np.diff([0, *ends])
-        rows.append([Document(tokens.integers(3, vocabulary, n), np.ones(n, dtype=bool), row) for n in lengths])
-    batch = PackedCollate(ROWS, LENGTH, pad_token_id=0)(rows)
-    assert len(batch.cu_seqlens) - 1 == num_documents
-    return batch.pin_memory()
-
-
 def taken(model_folder, variant):
     """The trained loop, its losses, and copies of its weights and of the scales of delayed scaling."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerator()
     forget_delayed_scales()
     work = Workload.parse(f"{model_folder}:{ROWS}x{LENGTH}x2", len(STEPS))
     training = OurTraining(work, parse_variant(variant).config(work))
     loop, vocabulary = training.loop, training.model.config.vocab_size
     loop.scheduler.base_lrs = [1e-3] * len(loop.scheduler.base_lrs)  # so that a stale cast of a weight would show
     for number, counts in enumerate(STEPS):
-        loop.loader.batches = [packed(count, vocabulary, 10 * number + place) for place, count in enumerate(counts)]
+        loop.loader.batches = [
+            packed_documents(count, ROWS, LENGTH, vocabulary, seed=10 * number + place).pin_memory()
+            for place, count in enumerate(counts)
+        ]
         training.take(1)
     weights = {name: p.detach().clone() for name, p in training.model.named_parameters()}
     state = {name: tensor.clone() for name, tensor in loop.precision.state_tensors().items()}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import certificate_of, common, losses, train
+from tests.support.gpu_training import certificate_of, common, figures, losses, train
 
 pytestmark = pytest.mark.gpu
 
@@ -70,8 +70,7 @@ def test_casts_made_anew_take_the_same_steps_in_less_memory(use_te, model_folder
         run = train(*(options if use_te else [word for word in options if word != "--use_te"]), environment=environment)
         assert run.returncode == 0, run.stderr
         assert certificate_of(tmp_path / name)["verdict"] == "certified"
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        found[name] = max(line.get("peak_memory_gib", 0.0) for line in lines)
+        found[name] = max(figures(tmp_path / name, "peak_memory_gib"))
     assert losses(tmp_path / "anew")[0] == losses(tmp_path / "kept")[0]
     assert losses(tmp_path / "anew") == pytest.approx(losses(tmp_path / "kept"), rel=1e-3)
     assert found["anew"] < found["kept"]

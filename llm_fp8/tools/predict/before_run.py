@@ -74,7 +74,7 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
         fp8_lm_head=precision.fp8_lm_head,
         flash_attention_4=config.model.flash_attention_4,
         fp8_params=options.fp8_params,
-        fp8_recast_weights=precision.fp8_recast_weights and run.recipe != "bf16",
+        fp8_recast_weights=precision.fp8_recast_weights,
         offload_optimizer=config.optim.offload_optimizer,
     )
 
@@ -352,12 +352,11 @@ def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription
     accumulates, parallel = config.optim.gradient_accumulation_steps > 1, config.parallel
     offloads = config.optim.offload_optimizer > 0
     both, no = (False, True), (False,)
-    casts = run.recipe != "bf16" and not sharded and not config.precision.fp8_recast_weights
     for mode, eight_bit, on_host, recast, recompute, sync, in_fp8 in itertools.product(
         [run.mode, *(mode for mode in ("fsdp_grad", "fsdp_full") if several and mode != run.mode)],
         both if not sharded and run.optimizer != "adamw_8bit" else no,
         both if not sharded and run.optimizer == "adamw_master" and not offloads else no,
-        both if casts else no,
+        both if run.recipe != "bf16" and not sharded and not config.precision.fp8_recast_weights else no,
         both if not config.model.gradient_checkpointing else no,
         both if several and accumulates and not parallel.sync_every_micro_batch else no,
         both if several and run.recipe in fp8_params_recipes() and not parallel.fp8_params else no,
