@@ -84,7 +84,7 @@ def test_with_cudnns_fastest_attention_it_is_as_near_as_a_second_eager_run(preci
 
 # --- in this process: which micro-batches were replayed ---------------------------------------------------------------
 
-ROWS, LENGTH = 4, 512
+ROWS, LENGTH = 8, 256
 STEPS = [(20, 40), (40, 20), (20, 600), (600, 40), (20, 20), (40, 40), (100, 20), (20, 100), (100, 100), (40, 600)]
 """Documents of the micro-batches of each step: three buckets, and more than there is a graph for."""
 

@@ -83,6 +83,12 @@ class Workload:
                 f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of "
                 f"{', '.join(bundled_architectures())}."
             )
+        positions = getattr(work.hf_config(), "max_position_embeddings", None)
+        if positions is not None and work.seq_length > positions:
+            raise UserError(
+                f"{flag} {text}: {model} has {positions} positions (max_position_embeddings); "
+                "write shorter rows."
+            )
         if dataset is not None:
             try:
                 open_source(dataset).training_split(None)  # its rows are not read yet

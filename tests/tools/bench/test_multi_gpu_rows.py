@@ -295,6 +295,11 @@ def test_unknown_workloads(text):
         Workload.parse(text, 6)
 
 
+def test_rows_longer_than_the_models_positions():
+    with pytest.raises(UserError, match=r"--workloads Llama-3.2-1B:1x131073x1: Llama-3.2-1B has 131072 positions"):
+        Workload.parse("Llama-3.2-1B:1x131073x1", 6)
+
+
 def test_figures_of_a_variant():
     """The slowest GPU counts, by its median; a context group's tokens count once."""
     work = Workload.parse("Llama-3.2-1B:8x1024x4", 6)
