@@ -114,8 +114,8 @@ class ModelConfig:
     cuda_graphs: bool = option(
         False,
         "Capture forward and backward of a micro-batch in CUDA graphs and replay them (--use_te with packing, one "
-        "GPU): for small models or micro-batches, whose kernels the host launches too slowly. Takes memory for a "
-        "second set of activations.",
+        "GPU or ddp): for small models or micro-batches, whose kernels the host launches too slowly. Takes memory "
+        "for a second set of activations.",
     )
     parity_check: bool | None = option(
         None,

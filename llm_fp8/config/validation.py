@@ -233,6 +233,9 @@ def _graph_checks(config: Config) -> Checks:
         "them.": asked and rank > 0,
         "--cuda_graphs lets a first micro-batch's GEMMs begin the gradients anew, which they do where "
         "casts are kept; drop it, or --fp8_recast_weights.": asked and config.precision.fp8_recast_weights,
+        "--cuda_graphs exchanges gradients behind the last micro-batch; drop it, or --sync_every_micro_batch.": (
+            asked and config.parallel.sync_every_micro_batch
+        ),
         "--cuda_graphs is for bf16 parameters, and --optimizer adamw_fp32 keeps them in fp32; use auto, adamw_master "
         "or adamw_8bit.": asked and config.optim.optimizer == "adamw_fp32",
     }
@@ -328,8 +331,8 @@ def _mode_checks(config: Config, mode: str) -> Checks:
     )
     lacking_for_context = _lacking({"--use_te": use_te, "an fsdp mode": sharded})
     return {
-        f"--cuda_graphs is for one GPU, and this run has {flag}; drop it.": (
-            config.model.cuda_graphs and mode != "single"
+        f"--cuda_graphs needs a copy of the model on each GPU, and this run has {flag}; use ddp, or drop it.": (
+            config.model.cuda_graphs and mode not in ("single", "ddp")
         ),
         f"--mixed_precision fp16 cannot go with {flag}, which would shard what its gradient scaler has to see; use "
         "bf16.": precision.mixed_precision == "fp16" and mode not in ("ddp", "single"),

@@ -10,6 +10,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
 from llm_fp8.distributed.deepspeed_config import deepspeed_settings
 from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.observability.reporter import accelerator_tracking
 from llm_fp8.precision.plan import PrecisionPlan
@@ -43,4 +44,6 @@ def build_strategy(
         return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, gpus_per_copy)
     if mode.startswith("deepspeed"):
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
+    if config.model.cuda_graphs:
+        return PlainCopiesStrategy(mode, accelerator, config.parallel)
     return DistributedStrategy(mode, accelerator, config.parallel)

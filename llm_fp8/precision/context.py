@@ -39,7 +39,7 @@ from llm_fp8.precision.modules import (
 )
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_internals import keep_weight_casts
+from llm_fp8.utils.te_internals import keep_weight_casts, put_off_scale_updates, update_scales
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
@@ -211,6 +211,15 @@ class Precision:
             if self.plan.te_recipe is not None:
                 stack.enter_context(self._te_autocast(enabled=True))
             yield
+
+    def put_off_scale_updates(self) -> contextlib.AbstractContextManager[None]:
+        """Encloses forward and backward passes that update no scale of delayed scaling; `update_scales` does."""
+        return put_off_scale_updates() if self.scales_lag else contextlib.nullcontext()
+
+    def update_scales(self) -> None:
+        """Update the scales by what the passes since the last update have seen, on all ranks."""
+        if self.scales_lag:
+            update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """TE's own tensors of delayed scaling, by module: scales fp32 [num_tensors], amax histories fp32 [history,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -180,11 +179,16 @@ class TrainingLoop:
 
     def _build_graphs(self) -> MicroBatchGraphs:
         strategy, precision = self.strategy, self.precision
-        assert strategy.wgrad_accumulation is not None  # check_options saw to it: one GPU
+        assert strategy.wgrad_accumulation is not None
         if precision.fp8_head is not None:
             precision.fp8_head.keeps_cast = False
-        run = functools.partial(micro_batch, strategy, precision, self.model)
-        return MicroBatchGraphs(run, self._parameters, strategy.wgrad_accumulation.weights(), Capture())
+
+        def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
+            with precision.put_off_scale_updates():
+                return micro_batch(strategy, precision, self.model, batch, num_supervised, first)
+
+        overwritten = strategy.wgrad_accumulation.weights()
+        return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), precision.update_scales)
 
     def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
         """Train to step `until` (default: `total_steps`), or until evaluations say to stop early, or until

@@ -9,14 +9,14 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
                                 them. A first micro-batch begins them anew (`_begin`)
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
                                 place by every later one that is first. `Fp8Head` casts in each micro-batch here
-    scales, amax histories      updated in place, by kernels inside the graph
+    scales, amax histories      updated in place behind each micro-batch, outside the graph: several GPUs exchange amax
+                                values for it, and one may replay a graph where another runs eagerly
 
 So a first and a later micro-batch differ, and have a graph each; one that is alone in its step is a first one. Eager
 micro-batches do the same at the same addresses, so both kinds may follow each other in a step. A graph's results are
 those of the eager micro-batch bit for bit, where attention's own are the same each time.
 
-Several GPUs are not supported. What it would take: capture the module without DDP around it, and all-reduce
-`_gradients` behind a step's last micro-batch.
+Several GPUs: `llm_fp8.distributed.plain_copies`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Capture:
 
 
 class MicroBatchGraphs:
-    """Runs a step's micro-batches on one GPU: each kind (`Key`) eagerly the first time, which compiles its kernels and
-    allocates what Transformer Engine keeps, and from then on by its graph.
+    """Runs this rank's micro-batches: each kind (`Key`) eagerly the first time, which compiles its kernels and allocates
+    what Transformer Engine keeps, and from then on by its graph.
     """
 
     def __init__(
@@ -76,11 +76,13 @@ class MicroBatchGraphs:
         parameters: Sequence[Parameter],
         overwritten: Iterable[Tensor],
         capture: Callable[[Callable[[], None]], Graph],
+        behind: Callable[[], None],
     ) -> None:
         """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
-        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`).
+        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `behind` is called behind every
+        micro-batch and never captured.
         """
-        self._run, self._capture = run, capture
+        self._run, self._capture, self._behind = run, capture, behind
         self._parameters = parameters
         self._gradients = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in parameters]
         by_gemms = {id(weight) for weight in overwritten}
@@ -102,10 +104,15 @@ class MicroBatchGraphs:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
         self._num_supervised.copy_(num_supervised)
+        self._take(batch, first)
+        self._behind()
+        return self._loss
+
+    def _take(self, batch: Batch, first: bool) -> None:
         bucket = bucket_of(batch)
         if bucket is None:
             self._eager(batch, first)
-            return self._loss
+            return
         inputs, key = self._load(batch, bucket), (bucket, first)
         if key not in self._graphs and key in self._seen and self.may_capture:
             self._graphs[key] = self._capture(lambda: self._eager(inputs, first))
@@ -114,7 +121,6 @@ class MicroBatchGraphs:
         else:
             self._eager(inputs, first)
             self._seen.add(key)
-        return self._loss
 
     def _eager(self, batch: Batch, first: bool) -> None:
         if first:

@@ -5,13 +5,17 @@
                                                     none with --fp8_recast_weights   2 bytes per weight more
     layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast  two kernels, slower and as right
     dot_product_attention._attention_backends       which attention ran              ImportError in `attention_backends`
+    FP8GlobalStateManager                           delayed scaling's updates        AttributeError in `put_off_...`
+      .reduce_and_update_fp8_tensors                behind a CUDA graph
 
-tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py and tests/tools/verify notice.
+tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py, tests/train/test_micro_batch_graphs_gpu.py
+and tests/tools/verify notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -53,6 +57,27 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
 
     layernorm_mlp._get_act_func_supported_list = with_activation
     return True
+
+
+@contextlib.contextmanager
+def put_off_scale_updates() -> Iterator[None]:
+    """Passes inside note the amax of their tensors and update no scale of delayed scaling: `update_scales` does."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    update = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"]
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors = staticmethod(lambda forward=True: None)
+    try:
+        yield
+    finally:
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors = update
+
+
+def update_scales() -> None:
+    """Take the largest amax over the ranks and update scales and histories, of the forward and backward passes."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    for forward in (True, False):
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=forward)
 
 
 def attention_backends() -> dict[str, Any]:

@@ -236,21 +236,23 @@ def test_what_needs_a_gpu():
     assert refusal("--certify", device="cpu").startswith("--certify")
 
 
-def test_cuda_graphs_are_for_one_gpu_bf16_and_attention_without_dropout():
+def test_cuda_graphs_are_for_whole_copies_bf16_and_attention_without_dropout():
     options = ["--use_te", "--cuda_graphs"]
     check_machine(config(*options), MachineFacts(model=ModelFacts(2)))
+    check_machine(config(*options), MachineFacts(sharding_mode="ddp"))
     for facts, words in (
         ({"compute": "fp16"}, "computes in bf16"),
         ({"compute": "fp32"}, "computes in bf16"),
-        ({"sharding_mode": "ddp"}, "this run has --sharding_mode ddp"),
         ({"sharding_mode": "fsdp_grad"}, "this run has --sharding_mode fsdp_grad"),
         ({"model": ModelFacts(2, attention_dropout=0.1)}, "attention_dropout 0.1"),
     ):
         said = refusal(*options, **facts)
         assert said.startswith("--cuda_graphs") and words in said
-    for mode in ("ddp", "fsdp_full", "deepspeed_2"):
-        with pytest.raises(UserError, match=f"^--cuda_graphs is for one GPU, and this run has --sharding_mode {mode}"):
+    for mode in ("fsdp_full", "deepspeed_2"):
+        with pytest.raises(UserError, match=f"^--cuda_graphs needs a copy .* this run has --sharding_mode {mode}; use"):
             config(*options, f"--sharding_mode={mode}")
+    with pytest.raises(UserError, match="^--cuda_graphs exchanges gradients behind .* --sync_every_micro_batch"):
+        config(*options, "--sharding_mode=ddp", "--sync_every_micro_batch")
 
 
 def test_the_tokens_of_a_micro_batch_fit_the_recipe():

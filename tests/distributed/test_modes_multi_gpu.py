@@ -43,6 +43,8 @@ CASES = [
     ("fsdp_hybrid", "delayed", ["--use_te", "--hybrid_shard_size=1"]),
     *((mode, "delayed", ["--use_te", *FOUR_MICRO_BATCHES]) for mode in ("ddp", "fsdp_grad", "fsdp_full")),
     ("ddp", "bf16", ["--use_te", *FOUR_MICRO_BATCHES]),
+    *(("ddp", precision, ["--use_te", "--cuda_graphs"]) for precision in ("bf16", "delayed", "current")),
+    ("ddp", "delayed", ["--use_te", "--cuda_graphs", *FOUR_MICRO_BATCHES]),
     ("fsdp_grad", "delayed", ["--use_te", "--fp8_params", *FOUR_MICRO_BATCHES]),
     ("fsdp_grad", "delayed", ["--use_te", "--gradient_checkpointing", *FOUR_MICRO_BATCHES]),
 ]
@@ -62,6 +64,7 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
         "--optimizer",
         "--hybrid",
         "--fp8_params",
+        "--cuda_graphs",
         *FOUR_MICRO_BATCHES,
     )
     on_one = [option for option in options if not option.startswith(spreads)]
@@ -98,6 +101,16 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
         assert gemms["fp8"] >= num_layers * linears * 3 * MICRO_BATCHES
     assert "UNFUSED" not in log
     assert (tmp_path / "two" / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
+def test_graphs_take_the_steps_of_ddp_bit_for_bit(precision, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    options = [*PRECISIONS[precision], "--use_te", "--sharding_mode=ddp", *FOUR_MICRO_BATCHES]
+    eager = train(2, tmp_path / "eager", models["llama3_rope_gqa"], *options)[0]
+    graphs = train(2, tmp_path / "graphs", models["llama3_rope_gqa"], *options, "--cuda_graphs")[0]
+    for name in ("loss", "grad_norm"):
+        assert [record[name] for record in graphs] == [record[name] for record in eager]
 
 
 def test_tied_embeddings(models, single_gpu, tmp_path):

@@ -20,6 +20,7 @@ import te_llama
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients
+from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
@@ -49,6 +50,8 @@ def engine_of(mode: str, dtype: torch.dtype, options: ParallelConfig) -> Distrib
     accelerator = Accelerator(cpu=True)
     if mode == "ddp":
         return DistributedStrategy(mode, accelerator, options)
+    if mode == "plain copies":
+        return PlainCopiesStrategy("ddp", accelerator, options)
     return FsdpStrategy(mode, accelerator, options, dtype, 1 if mode == "fsdp_hybrid" else RANKS)
 
 
@@ -97,7 +100,7 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
                     loss = model(input_ids=ids, labels=ids).loss
                     engine.backward(loss / RANKS / MICRO_BATCHES)
                 losses.append(float(loss))
-            if step == 0:
+            if step == 0 and mode != "plain copies":  # whose sums are made in `step`
                 named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
                 gradients = {name: engine.full_tensor(p.grad).clone() for name, p in named}
             engine.step(optimizer, list(model.parameters()), max_norm=0.0)
@@ -172,6 +175,14 @@ def test_whole_sums_are_gone_when_the_rows_of_their_layer_are_asked_for(runs, mo
     for result in found:
         assert result["still_there"][::2] == first * STEPS and result["still_there"][1::2] == then * STEPS
         assert result["losses"] == pytest.approx(runs("fsdp_full", dtype)[found.index(result)]["losses"], rel=2e-2)
+
+
+def test_copies_without_ddp_sum_gradients_once_a_step(runs):
+    expected, found = runs("ddp", in_gemms=False), runs("plain copies")
+    num_fused = WEIGHTS_OF_LAYER * tiny_config().num_hidden_layers * (MICRO_BATCHES - 1) * STEPS
+    for rank in range(RANKS):
+        assert found[rank]["losses"] == pytest.approx(expected[rank]["losses"], rel=1e-5)
+        assert sum(found[rank]["fused"].values()) == num_fused and not found[rank]["left"]
 
 
 @pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full"])

@@ -48,9 +48,9 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
     """Let runs with --cuda_graphs do without a GPU; what they captured is in the list, one entry a run."""
     captures: list[EmulatedCapture] = []
 
-    def graphs(run, parameters, overwritten, capture):
+    def graphs(run, parameters, overwritten, capture, behind):
         captures.append(EmulatedCapture(parameters))
-        return MicroBatchGraphs(run, parameters, overwritten, captures[-1])
+        return MicroBatchGraphs(run, parameters, overwritten, captures[-1], behind)
 
     monkeypatch.setattr("llm_fp8.train.loop.Capture", lambda: None)
     monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)

@@ -55,7 +55,7 @@ def test_a_run_is_the_eager_one_bit_for_bit_and_certified(precision, micro_batch
     graphs = run(model_folder, tmp_path / "graphs", *options, "--cuda_graphs")
     assert_equal_runs(eager, graphs)
     ours, theirs = certificate_of(graphs), certificate_of(eager)
-    assert ours["verdict"] == theirs["verdict"] == "certified"
+    assert ours["verdict"] == theirs["verdict"] == "certified", (ours["reasons"], theirs["reasons"])
     assert ours["gemm_kernels_by_type"] == theirs["gemm_kernels_by_type"]
 
 
@@ -84,7 +84,7 @@ def test_with_cudnns_fastest_attention_it_is_as_near_as_a_second_eager_run(preci
 
 # --- in this process: which micro-batches were replayed ---------------------------------------------------------------
 
-ROWS, LENGTH = 8, 256
+ROWS, LENGTH = 16, 64  # of many short documents: deterministic attention's memory grows with their number and LENGTH
 STEPS = [(20, 40), (40, 20), (20, 600), (600, 40), (20, 20), (40, 40), (100, 20), (20, 100), (100, 100), (40, 600)]
 """Documents of the micro-batches of each step: three buckets, and more than there is a graph for."""
 

@@ -86,8 +86,7 @@ class Workload:
         positions = getattr(work.hf_config(), "max_position_embeddings", None)
         if positions is not None and work.seq_length > positions:
             raise UserError(
-                f"{flag} {text}: {model} has {positions} positions (max_position_embeddings); "
-                "write shorter rows."
+                f"{flag} {text}: {model} has {positions} positions (max_position_embeddings); write shorter rows."
             )
         if dataset is not None:
             try:

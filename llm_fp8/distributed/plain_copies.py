@@ -1,0 +1,45 @@
+"""A copy of the model on each GPU without DDP, for --cuda_graphs: DDP's hooks would run when a graph is captured, and
+never again.
+
+Gradients are summed over the ranks behind a step's last micro-batch, so no part of the backward pass hides the
+exchange, as it does under DDP. The copies begin equal: read from the same files, or drawn from the same seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+
+
+class PlainCopiesStrategy(DistributedStrategy):
+    """One process (mode 'single'), or several with a copy of the model each (mode 'ddp')."""
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        self.wgrad_accumulation = FusedWgradAccumulation(model)
+        return model, self.accelerator.prepare(optimizer, device_placement=[False])
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        assert self.wgrad_accumulation is not None
+        with self.wgrad_accumulation.micro_batch():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+        if self.accelerator.num_processes > 1:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            sums = [torch.distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
+            for done in sums:
+                done.wait()
+        return super().step(optimizer, parameters, max_norm)
