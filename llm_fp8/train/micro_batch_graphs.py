@@ -66,8 +66,8 @@ class Capture:
 
 
 class MicroBatchGraphs:
-    """Runs this rank's micro-batches: each kind (`Key`) eagerly the first time, which compiles its kernels and allocates
-    what Transformer Engine keeps, and from then on by its graph.
+    """Runs this rank's micro-batches: each kind (`Key`) eagerly the first time, which compiles its kernels and lets
+    Transformer Engine allocate what it keeps, and from then on by its graph.
     """
 
     def __init__(
