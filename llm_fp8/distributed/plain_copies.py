@@ -23,6 +23,8 @@ from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 class PlainCopiesStrategy(DistributedStrategy):
     """One process (mode 'single'), or several with a copy of the model each (mode 'ddp')."""
 
+    loss_factor = 1
+
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         self.wgrad_accumulation = FusedWgradAccumulation(model)
         return model, self.accelerator.prepare(optimizer, device_placement=[False])
@@ -32,9 +34,6 @@ class PlainCopiesStrategy(DistributedStrategy):
         assert self.wgrad_accumulation is not None
         with self.wgrad_accumulation.micro_batch():
             yield
-
-    def backward(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         if self.accelerator.num_processes > 1:

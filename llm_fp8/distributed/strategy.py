@@ -52,6 +52,11 @@ class DistributedStrategy:
         """GPUs that share one copy of what the mode shards."""
         return self.accelerator.num_processes
 
+    @property
+    def loss_factor(self) -> int:
+        """What `backward` multiplies a loss by: the reduction of gradients averages over so many ranks."""
+        return self.accelerator.num_processes
+
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """What `--optimizer` means in this mode on this machine."""
         return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
@@ -88,8 +93,7 @@ class DistributedStrategy:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, this rank's part of a sum over ranks."""
-        # The reduction averages over ranks, which this factor undoes.
-        self.accelerator.backward(loss * self.accelerator.num_processes)
+        self.accelerator.backward(loss * self.loss_factor)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         """Clip to the global norm `max_norm` (0: none), step, drop the gradients; the norm before clipping, fp32."""

@@ -66,6 +66,7 @@ NO_GEMMS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_"
     "0": "attention",
     "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*, void*, unsigned int)": "attention",
+    "void cudnn::fusion::matmul_dq<true, 64>(void const*, void const*, void*, unsigned int)": "attention",
     "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 64>(void const*, void const*, void*, "
     "void*)": "attention",
     "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
