@@ -36,6 +36,8 @@ def adapt(probe: Probe) -> None:
     """Make torchtitan 0.3 run on torch 2.11, as far as its Llama needs it."""
     fsdp: Any = torch.distributed.fsdp
     fsdp.DataParallelMeshDims = DataParallelMeshDims
+    if not hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
     from torchtitan.models.common import decoder
 
     create = decoder.create_attention_mask
@@ -47,8 +49,9 @@ def adapt(probe: Probe) -> None:
     if "separate_full_blocks" not in inspect.signature(flex_attention.create_block_mask).parameters:
         decoder.create_attention_mask = create_attention_mask
     probe.remarks += [
-        f"torchtitan made to run on torch {torch.__version__}: a stand-in for torch.distributed.fsdp's "
-        "DataParallelMeshDims, and no separate_full_blocks passed to create_block_mask, whose default it is",
+        f"torchtitan made to run on torch {torch.__version__}: stand-ins for torch.distributed.fsdp's "
+        "DataParallelMeshDims and torch.distributed's set_timeout, and no separate_full_blocks passed to "
+        "create_block_mask, whose default it is",
         "parallelism.spmd_backend partial_dtensor, since the default needs that class",
         "CrossEntropyLoss in place of ChunkedLossWrapper, which fails under FSDP of this torch",
     ]

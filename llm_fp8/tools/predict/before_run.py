@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config, PrecisionConfig
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, token_multiple
-from llm_fp8.config.validation import fp8_params_recipes
+from llm_fp8.config.validation import check_options, fp8_params_recipes
 from llm_fp8.distributed.sharding_mode import state_bytes
 from llm_fp8.models.build import count_parameters
 from llm_fp8.observability.metrics import GIB
@@ -43,7 +43,6 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
         or config.lora.lora_rank
         or run.recipe not in PREDICTED
         or precision.fp8_bf16_modules
-        or config.model.cuda_graphs
         or mode not in MODES
         or (mode == "single") != (run.num_gpus == 1)
         or options.context_parallel_size > 1
@@ -75,14 +74,20 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
         flash_attention_4=config.model.flash_attention_4,
         fp8_params=options.fp8_params,
         fp8_recast_weights=precision.fp8_recast_weights,
+        cuda_graphs=config.model.cuda_graphs,
         offload_optimizer=config.optim.offload_optimizer,
     )
 
 
 def has_times(work: StepWorkload, gpu: Gpu) -> bool:
     """Whether there are constants for the time of `work` on this GPU."""
-    measured = can_predict(gpu, work.recipe) and (work.num_gpus == 1 or gpu.calibrated)
+    measured = can_predict(gpu, work.recipe) and (work.num_gpus == 1 or _knows_exchange(work, gpu))
     return measured and not work.offload_optimizer
+
+
+def _knows_exchange(work: StepWorkload, gpu: Gpu) -> bool:
+    """Whether there are constants for communication: for this GPU, and beside a backward pass that hides it."""
+    return gpu.calibrated and not work.cuda_graphs
 
 
 def settle(run: RunDescription, machine: Machine) -> tuple[Config, list[str]]:
@@ -162,7 +167,7 @@ def _without_prediction(flag: str, instead: str) -> str:
     return (
         f"{flag} auto needs a prediction, which runs with --use_te, --mixed_precision bf16 or an fp8 recipe among "
         f"{', '.join(PREDICTED[1:])}, one GPU or --sharding_mode {', '.join(MODES[1:])} have, without --lora_rank, "
-        f"--fp8_bf16_modules, --cuda_graphs and --context_parallel_size; {instead}."
+        f"--fp8_bf16_modules and --context_parallel_size; {instead}."
     )
 
 
@@ -193,7 +198,7 @@ def _in_bf16(run: RunDescription) -> RunDescription:
 
 def _step_time(work: StepWorkload, gpu: Gpu) -> StepTime:
     """Of `work`; without communication where none was measured."""
-    if work.num_gpus > 1 and not gpu.calibrated:
+    if work.num_gpus > 1 and not _knows_exchange(work, gpu):
         work = dataclasses.replace(work, mode="single", num_gpus=1, fp8_params=False, sync_every_micro_batch=False)
     return step_time(work, gpu.rates)
 
@@ -214,10 +219,21 @@ def _why_fp8_is_slower(run: RunDescription, gpu: Gpu | None) -> str | None:
         return (
             f"fp8 will be slower than bf16: launching its kernels takes the fastest recorded host {launches_s:.2g} s a "
             f"step, and the GPU has done bf16's in {kernels_s:.2g} s; give a micro-batch more tokens"
+            f"{', or add --cuda_graphs' if _takes_graphs(run) else ''}"
         )
     if fp8.total_s >= bf16.total_s:
         return f"fp8 will be slower than bf16: predicted {fp8.total_s:.2g} s a step, and {bf16.total_s:.2g} s in bf16"
     return None
+
+
+def _takes_graphs(run: RunDescription) -> bool:
+    """Whether --cuda_graphs can be added to `run`."""
+    model = dataclasses.replace(run.config.model, cuda_graphs=True)
+    try:
+        check_options(dataclasses.replace(run.config, model=model))
+    except UserError:
+        return False
+    return run.mode in ("single", "ddp")
 
 
 def _faster_precision(run: RunDescription, machine: Machine) -> tuple[RunDescription, str]:

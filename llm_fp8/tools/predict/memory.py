@@ -4,7 +4,8 @@ The peak is at the start of the last micro-batch's backward pass: every layer's 
 gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of
 recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
 micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients and no activations,
-may be the peak instead.
+may be the peak instead. With CUDA graphs gradients always exist, and activations exist twice where a micro-batch runs
+eagerly.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
 in elements:
@@ -93,7 +94,7 @@ def _standing_bytes(work: StepWorkload, outermost: int, with_gradients: bool) ->
         total -= kept.gradient / work.num_gpus * parameters  # the shards of gradients come with the reduction
     elif not with_gradients:
         total -= kept.gradient / (work.num_gpus if work.sharded else 1) * parameters
-    if work.mode == "ddp":
+    if work.has_ddp:
         total += kept.gradient * parameters  # buckets
     if work.offload_optimizer:
         total += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
@@ -131,8 +132,10 @@ def peak_memory(work: StepWorkload) -> Memory:
     cast_layers = work.fp8_layers if work.keeps_casts else 0
     head_copies = max(0, work.fp8_lm_head_gemms - 1)  # one layout of the weight, or both
     casts = 2 * cast_layers * work.model.layer_linear + head_copies * work.model.head
-    state = _standing_bytes(work, outermost, with_gradients=work.micro_batches > 1)
-    if work.micro_batches == 1:
+    state = _standing_bytes(work, outermost, with_gradients=work.micro_batches > 1 or work.cuda_graphs)
+    if work.cuda_graphs:
+        activations, head = 2 * activations, 2 * head  # of the graphs, and of an eager micro-batch
+    elif work.micro_batches == 1:
         all_gradients = _standing_bytes(work, outermost, with_gradients=True)
         if all_gradients + tokens * per_layer > state + activations + head:
             state, activations, head = all_gradients, tokens * per_layer, 0.0

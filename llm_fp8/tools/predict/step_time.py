@@ -7,7 +7,7 @@
     casts        bytes of fp8 casts, transposes and amax of activations and gradients over theirs
     weights      bytes per parameter of the optimizer, gradients that no GEMM accumulates, FSDP's copies, weight casts
     exchange     communication: bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
-    gap          a constant
+    gap          a constant; none with CUDA graphs
 
 The GPU runs one kernel after the other, so a step is their sum; a host that launches too slowly is not in it. Bytes are
 counted from the kernels that Transformer Engine 2.20 and this project launch for a layer.
@@ -156,7 +156,7 @@ def weight_bytes(work: StepWorkload) -> float:
     layers = work.model.layer_weights
     added = (parameters - layers + _summed_behind_gemms(work)) * (repeats - 1)
     added += work.model.head * repeats * work.model.spec.tied_embeddings
-    if work.mode == "ddp":
+    if work.has_ddp:
         added += layers * min(work.reductions, repeats - 1)
         total += parameters * kept.gradient  # zeroed
         total += parameters * 2 * kept.gradient * work.reductions  # copied into buckets
@@ -261,7 +261,7 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         casts_s=casts_s,
         weights_s=weights_s + fsdp_bytes(work) / (rates.fsdp_tb_s * 1e12),
         exchange_s=0.0,
-        gap_s=GAP_S,
+        gap_s=0.0 if work.cuda_graphs else GAP_S,
     )
     if work.num_gpus == 1:
         return alone
@@ -271,8 +271,10 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
 
 def host_seconds(work: StepWorkload) -> float:
     """The host's seconds to launch the kernels of a step's layers and micro-batches in fp8, on the slowest recorded
-    machine (`HOST_S_PER_LAYER`).
+    machine (`HOST_S_PER_LAYER`); 0 with CUDA graphs, of which each micro-batch launches one.
     """
+    if work.cuda_graphs:
+        return 0.0
     kept_s, recomputed_s = HOST_S_PER_LAYER[work.mode]
     kept = work.model.spec.num_layers - work.recomputed_layers
     return work.micro_batches * (kept * kept_s + work.recomputed_layers * recomputed_s)

@@ -80,6 +80,8 @@ class StepWorkload:
     """As the option; without effect in recipes that have no such weights (bf16, block)."""
     fp8_recast_weights: bool = False
     """As the option: what fsdp_full does, without it."""
+    cuda_graphs: bool = False
+    """As the option."""
     offload_optimizer: float = 0.0
     """As the option. Of the memory alone: no run was timed with it."""
 
@@ -102,6 +104,11 @@ class StepWorkload:
     def sharded(self) -> bool:
         """Whether parameters are sharded over GPUs."""
         return self.mode.startswith("fsdp")
+
+    @property
+    def has_ddp(self) -> bool:
+        """Whether DDP reduces gradients: into buckets of its own, and without the GEMMs' sums in that micro-batch."""
+        return self.mode == "ddp" and not self.cuda_graphs
 
     @property
     def fp8_layers(self) -> int:

@@ -241,6 +241,43 @@ SLOW = "fp8 will be slower than bf16: launching its kernels takes the fastest re
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    (
+        ("--model_name Llama-57M --batch_size 16", True),
+        ("--model_name Llama-57M --batch_size 16 --no_packing", False),
+        ("--model_name Llama-57M --batch_size 16 --gradient_checkpointing", False),
+    ),
+)
+def test_a_run_that_the_host_slows_down_is_told_of_cuda_graphs_where_it_can_have_them(words, named):
+    [said] = settle(described(f"{words} --mixed_precision fp8"), H200)[1]
+    assert said.startswith(f"WARNING: {SLOW}") and (", or add --cuda_graphs, or use" in said) == named
+    if named:
+        assert settle(described(f"{words} --mixed_precision fp8 --cuda_graphs"), H200)[1] == []
+
+
+def test_with_cuda_graphs_auto_takes_fp8_where_it_was_faster_and_steps_are_as_long_as_predicted():
+    """levers_small_steps_h100.json, levers_3b_x2_graphs.json"""
+    name, words = "NVIDIA H100 80GB HBM3", "--model_name Llama-3.2-3B --batch_size 1 --max_seq_length 512 --cuda_graphs"
+    words += " --gradient_accumulation_steps 4 --mixed_precision auto"
+    for num_gpus, mode, file in ((1, "", "levers_small_steps_h100"), (2, "ddp", "levers_3b_x2_graphs")):
+        options = f"{words} --sharding_mode {mode}" if mode else words
+        config, [said] = settle(described(options, num_gpus, name), H100)
+        assert config.precision.mixed_precision == "fp8" and said.startswith("--mixed_precision auto: fp8, predicted")
+        rows = json.loads((REPOSITORY / "benchmarks" / "results" / f"{file}.json").read_text())["rows"]
+        for row in rows:
+            recipe, *more = row["arm"].removeprefix("ddp:").split(":")
+            if more != ["graphs"] or row["seq_length"] != 512:
+                continue
+            work = workload_of(described(options, num_gpus, name), 512, 512)
+            assert work is not None
+            work = work.with_recipe(recipe)
+            assert row["peak_memory_gib"] <= peak_memory(work).total_gib < row["peak_memory_gib"] + 2
+            if num_gpus == 1:
+                measured_s = 4 * 512 / row["tokens_per_s"]
+                assert step_time(work, known_gpu(name).rates).total_s == pytest.approx(measured_s, rel=0.09)
+
+
+@pytest.mark.parametrize(
     ("words", "num_gpus", "is_fp8"),
     (
         ("--model_name Llama-3.1-8B", 1, True),
