@@ -5,8 +5,8 @@
                                                     none with --fp8_recast_weights   2 bytes per weight more
     layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast  two kernels, slower and as right
     dot_product_attention._attention_backends       which attention ran              ImportError in `attention_backends`
-    FP8GlobalStateManager                           delayed scaling's updates        AttributeError in `put_off_...`
-      .reduce_and_update_fp8_tensors                behind a CUDA graph
+    FP8GlobalStateManager                           delayed scaling's updates        KeyError in
+      .reduce_and_update_fp8_tensors                behind a CUDA graph              `put_off_scale_updates`
 
 tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py, tests/train/test_micro_batch_graphs_gpu.py
 and tests/tools/verify notice.
