@@ -167,12 +167,7 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             f"--packing cannot go with --model_name {name}: transformers' model of type '{decoder.model_type}' "
             "does not keep the documents of a packed sequence apart; drop --packing."
         )
-    limit = getattr(hf_config, "max_position_embeddings", None)
-    if limit is not None and config.data.max_seq_length > limit:
-        raise UserError(
-            f"--max_seq_length {config.data.max_seq_length} is more than the {limit} positions of {name} "
-            "(max_position_embeddings); lower it."
-        )
+    require_positions(hf_config, config.data.max_seq_length, name, "--max_seq_length")
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
             f"--model_name {name}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only "
@@ -189,3 +184,14 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
 
 def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
     return options.random_init or source.architecture_only
+
+
+def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
+    """Raise `UserError`, which names `flag`, where a row of so many tokens is longer than the rotary table of the model
+    `name`.
+    """
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and num_tokens > limit:
+        raise UserError(
+            f"{flag} {num_tokens} is more than the {limit} positions of {name} (max_position_embeddings); lower it."
+        )

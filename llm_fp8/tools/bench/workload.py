@@ -36,7 +36,7 @@ from llm_fp8.data.prompt import detect_columns
 from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter
-from llm_fp8.models.source import ModelSource, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.source import ModelSource, load_config, load_tokenizer, require_positions, resolve_source
 from llm_fp8.models.weight_shards import local_shard, te_filler
 from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.tools.bench.worker import split_names
@@ -83,11 +83,7 @@ class Workload:
                 f"{flag} {text}: {model} is unknown; give a folder with a config.json, or one of "
                 f"{', '.join(bundled_architectures())}."
             )
-        positions = getattr(work.hf_config(), "max_position_embeddings", None)
-        if positions is not None and work.seq_length > positions:
-            raise UserError(
-                f"{flag} {text}: {model} has {positions} positions (max_position_embeddings); write shorter rows."
-            )
+        require_positions(work.hf_config(), work.seq_length, model, f"{flag} {text}: a row of")
         if dataset is not None:
             try:
                 open_source(dataset).training_split(None)  # its rows are not read yet

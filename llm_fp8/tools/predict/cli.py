@@ -131,7 +131,7 @@ def check(options: argparse.Namespace) -> None:
 def workload_of(options: argparse.Namespace) -> StepWorkload:
     """What the command line describes, in bf16."""
     from llm_fp8.distributed.sharding_mode import default_optimizer
-    from llm_fp8.models.source import load_config, resolve_source
+    from llm_fp8.models.source import load_config, require_positions, resolve_source
     from llm_fp8.tools.predict.workload import ModelSize, StepWorkload
     from te_llama import UnsupportedArchitecture, layer_weight_shapes
 
@@ -148,12 +148,7 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
         model = ModelSize.from_config(hf_config)
     except UnsupportedArchitecture as error:
         raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
-    positions = getattr(hf_config, "max_position_embeddings", None)
-    if positions is not None and options.max_seq_length > positions:
-        raise UserError(
-            f"--max_seq_length {options.max_seq_length} is more than the {positions} positions of {model_name} "
-            "(max_position_embeddings); lower it."
-        )
+    require_positions(hf_config, options.max_seq_length, model_name, "--max_seq_length")
     flash = options.attn_implementation == "flash_attention_4"
     if flash:
         check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
