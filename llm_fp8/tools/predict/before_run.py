@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config, PrecisionConfig
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, token_multiple
-from llm_fp8.config.validation import check_options, fp8_params_recipes
+from llm_fp8.config.validation import MachineFacts, check_machine, check_options, fp8_params_recipes
 from llm_fp8.distributed.sharding_mode import state_bytes
 from llm_fp8.models.build import count_parameters
 from llm_fp8.observability.metrics import GIB
@@ -228,12 +228,13 @@ def _why_fp8_is_slower(run: RunDescription, gpu: Gpu | None) -> str | None:
 
 def _takes_graphs(run: RunDescription) -> bool:
     """Whether --cuda_graphs can be added to `run`."""
-    model = dataclasses.replace(run.config.model, cuda_graphs=True)
+    config = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, cuda_graphs=True))
     try:
-        check_options(dataclasses.replace(run.config, model=model))
+        check_options(config)
+        check_machine(config, MachineFacts(sharding_mode=run.mode))
     except UserError:
         return False
-    return run.mode in ("single", "ddp")
+    return True
 
 
 def _faster_precision(run: RunDescription, machine: Machine) -> tuple[RunDescription, str]:
