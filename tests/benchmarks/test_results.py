@@ -335,9 +335,11 @@ def test_memory_over_steps(name):
         # Host memory of a process with hundreds of threads moves by what their allocators keep: a few jumps of a MiB
         # or two.
         limit = 0 if figure.startswith("gpu_") else 0.002 * found["first"]
+        growth = abs(found["growth_per_1000_steps"])
         if figure == "step_time_s":
             limit = 0.005 * found["first"]  # of a small model, whose steps the host's other work moves by a tenth
-        assert found["growth_per_1000_steps"] <= limit, "docs/monitoring.md says that it does not grow"
+            growth = found["growth_per_1000_steps"]  # steps get shorter when such work ends
+        assert growth <= limit, "docs/monitoring.md says that it does not grow"
 
 
 @files("data_pipeline*.json")
