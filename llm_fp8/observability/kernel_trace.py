@@ -81,8 +81,9 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     (
         "attention",
         _names(
-            r"sdpa|fmha|flash|attn|attention|compute_dot_do_o|\bmatmul_d[qkv]\b|convert_dq_to|qkv_tma_setup|\bthd_\w*kernel|"
-            r"convert_(?:thd_to_bshd|bshd_to_thd)|scaled_\w*softmax|softmax_warp_(?:for|back)ward<[^>]*?\d, false|"
+            r"sdpa|fmha|flash|attn|attention|compute_dot_do_o|\bmatmul_d[qkv]\b|convert_dq_to|qkv_tma_setup|"
+            r"\bthd_\w*kernel|convert_(?:thd_to_bshd|bshd_to_thd)|scaled_\w*softmax|"
+            r"softmax_warp_(?:for|back)ward<[^>]*?\d, false|"
             r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue"
         ),
     ),
