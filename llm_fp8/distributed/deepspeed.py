@@ -117,7 +117,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         yield
 
     def backward(self, loss: Tensor) -> None:
-        self._zero.backward(loss * self.loss_factor, scale_wrt_gas=False)
+        self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         """The norm is infinite where a gradient was not finite; the step may then have been skipped."""

@@ -1,8 +1,8 @@
 """A copy of the model on each GPU without DDP, for --cuda_graphs: DDP's hooks would run when a graph is captured, and
 never again.
 
-Gradients are summed over the ranks behind a step's last micro-batch, so no part of the backward pass hides the
-exchange, as it does under DDP. The copies begin equal: read from the same files, or drawn from the same seed.
+Gradients are averaged over the ranks behind a step's last micro-batch, as DDP averages them, but no part of the
+backward pass hides the exchange. The copies begin equal: read from the same files, or drawn from the same seed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 class PlainCopiesStrategy(DistributedStrategy):
     """One process (mode 'single'), or several with a copy of the model each (mode 'ddp')."""
 
-    loss_factor = 1
-
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         self.wgrad_accumulation = FusedWgradAccumulation(model)
         return model, self.accelerator.prepare(optimizer, device_placement=[False])
@@ -38,7 +36,8 @@ class PlainCopiesStrategy(DistributedStrategy):
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         if self.accelerator.num_processes > 1:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            sums = [torch.distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
-            for done in sums:
-                done.wait()
+            average = torch.distributed.ReduceOp.AVG
+            exchanges = [torch.distributed.all_reduce(g, average, async_op=True) for g in gradients]
+            for exchange in exchanges:
+                exchange.wait()
         return super().step(optimizer, parameters, max_norm)

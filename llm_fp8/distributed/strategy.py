@@ -52,11 +52,6 @@ class DistributedStrategy:
         """GPUs that share one copy of what the mode shards."""
         return self.accelerator.num_processes
 
-    @property
-    def loss_factor(self) -> int:
-        """What `backward` multiplies a loss by: the reduction of gradients averages over so many ranks."""
-        return self.accelerator.num_processes
-
     def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
         """What `--optimizer` means in this mode on this machine."""
         return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
@@ -93,7 +88,8 @@ class DistributedStrategy:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, this rank's part of a sum over ranks."""
-        self.accelerator.backward(loss * self.loss_factor)
+        # The reduction averages over ranks, which this factor undoes.
+        self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         """Clip to the global norm `max_norm` (0: none), step, drop the gradients; the norm before clipping, fp32."""

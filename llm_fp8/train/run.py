@@ -56,8 +56,8 @@ from llm_fp8.train.run_record import (
 )
 from llm_fp8.train.scale_warmup import (
     PASSES,
-    loss_divisor,
     prepare_with_scales,
+    supervised_tokens_per_process,
     warm_up_delayed_scales,
 )
 from llm_fp8.train.setup import RunPlan, TrainingSetup, announce, build_setup, plan_run
@@ -388,8 +388,8 @@ def _warm_up_scales(setup: TrainingSetup, data: PreparedData, resumed: bool) -> 
     if resumed or not setup.precision.scales_lag:
         return
     plan, batches = setup.plan, first_step(data.train)
-    divisor = loss_divisor(plan.strategy, batches)
-    warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), divisor)
+    num_supervised = supervised_tokens_per_process(plan.accelerator, batches)
+    warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
     plan.say(
         f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped"
     )

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,16 +34,17 @@ from llm_fp8.precision.context import Precision
 PASSES = 5
 
 
-def loss_divisor(strategy: DistributedStrategy, batches: Sequence[Batch]) -> float:
-    """What a summed loss is divided by in all before it is differentiated: by the supervised tokens of the step on all
-    ranks, `batches` on this one, and multiplied by `DistributedStrategy.loss_factor`; collective.
+def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:
+    """Mean over processes of the supervised tokens in `batches`, a step's micro-batches; collective.
+
+    The loop divides a summed loss by the tokens of all processes, and `DistributedStrategy.backward` multiplies by
+    their number: together, a division by this mean.
     """
-    accelerator = strategy.accelerator
     count = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=accelerator.device)
-    return float(accelerator.reduce(count, reduction="sum")) / strategy.loss_factor
+    return float(accelerator.reduce(count, reduction="mean"))
 
 
-def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, divisor: float) -> None:
+def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
     """Run `batch` forward and backward `PASSES` times; weights and random state stay as they were, gradients None.
 
     Does nothing unless `precision.scales_lag`. Collective where scales or parameters are shared by ranks.
@@ -51,7 +53,7 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
         model: not yet wrapped by DDP or DeepSpeed, or sharded by FSDP.
         precision: attached to it.
         batch: a micro-batch, on the device.
-        divisor: `loss_divisor`. It sets the gradients' size; an amax that is too large
+        num_supervised: from `supervised_tokens_per_process`. It sets the gradients' size; an amax that is too large
             would stay in the history, and make gradients underflow, for the history's length in steps.
     """
     if not precision.scales_lag:
@@ -63,7 +65,7 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(PASSES):
             with precision.context(first_microbatch=None):
-                loss = model(batch) / max(1.0, divisor)
+                loss = model(batch) / max(1.0, num_supervised)
             loss.backward()
     for hook in hooks:
         hook.remove()

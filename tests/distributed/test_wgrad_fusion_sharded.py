@@ -100,7 +100,7 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
                     loss = model(input_ids=ids, labels=ids).loss
                     engine.backward(loss / RANKS / MICRO_BATCHES)
                 losses.append(float(loss))
-            if step == 0 and mode != "plain copies":  # whose sums are made in `step`
+            if step == 0 and mode != "plain copies":  # which averages them in `step`
                 named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
                 gradients = {name: engine.full_tensor(p.grad).clone() for name, p in named}
             engine.step(optimizer, list(model.parameters()), max_norm=0.0)

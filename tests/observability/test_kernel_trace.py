@@ -163,6 +163,8 @@ NO_GEMMS = {
     "3ul> >(int)": "elementwise",
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, "
     "float>, unsigned int>>()": "elementwise",
+    "void (anonymous namespace)::indexing_backward_kernel<c10::BFloat16, 4>(long const*, long const*, c10::BFloat16 "
+    "const*, c10::BFloat16*, long, long, long, long, bool)": "elementwise",
     "triton_poi_fused_add_view_20": "elementwise",
     "triton_poi_fused__to_copy_view_21": "copy",
     "a_kernel_of_no_known_library": "other",

@@ -14,7 +14,7 @@ from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.optim.schedule import build_scheduler
 from llm_fp8.tools.bench.workload import FixedLoader, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
-from llm_fp8.train.scale_warmup import loss_divisor, prepare_with_scales, warm_up_delayed_scales
+from llm_fp8.train.scale_warmup import prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
 from llm_fp8.train.setup import build_setup, plan_run, silent
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -45,12 +45,12 @@ class OurTraining:
         context.attach(decoder_layers(setup.model))
         split = [context.split(batch) for batch in work.batches(plan.hf_config.vocab_size, ranks.rank // context_size)]
         batches = [batch.to(plan.device) for batch in split]
-        divisor = loss_divisor(strategy, batches)
+        num_supervised = supervised_tokens_per_process(self.accelerator, batches)
         prepared, optimizer = prepare_with_scales(
             strategy,
             training_model,
             optimizer,
-            lambda: warm_up_delayed_scales(training_model, setup.precision, batches[0], divisor),
+            lambda: warm_up_delayed_scales(training_model, setup.precision, batches[0], num_supervised),
         )
         self.recorder = Recorder()
         loader: Any = FixedLoader(batches)
