@@ -102,7 +102,10 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     ),
     ("copy", _names(r"copy_kernel|catarray|chunk_cat|split_with_sizes_copy|fillfunctor|copyfunctor|batch_memcpy")),
     ("optimizer", _names(r"multi_tensor_apply")),
-    ("elementwise", _names(r"at::native|at_cuda_detail|indexing_backward_kernel|elementwise|\bcub::|thrust::|reduce_\w*kernel")),
+    (
+        "elementwise",
+        _names(r"at::native|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel"),
+    ),
 )
 """The first match decides: attention before GEMMs, since its kernels are built of them, and so on."""
 

@@ -6,7 +6,10 @@
     layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast  two kernels, slower and as right
     dot_product_attention._attention_backends       which attention ran              ImportError in `attention_backends`
     FP8GlobalStateManager                           delayed scaling's updates        KeyError in
-      .reduce_and_update_fp8_tensors                behind a CUDA graph              `put_off_scale_updates`
+      .reduce_and_update_fp8_tensors, which         behind a CUDA graph              `put_off_scale_updates`
+      development versions of 2.21 only keep as
+      an alias of
+      .reduce_and_update_quantization_state
 
 tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py, tests/train/test_micro_batch_graphs_gpu.py
 and tests/tools/verify notice.
@@ -64,12 +67,15 @@ def put_off_scale_updates() -> Iterator[None]:
     """Passes inside note the amax of their tensors and update no scale of delayed scaling: `update_scales` does."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    update = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"]
-    FP8GlobalStateManager.reduce_and_update_fp8_tensors = staticmethod(lambda forward=True: None)
+    members = vars(FP8GlobalStateManager)
+    new_name = "reduce_and_update_quantization_state"
+    name = new_name if new_name in members else "reduce_and_update_fp8_tensors"
+    update = members[name]
+    setattr(FP8GlobalStateManager, name, staticmethod(lambda forward=True: None))
     try:
         yield
     finally:
-        FP8GlobalStateManager.reduce_and_update_fp8_tensors = update
+        setattr(FP8GlobalStateManager, name, update)
 
 
 def update_scales() -> None:
