@@ -511,16 +511,18 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return {**found, "text": options.text.name if options.text is not None else None}
 
 
-def kept_entries(path: Path, settings: dict[str, Any], gpus: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """The entries of a file that --resume keeps, those without an error, and the provenances of earlier calls. Raises
-    `UserError` where they were measured otherwise.
+def kept(options: argparse.Namespace, settings: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, Any]:
+    """What --resume keeps of --output: all entries but those of this call's variants with an error, the versions, and
+    the provenances of earlier calls. Raises `UserError` where they were measured otherwise.
     """
-    if not path.exists():
-        return [], []
-    record = read_json(path)
+    if not options.resume or not options.output.exists():
+        return {"entries": [], "versions": {}, "runs": []}
+    record = read_json(options.output)
     if record.get("settings") != settings or record["provenance"]["gpus"] != gpus:
-        raise UserError(f"--resume: {path} was measured with other settings or GPUs; give another --output.")
-    return [entry for entry in record["entries"] if entry["error"] is None], record["runs"]
+        raise UserError(f"--resume: {options.output} was measured with other settings or GPUs; give another --output.")
+    again = {variant.name for variant in options.variants}
+    entries = [entry for entry in record["entries"] if entry["error"] is None or entry["name"] not in again]
+    return {**record, "entries": entries}
 
 
 def main() -> int:
@@ -536,8 +538,8 @@ def main() -> int:
     until_s = began + options.time_limit_s if options.time_limit_s else float("inf")
     drop_launcher_variables()
     settings, provenance = settings_of(options), collect_provenance(sys.argv)
-    entries, runs = kept_entries(options.output, settings, provenance["gpus"]) if options.resume else ([], [])
-    runs.append(provenance)
+    earlier = kept(options, settings, provenance["gpus"])
+    entries, runs = earlier["entries"], [*earlier["runs"], provenance]
     left: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
@@ -554,7 +556,7 @@ def main() -> int:
         )
         logs = options.logs or scratch
         logs.mkdir(parents=True, exist_ok=True)
-        versions = {
+        versions = earlier["versions"] | {
             package: versions_of(package, options.sites.get(package))
             for package in dict.fromkeys(variant.package for variant in options.variants if variant.package != "ours")
         }

@@ -21,9 +21,11 @@ from benchmarks.rivals import (
     command_of,
     describe,
     full_rows,
+    kept,
     next_try,
     num_chat_tokens,
     parse,
+    settings_of,
     write_model,
     write_rows,
 )
@@ -200,6 +202,10 @@ def test_ours_runs_and_a_trainer_that_is_missing_says_so(model, tmp_path, warm_p
     again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and "ours_bf16" not in again.stdout
     assert len(json.loads(output.read_text())["entries"]) == 2
+    of_ours = parse([*command[2:], "--variants", "ours_bf16", "--resume"])
+    earlier = kept(of_ours, settings_of(of_ours), json.loads(output.read_text())["provenance"]["gpus"])
+    assert [entry["name"] for entry in earlier["entries"]] == ["ours_bf16", "trl_bf16_liger"]
+    assert "trl" in earlier["versions"] and len(earlier["runs"]) == 2
     other = subprocess.run([*command, "--resume", "--light"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert other.returncode == 2 and "was measured with other settings" in other.stderr
 
