@@ -34,14 +34,9 @@ WARMUP, PASSES = 5, 15
 
 def recipes() -> dict[str, Any]:
     """Name -> recipe of Transformer Engine, None for bf16."""
-    from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-    return {
-        "bf16": None,
-        "delayed": DelayedScaling(fp8_dpa=True),
-        "current": Float8CurrentScaling(fp8_dpa=True),
-        "block": Float8BlockScaling(fp8_dpa=True),
-    }
+    return {"bf16": None, "delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScaling(fp8_dpa=True)}
 
 
 def tensors(layout: str, head_dim: int, length: int) -> list[Tensor]:

@@ -15,8 +15,8 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.tools.bench.variants import HEADS, REMOVED_OPTIONS
-from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FULL_SHARE, MODES, WAITED_SHARE
+from llm_fp8.tools.bench.variants import HEADS, OFFLOAD, REMOVED_OPTIONS
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, FULL_SHARE, MODES, WAITED_SHARE
 from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 
@@ -24,6 +24,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 FILES = (
     "speed_table_h200.json",
+    "speed_table_h100.json",
+    "speed_table_h100_offload.json",
     "levers_*_softmax_fused.json",
     "levers_*_first_scales.json",
     "levers_8b_x2_sums_let_go.json",
@@ -166,8 +168,10 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     words = row["arm"].split(":")
     mode, recipe, *options = ["single", *words] if words[0] in PREDICTED else [*words, ""]
     options = [REMOVED_OPTIONS.get(option, option) for option in options if option]
-    known = {"sync", "fp8_params", "recompute", "adamw_8bit", "flash4", *HEADS}
-    if mode not in MODES or recipe not in PREDICTED or not known >= set(options):
+    on_host = [share for share in map(OFFLOAD.fullmatch, options) if share]
+    known = {"sync", "fp8_params", "recompute", "adamw_8bit", "flash4", "recast", *HEADS}
+    unknown = set(options) - known - {share[0] for share in on_host}
+    if mode not in MODES or recipe not in PREDICTED or unknown:
         return None
     mean_length = row["seq_length"]
     if {"text", "dataset"} & set(row):
@@ -192,34 +196,37 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
         fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
         flash_attention_4="flash4" in options,
         fp8_params="fp8_params" in options,
+        fp8_recast_weights="recast" in options,
+        offload_optimizer=int(on_host[0][1]) / 100 if on_host else 0.0,
     )
 
 
-def recorded_rows(folder: Path = RESULTS) -> tuple[Recorded, ...]:
-    """Every row of `FILES` that a time is predicted for, on the calibrated GPU, that was measured or ran out of memory.
+def recorded_rows(folder: Path = RESULTS, gpu: str = CALIBRATED_GPU) -> tuple[Recorded, ...]:
+    """Every row of `FILES` that a time is predicted for, on GPUs of that name, that was measured or ran out of memory.
 
     Those on several GPUs that are not today's are left out: they did other work, not the same in more time.
     """
-    return tuple(record for record in _all_rows(folder) if record.todays or record.num_gpus == 1)
+    return tuple(record for record in _all_rows(folder, gpu) if record.todays or record.num_gpus == 1)
 
 
 def rows_for_memory_alone(folder: Path = RESULTS) -> tuple[Recorded, ...]:
     """The rows that `recorded_rows` leaves out although their memory is that of today's code."""
-    return tuple(
-        r for r in _all_rows(folder) if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory
-    )
+    rows = _all_rows(folder, CALIBRATED_GPU)
+    return tuple(r for r in rows if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory)
 
 
 @functools.cache
-def _all_rows(folder: Path) -> tuple[Recorded, ...]:
-    gpu, found = known_gpu(CALIBRATED_GPU), []
+def _all_rows(folder: Path, name: str) -> tuple[Recorded, ...]:
+    gpu, found = known_gpu(name), []
     assert gpu is not None
     for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
         record = json.loads(path.read_text())
-        if record["provenance"]["gpus"][0]["name"] != CALIBRATED_GPU:
+        if record["provenance"]["gpus"][0]["name"] != name:
             continue
         for row in record["rows"]:
             measured = "tokens_per_s" in row and "peak_memory_gib" in row
+            if row.get("num_gpus", 1) > 1 and not gpu.calibrated:
+                continue  # its communication was not measured
             if (measured or _ran_out(row)) and (scenario := workload_of(row)):
                 runs = record.get("runs", [record["provenance"]])
                 first = (row.get("rounds") or [{}])[0].get("run", 0)
@@ -236,9 +243,13 @@ _MARKED = re.compile(r"(<!-- errors of the prediction -->\n).*?(<!-- end -->)", 
 
 def errors() -> str:
     """A table of the held-out rows on one GPU and on several, the times of those that are not scored left out."""
-    measured = [record for record in recorded_rows() if not record.out_of_memory]
     rows = []
-    for name, several in (("one GPU", False), ("several GPUs", True)):
+    for name, gpu, several in (
+        ("one H200", CALIBRATED_GPU, False),
+        ("several H200s", CALIBRATED_GPU, True),
+        *((f"one {name.split()[1]}", name, False) for name in CHECKED_GPUS if name != CALIBRATED_GPU),
+    ):
+        measured = [record for record in recorded_rows(gpu=gpu) if not record.out_of_memory]
         records = [r for r in measured if r.todays and r.held_out and (r.num_gpus > 1) == several]
         times = [record.time_error for record in records if not record.not_scored]
         memory = [abs(record.memory_error) for record in records]

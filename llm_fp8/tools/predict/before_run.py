@@ -81,8 +81,7 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
 
 def has_times(work: StepWorkload, gpu: Gpu) -> bool:
     """Whether there are constants for the time of `work` on this GPU."""
-    measured = can_predict(gpu, work.recipe) and (work.num_gpus == 1 or _knows_exchange(work, gpu))
-    return measured and not work.offload_optimizer
+    return can_predict(gpu, work.recipe) and (work.num_gpus == 1 or _knows_exchange(work, gpu))
 
 
 def _knows_exchange(work: StepWorkload, gpu: Gpu) -> bool:

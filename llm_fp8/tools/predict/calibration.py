@@ -1,7 +1,8 @@
 """The constants of the prediction: what an H200 reached inside training, each with the records that it was fitted to.
 
 They are rates *in training*, not the measured peak rates of llm_fp8/tools/gemm_rates.py: clocks follow the power that
-the whole step draws. For another GPU every rate is scaled by the ratio of the two GPUs' measured peak rates.
+the whole step draws. For another GPU every rate is scaled by ratios of the two GPUs' measured peak rates
+(`Rates.scaled`).
 
 Where no other record is named, a constant comes from the rows 1b, 8b and 8b_s8192 of
 benchmarks/results/speed_table_h200.json, arms bf16 and delayed with and without :fp8head_all, :flash3 (since removed)
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from llm_fp8.tools.gemm_rates import MeasuredRates
 
 CALIBRATED_GPU = "NVIDIA H200"
+CHECKED_GPUS = (CALIBRATED_GPU, "NVIDIA H100 80GB HBM3")
+"""Runs on these are held against their predictions (docs/results.md)."""
 
 SMALL_GEMM_TOKENS = 256
 """A GEMM over t tokens runs at t / (t + this) of its full rate: from throughput_8b.json (8,192 tokens) and
@@ -39,6 +42,11 @@ FLASH_ATTENTION_4_SPEED_UP = 1.14
 GAP_S = 0.027
 """Seconds of a step without a kernel: the step less the sum of the classes, 18 to 32 ms for four and eight
 micro-batches; 37 and 49 ms in row 14b with its sixteen. It is the host's, and is not scaled for another GPU."""
+
+GRAPH_GAP_S = 0.0001
+"""Seconds per fp8 decoder layer and micro-batch in a CUDA graph: casts, amax and scale updates have more kernels than
+their bytes explain. levers_small_steps_h100.json and levers_small_steps_57m_h100.json lack 92 (3B), 119 (1B) and 127
+microseconds."""
 
 WAIT_SPREAD = 0.021
 """Standard deviation of the time that GPUs of one kind take for the same step, over that time. Rates are of the mean
@@ -115,6 +123,9 @@ class Rates:
     """Optimizer, gradient norm and accumulation, weight casts."""
     eight_bit_tb_s: float = 2.03
     """adamw_8bit and the gradient norm before it (llm_fp8/optim/adamw_triton.py): `optimizer` of row 14b."""
+    host_tb_s: float = 0.047
+    """To pinned host memory and, at the same time, from it: an H100's (gpu_tests.json, test_offload_gpu.py). It is the
+    host's, and is not scaled."""
     fsdp_tb_s: float = 2.3
     """FSDP2's own copies, casts and sums; communication beside them takes a share of the bandwidth. Sums of bf16
     gradients in fp32: `elementwise` of levers_8b_x4_sums_apart.json less that of speed_table_h200.json, 8b, beyond its
@@ -140,8 +151,14 @@ class Rates:
         fp8 = 0.0
         if here.fp8_gemm_tflops is not None and calibrated.fp8_gemm_tflops is not None:
             fp8 = here.fp8_gemm_tflops / calibrated.fp8_gemm_tflops
-        by_copy = ("pass", "general_norm", "swiglu_cast", "loss", "weight", "fsdp", "eight_bit")
-        bandwidths = {f"{name}_tb_s": getattr(self, f"{name}_tb_s") * copy for name in by_copy}
+
+        def by_arithmetic(rate: float) -> float:
+            """Of a kernel that is slower than a pass because it computes: bandwidth limits it at a pass's rate only."""
+            return min(rate * max(bf16, copy), max(rate, self.pass_tb_s) * copy)
+
+        bandwidths = {f"{name}_tb_s": getattr(self, f"{name}_tb_s") * copy for name in ("pass", "weight", "fsdp")}
+        computing = ("general_norm", "swiglu_cast", "loss", "eight_bit")
+        bandwidths |= {f"{name}_tb_s": by_arithmetic(getattr(self, f"{name}_tb_s")) for name in computing}
         return dataclasses.replace(
             self,
             bf16_gemm_tflops=self.bf16_gemm_tflops * bf16,
@@ -150,6 +167,6 @@ class Rates:
                 name: rate * fp8 for name, rate in self.fp8_gemm_tflops.items() if fp8 and name != "block"
             },
             attention_tflops={size: rate * bf16 for size, rate in self.attention_tflops.items()},
-            cast_tb_s={name: rate * copy for name, rate in self.cast_tb_s.items()},
+            cast_tb_s={name: by_arithmetic(rate) for name, rate in self.cast_tb_s.items()},
             **bandwidths,
         )

@@ -16,6 +16,7 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.gemm_rates import MeasuredRates, known_gpu_names, known_rates, measure_rates
 from llm_fp8.tools.predict.calibration import (
     CALIBRATED_GPU,
+    CHECKED_GPUS,
     FITS_RESERVE_GIB,
     MEASURED_GPUS,
     MEASURED_TOKENS,
@@ -124,8 +125,8 @@ class Prediction:
         sentences = (
             (
                 not self.gpu.calibrated,
-                f"the constants are those of {CALIBRATED_GPU}, scaled by measured rates; no run on {self.gpu.name} "
-                "checked them",
+                f"the constants are those of {CALIBRATED_GPU}, scaled by measured rates"
+                + ("" if self.gpu.name in CHECKED_GPUS else f"; no run on {self.gpu.name} checked them"),
             ),
             (
                 not fewest <= work.micro_batch_tokens <= most,

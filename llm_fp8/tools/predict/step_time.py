@@ -26,6 +26,7 @@ from llm_fp8.tools.predict.calibration import (
     DIAGONAL_TOKENS,
     FLASH_ATTENTION_4_SPEED_UP,
     GAP_S,
+    GRAPH_GAP_S,
     HOST_S_PER_LAYER,
     SMALL_GEMM_TOKENS,
     WAIT_SPREAD,
@@ -123,6 +124,11 @@ def update_bytes(work: StepWorkload) -> float:
     update = 2 * kept.total - kept.gradient  # everything is read, all but the gradient is written
     norm_and_clip = kept.gradient * (3 if work.optimizer == "adamw_fp32" else 1)  # ours clip as they read
     return work.model.num_parameters * (update + norm_and_clip) / (work.num_gpus if work.sharded else 1)
+
+
+def offloaded_bytes(work: StepWorkload) -> float:
+    """Bytes of optimizer state on the host (--offload_optimizer), which a step takes to the GPU and back."""
+    return work.offload_optimizer * work.model.num_parameters * bytes_per_parameter(work.optimizer).state
 
 
 def _summed_behind_gemms(work: StepWorkload) -> int:
@@ -254,6 +260,7 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
     loss_s = (5 if in_fp8 else 6) * spec.vocab_size * step_tokens / (rates.loss_tb_s * 1e12)
     update_rate = rates.eight_bit_tb_s if work.optimizer == "adamw_8bit" else rates.weight_tb_s
     weights_s = update_bytes(work) / (update_rate * 1e12) + weight_bytes(work) / (rates.weight_tb_s * 1e12)
+    weights_s += offloaded_bytes(work) / (rates.host_tb_s * 1e12)
     alone = StepTime(
         gemm_s=gemm_s,
         attention_s=attention / (attention_rate * 1e12),
@@ -261,7 +268,7 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         casts_s=casts_s,
         weights_s=weights_s + fsdp_bytes(work) / (rates.fsdp_tb_s * 1e12),
         exchange_s=0.0,
-        gap_s=0.0 if work.cuda_graphs else GAP_S,
+        gap_s=GRAPH_GAP_S * fp8_layers * work.micro_batches if work.cuda_graphs else GAP_S,
     )
     if work.num_gpus == 1:
         return alone
