@@ -649,6 +649,9 @@ def _line(row: TableRow, entry: dict[str, Any]) -> str:
     )
     if "peak_memory_gib" in entry:
         line += f"  {entry['peak_memory_gib']:.0f} GiB"
+    power_w = (entry.get("rounds") or [entry])[0].get("gpu_state", {}).get("power_w")
+    if power_w is not None:
+        line += f"  {middle / power_w:.1f} tokens/J"
     if "step" in entry and entry["step"]["gemm_floor_s"] is not None:
         line += (
             f"  GEMMs at the measured rates: {entry['step']['gemm_floor_s'] / entry['step']['step_s']:.0%} of the step"
