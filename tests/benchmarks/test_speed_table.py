@@ -248,8 +248,11 @@ def test_figures_targets_and_where_the_time_went(tmp_path, capsys):
         "accelerate_te": pytest.approx(1.6),
     }
     assert comparison["ours"]["current"]["first_loss_differences"]["hf_bf16"] == pytest.approx(0.001)
+    for entry in kept.rows_of(rows[0]):
+        entry["rounds"][0]["gpu_state"] = {"power_w": 512.0}
     speed_table.print_table(rows, kept)
     printed = capsys.readouterr().out
+    assert "256.0 tokens/J" in printed
     assert "delayed reaches 131% of the target (100,000 tokens/s per GPU)" in printed
     assert "delayed over hf_bf16: 2.00 times, first loss +0.1000%" in printed and "more than one call" not in printed
     floor_ms = gemm_floor_s(made_up(1.0), 65_536, ceilings) * 1e3
