@@ -29,6 +29,21 @@ def test_words_folder_environment_files_and_exit_code_arrive(warm_python, tmp_pa
     assert run(sys.executable) == (7, f"['a b'] {tmp_path} x in False\n")
 
 
+@pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(3)", "sys.exit(-1)", "sys.exit('said')", "1 / 0"])
+def test_it_ends_as_the_real_one(warm_python, ending):
+    """With its threads, exit handlers and what is left to be written."""
+    code = (
+        "import atexit, sys, threading, time; atexit.register(print, 'last'); print('first', end=' ')\n"
+        f"threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()\n{ending}"
+    )
+    warm, real = (
+        subprocess.run([python, "-c", code], capture_output=True, text=True) for python in (warm_python, sys.executable)
+    )
+    assert real.stdout == "first late\nlast\n"
+    assert (warm.returncode, warm.stdout) == (real.returncode, real.stdout)
+    assert warm.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_process_too(warm_python, number):
     with subprocess.Popen([warm_python, "-c", WAITS], stdout=subprocess.PIPE, text=True) as program:

@@ -3,8 +3,9 @@ later instead of five.
 
 The path that the fixture `warm_python` gives takes the place of `sys.executable`, in a command line and in the process
 that runs (torchrun and accelerate launch start their processes with it). Arguments, environment, folder, standard
-files, signals and exit code are those of a process that is started anew; only the imports are done already. Each script
-of a user is also started by the real interpreter in some test.
+files, signals and exit code are those of a process that is started anew; only the imports are done already, and at the
+end, behind threads and exit handlers, modules are not taken apart, which would copy the memory that it shares with the
+others. Each script of a user is also started by the real interpreter in some test.
 
 The program at that path asks a server, which has imported everything once, to fork; it passes signals on, and where it
 is killed, so is the process. What it stands for is no child of it: a signal to the process group of the program's, or
@@ -13,6 +14,7 @@ to its children, does not get there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -150,6 +152,26 @@ def _run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+_code: int | None = None
+"""What the program ends with; None as long as it runs, and where it ends on an exception."""
+
+
+def _leave() -> None:
+    """End the process at once, with what the interpreter would do next and be seen by others."""
+    if _code is not None:
+        for file in (sys.stdout, sys.stderr):
+            if not file.closed:
+                file.flush()
+        os._exit(_code & 0xFF)
+
+
 if __name__ == "__main__":
+    atexit.register(_leave)  # before all others: it is called last
     if asked := _serve(socket.socket(fileno=int(sys.argv[1]))):
-        _run(asked)
+        try:
+            _run(asked)
+            _code = 0
+        except SystemExit as end:
+            if end.code is not None and not isinstance(end.code, int):
+                raise
+            _code = end.code or 0
