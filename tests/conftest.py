@@ -36,6 +36,7 @@ for _name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FS
 import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
+from xdist.workermanage import WorkerController  # noqa: E402
 
 from llm_fp8.models.source import EMBEDDED_MODEL  # noqa: E402
 from llm_fp8.tools.bench import worker  # noqa: E402
@@ -47,6 +48,10 @@ from tests.support.warm_python import warm_python_in  # noqa: E402
 
 ONE_WORKER = ("test_deepspeed.py", "test_hf_trainer_callback.py")
 """Files whose tests look at what processes left that are started once: each goes to one of pytest-xdist's workers."""
+
+LAST = tuple(f"tests/{room}/" for room in ("config", "kernels", "optim", "precision", "utils"))
+"""Folders of short tests. pytest-xdist gives a worker a few tests in advance: were they long, the other workers would
+wait for them at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,7 +87,29 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 class _Scheduling(LoadScopeScheduling):
     """Hands out one test at a time, and the files of `ONE_WORKER` whole. (xdist_group marks do nothing under pytest
     9.2 with xdist 3.8.)
+
+    Each worker goes through a part of the suite; one that is through takes over half of what another one has left. In
+    the same file, all would set its fixtures up, and wait or need the cores at the same time.
     """
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self._parts: dict[WorkerController, list[str]] = {}
+        """Worker -> scopes that it has before it."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Called for the next scope of a worker."""
+        if not any(self._parts.values()):
+            scopes = [scope for scope in self.workqueue if not scope.startswith(LAST)] or list(self.workqueue)
+            nodes = self.nodes
+            cuts = [len(scopes) * number // len(nodes) for number in range(len(nodes) + 1)]
+            self._parts = {node: scopes[cuts[number] : cuts[number + 1]] for number, node in enumerate(nodes)}
+        if not self._parts.get(node):
+            longest = max(self._parts.values(), key=len)
+            middle = len(longest) // 2
+            self._parts[node], longest[middle:] = longest[middle:], []
+        self.workqueue.move_to_end(self._parts[node].pop(0), last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
