@@ -29,20 +29,26 @@ LOOP = """
 """
 
 
-def start(*arguments):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LOOP), *arguments],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "step 0\n"
-    return process
+@pytest.fixture
+def start(warm_python):
+    """A function: start the loop with these arguments; its first step has begun."""
+
+    def start_loop(*arguments):
+        process = subprocess.Popen(
+            [warm_python, "-c", textwrap.dedent(LOOP), *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline() == "step 0\n"
+        return process
+
+    return start_loop
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_first_signal_finishes_the_step_and_saves(sent, code):
+def test_first_signal_finishes_the_step_and_saves(start, sent, code):
     process = start()
     process.send_signal(sent)
     out, err = process.communicate(timeout=20)
@@ -53,7 +59,7 @@ def test_first_signal_finishes_the_step_and_saves(sent, code):
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_second_ctrl_c_stops_at_once(first):
+def test_second_ctrl_c_stops_at_once(start, first):
     process = start("--ignore")
     process.send_signal(first)
     assert process.stderr.readline().startswith(f"{first.name} received")
@@ -62,7 +68,7 @@ def test_second_ctrl_c_stops_at_once(first):
     assert process.returncode != 0 and "KeyboardInterrupt" in err
 
 
-def test_second_sigterm_changes_nothing():
+def test_second_sigterm_changes_nothing(start):
     process = start()
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline().startswith("SIGINT received")
