@@ -4,6 +4,7 @@ GPU.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -122,6 +123,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _Scheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
+_WARM_PYTHON = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Called before a worker starts: all have one warm Python, whose imports take 6 s of a core when it is used."""
+    config = node.config
+    if _WARM_PYTHON not in config.stash:
+        server = contextlib.ExitStack()
+        config.add_cleanup(server.close)
+        folder = Path(_CACHE.name) / "warm"
+        folder.mkdir()
+        config.stash[_WARM_PYTHON] = server.enter_context(warm_python_in(folder))
+    node.workerinput["warm_python"] = config.stash[_WARM_PYTHON]
+
+
 @pytest.fixture(autouse=True)
 def own_accelerator() -> None:
     """A test is a program of its own to Accelerate."""
@@ -164,10 +181,13 @@ def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def warm_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """What to start a script with as with `sys.executable`, but for its imports, which are done
     (tests/support/warm_python.py).
     """
+    if shared := getattr(request.config, "workerinput", {}).get("warm_python"):
+        yield shared
+        return
     with warm_python_in(tmp_path_factory.mktemp("warm")) as program:
         yield program
 

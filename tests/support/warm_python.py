@@ -7,7 +7,7 @@ files, signals and exit code are those of a process that is started anew; only t
 end, behind threads and exit handlers, modules are not taken apart, which would copy the memory that it shares with the
 others. Each script of a user is also started by the real interpreter in some test.
 
-The program at that path asks a server, which has imported everything once, to fork; it passes signals on, and where it
+The program at that path asks a server, which imports everything once, to fork; it passes signals on, and where it
 is killed, so is the process. What it stands for is no child of it: a signal to the process group of the program's, or
 to its children, does not get there.
 """
@@ -47,7 +47,9 @@ def warm_python_in(folder: Path) -> Iterator[str]:
         listener.bind(address)
         listener.listen(64)
         words = [sys.executable, "-m", "tests.support.warm_python", str(listener.fileno())]
-        server = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+        with open(folder / "server.log", "w") as log:  # what its imports say
+            given = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": [listener.fileno()]}
+            server = subprocess.Popen(words, cwd=ROOT, **given)
     program.write_text(
         f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         f"from tests.support.warm_python import _ask\n_ask({address!r})\n"
@@ -72,9 +74,11 @@ def _ask(address: str) -> None:
         server.connect(address)
         job = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
         socket.send_fds(server, [len(job).to_bytes(_NUMBER_BYTES, "little")], [0, 1, 2])
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # a signal that comes now is passed on, too
         server.sendall(job)
         for number in _PASSED_ON:
             signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         code = int.from_bytes(server.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little", signed=True)
         if -code in _PASSED_ON:
             signal.signal(-code, signal.SIG_DFL)
@@ -91,7 +95,6 @@ def _serve(listener: socket.socket) -> list[str]:
 
     All forked processes have this one as their parent, as those of one launcher have.
     """
-    importlib.import_module("tests.support.preloaded")
     running: dict[
         int, tuple[int, socket.socket]
     ] = {}  # by the file that says that it ended: a process, and who asked for it
@@ -110,6 +113,7 @@ def _serve(listener: socket.socket) -> list[str]:
                 order = asker.recv(1)
                 os.kill(process, order[0] if order else signal.SIGKILL)
         if listener in ready:
+            importlib.import_module("tests.support.preloaded")  # for the first
             asker, _ = listener.accept()
             head, files, *_ = socket.recv_fds(asker, _NUMBER_BYTES, 3)
             job = asker.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
