@@ -112,6 +112,12 @@ class _Scheduling(LoadScopeScheduling):
         self.workqueue.move_to_end(self._parts[node].pop(0), last=False)
         super()._assign_work_unit(node)
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Called for a worker that ended: what it has done is not handed out again, which nobody would report."""
+        scopes = self.assigned_work[node]
+        self.assigned_work[node] = {scope: tests for scope, tests in scopes.items() if not all(tests.values())}
+        return super().remove_node(node)
+
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return file if file.endswith(ONE_WORKER) else nodeid
