@@ -25,7 +25,7 @@ from tests.support.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
-FROM_CPU = ("faults", "data_pipeline", "memory_over_steps_cpu", "first_updates", "fp8_head_rounding")
+FROM_CPU = ("faults", "data_pipeline", "memory_over_steps_cpu", "first_updates", "fp8_head_rounding", "fp8_head_scales")
 
 
 @functools.cache
