@@ -18,9 +18,10 @@ all of them so. The evaluation is exact in all. Two seeds show what noise is.
 
 Pretrained model: its hidden states of the supervised tokens of held-out rows, the split of benchmarks/pretrained.py.
 Loss: the difference from the bf16 head's, the mean over rows of a row's mean, with a paired 95% interval. Gradients: as
-above, from bf16 logits (`gradients`) and from those in fp8 (`all`), on two batches. An operand has one scale, one for
+above, from bf16 logits (`gradients`) and from those in fp8 (`all`), of one batch. An operand has one scale, one for
 each row of what its GEMM contracts, or one for each 128 values of it (the weight: 128x128), as DeepSeek and Transformer
-Engine's block scaling.
+Engine's block scaling. What the rounding of one weight does to the loss depends on where its values lie between those
+of E4M3, so the loss is measured with the weight's scales at 8 positions within a factor of two: as they are, and less.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ NUM_STEPS = 120
 SEEDS = (1, 2)
 MODES = ("none", "gradients", "all")
 SCALES_RESULT = RESULT.with_name("fp8_head_scales.json")
-SCALES = ("tensor", "row", "block", "block, powers of two")
+SCALES = ("tensor", "row", "block")
 BLOCK = 128
-NUM_ROWS, PIECE_TOKENS, GRADIENT_PIECES = 320, 2048, 2
-"""Of the pretrained model: held-out rows, tokens that a GEMM takes, and how many times these the gradients take."""
+SHIFTS = tuple(step / 8 for step in range(8))
+"""Of the weight's scales, in powers of two."""
+NUM_ROWS, BATCH_TOKENS = 80, 2048
+"""Of the pretrained model: held-out rows, and the tokens of a GEMM."""
 
 
 def excess_slope(got: Tensor, want: Tensor) -> float:
@@ -195,18 +198,17 @@ def cast_by_scales(
     *,
     square: bool = False,
     bound: Tensor | None = None,
+    shift: float = 0.0,
 ) -> EmulatedOperand:
     """`tensor [n, m]` in fp8 by its own maxima for a GEMM that contracts dimension `contracted`; `scales` is one of
-    `SCALES`. `square` blocks are 128x128. A `bound` replaces the whole tensor's maximum.
+    `SCALES`. `square` blocks are 128x128. A `bound` replaces the whole tensor's maximum. `shift` lowers the scales.
     """
     if scales == "tensor":
-        return fp8_head.emulated_cast(tensor, fp8_format, bound)
+        return fp8_head.emulated_cast(tensor, fp8_format, (tensor.abs().amax() if bound is None else bound) * 2**shift)
     shape = (1, tensor.shape[contracted]) if scales == "row" else (BLOCK if square else 1, BLOCK)
-    amax = block_amax(tensor, *(shape if contracted == 1 else reversed(shape))).float()
+    amax = block_amax(tensor, *(shape if contracted == 1 else reversed(shape))).float() * 2**shift
     limit = torch.finfo(fp8_format).max
     scale = torch.where(amax == 0, 1.0, limit / amax)
-    if scales == "block, powers of two":
-        scale = torch.exp2((torch.frexp(scale).exponent - 1).float())  # rounded down
     return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)
 
 
@@ -218,23 +220,33 @@ def block_amax(tensor: Tensor, rows: int, columns: int) -> Tensor:
     return amax.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :m]
 
 
-def logits_by_scales(hidden: Tensor, weight: Tensor, scales: str) -> Tensor:
+def logits_by_scales(hidden: Tensor, weight: Tensor, scales: str, shift: float = 0.0) -> Tensor:
     """bf16 logits of E4M3 operands; of bf16's for "bf16"."""
     if scales == "bf16":
         return hidden @ weight.t()
-    operands = cast_by_scales(weight, scales, 1, square=True), cast_by_scales(hidden, scales, 1)
+    operands = cast_by_scales(weight, scales, 1, square=True, shift=shift), cast_by_scales(hidden, scales, 1)
     return fp8_head.multiply(*operands, "TN", torch.bfloat16)
 
 
 def loss_by_scales(hidden: Tensor, weight: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Any]:
-    """The bf16 head's loss of rows of so many tokens, and what each way to scale adds."""
-    means = {}
-    for scales in ("bf16", *SCALES):
-        pieces = zip(hidden.split(PIECE_TOKENS), labels.split(PIECE_TOKENS), strict=True)
-        losses = [softmax.torch_losses(logits_by_scales(rows, weight, scales), wanted)[0] for rows, wanted in pieces]
-        means[scales] = torch.stack([row.double().mean() for row in torch.cat(losses).split(lengths)])
-    added = {scales: asdict(t_interval((means[scales] - means["bf16"]).tolist())) for scales in SCALES}
-    return {"bf16": float(means["bf16"].mean()), "added": added}
+    """The bf16 head's loss of rows of so many tokens, and what each way to scale adds: the mean over `SHIFTS` with its
+    interval over rows, and the mean over rows with each.
+    """
+
+    def means(scales: str, shift: float = 0.0) -> Tensor:
+        batches = zip(hidden.split(BATCH_TOKENS), labels.split(BATCH_TOKENS), strict=True)
+        losses = [
+            softmax.torch_losses(logits_by_scales(rows, weight, scales, shift), wanted)[0] for rows, wanted in batches
+        ]
+        return torch.stack([row.double().mean() for row in torch.cat(losses).split(lengths)])
+
+    bf16 = means("bf16")
+    added = {}
+    for scales in SCALES:
+        by_shift = torch.stack([means(scales, shift) - bf16 for shift in SHIFTS])
+        interval = asdict(t_interval(by_shift.mean(dim=0).tolist()))
+        added[scales] = {**interval, "by_shift": by_shift.mean(dim=1).tolist()}
+    return {"bf16": float(bf16.mean()), "added": added}
 
 
 def gradients_by_scales(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -290,20 +302,20 @@ def measure_pretrained(settings: argparse.Namespace) -> None:
     """Measure a pretrained model's head and write the result."""
     hidden, weight, labels, lengths = pretrained_head(settings)
     loss = loss_by_scales(hidden, weight, labels, lengths)
-    pieces = list(zip(hidden.split(PIECE_TOKENS), labels.split(PIECE_TOKENS), strict=True))[:GRADIENT_PIECES]
+    entry = gradients_by_scales(hidden[:BATCH_TOKENS], weight, labels[:BATCH_TOKENS])
     record = {
         "provenance": collect_provenance(sys.argv),
         "shape": {"vocabulary": len(weight), "width": weight.shape[1], "rows": len(lengths), "tokens": len(labels)},
         "loss": loss,
-        "gradients": [gradients_by_scales(rows, weight, wanted) for rows, wanted in pieces],
+        "gradients": entry,
     }
     write_json_atomic(SCALES_RESULT, record)
     print(f"bf16's loss {loss['bf16']:.4f}")
     for scales, found in loss["added"].items():
-        print(f"  {scales:20} {found['value']:+.5f} ({found['low']:+.5f} to {found['high']:+.5f})")
-    for entry in record["gradients"]:
-        for name, way in entry["ways"].items():
-            print(f"  {name:35} " + ", ".join(f"{side} {describe(way[side])}" for side in way))
+        by_shift = " ".join(f"{value:+.4f}" for value in found["by_shift"])
+        print(f"  {scales:8} {found['value']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f}); by shift {by_shift}")
+    for name, way in entry["ways"].items():
+        print(f"  {name:23} " + ", ".join(f"{side} {describe(way[side])}" for side in way))
 
 
 def describe(found: dict[str, float]) -> str:
