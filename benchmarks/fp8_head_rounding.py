@@ -1,7 +1,8 @@
 """What --fp8_lm_head rounds, emulated on a CPU: the gradients of one batch by format, and trainings of the embedded
-model.
+model; or loss and gradients of a pretrained model by the scales of the cast.
 
     python benchmarks/fp8_head_rounding.py     (CPU, some ten minutes; writes benchmarks/results/fp8_head_rounding.json)
+    python benchmarks/fp8_head_rounding.py --model FOLDER --text FILE      (the pretrained model; fp8_head_scales.json)
 
 Gradients: an output head of Llama 3's vocabulary over random hidden states. Logits are normal with a standard deviation
 that is given, and labels are drawn from their softmax, so that the head is calibrated and its gradient is noise, as it
@@ -14,32 +15,45 @@ nearly is late in training. Each way to compute is held against fp64 on the same
 
 Training: from random weights, in bf16 with fp32 masters, the head's products in bf16, its gradients in emulated fp8, or
 all of them so. The evaluation is exact in all. Two seeds show what noise is.
+
+Pretrained model: its hidden states of the supervised tokens of held-out rows, the split of benchmarks/pretrained.py.
+Loss: the difference from the bf16 head's, the mean over rows of a row's mean, with a paired 95% interval. Gradients: as
+above, from bf16 logits (`gradients`) and from those in fp8 (`all`), of one batch. An operand has one scale, one for
+each row of what its GEMM contracts, or one for each 128 values of it (the weight: 128x128), as DeepSeek and Transformer
+Engine's block scaling. What the rounding of one weight does to the loss depends on where its values lie between those
+of E4M3, so the loss is measured with the weight's scales at 8 positions within a factor of two: as they are, and less.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from benchmarks.pretrained import held_out_batches
 from llm_fp8.config.parser import parse_config
 from llm_fp8.kernels import fp8_lm_head as fp8_head
 from llm_fp8.kernels import softmax
-from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, Fp8Head
+from llm_fp8.kernels.fp8_lm_head import E4M3, E5M2, EmulatedOperand, Fp8Head
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.context import Precision
+from llm_fp8.tools.compare.statistics import t_interval
 from llm_fp8.train.run import run_training
-from llm_fp8.utils.errors import OneSentenceParser
+from llm_fp8.utils.errors import OneSentenceParser, run_script
 from llm_fp8.utils.json_files import read_metrics, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -50,6 +64,13 @@ SPREADS = (2.0, 4.0, 6.0)
 NUM_STEPS = 120
 SEEDS = (1, 2)
 MODES = ("none", "gradients", "all")
+SCALES_RESULT = RESULT.with_name("fp8_head_scales.json")
+SCALES = ("tensor", "row", "block")
+BLOCK = 128
+SHIFTS = tuple(step / 8 for step in range(8))
+"""Of the weight's scales, in powers of two."""
+NUM_ROWS, BATCH_TOKENS = 80, 2048
+"""Of the pretrained model: held-out rows, and the tokens of a GEMM."""
 
 
 def excess_slope(got: Tensor, want: Tensor) -> float:
@@ -73,15 +94,9 @@ def batch(
 def gradients_by_format(spread: float) -> dict[str, Any]:
     """The entry of one spread."""
     hidden, weight, labels = batch(spread)
-    exact = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
-    mean_loss = float(-exact.gather(-1, labels[:, None]).log().mean())
-    exact[torch.arange(len(labels)), labels] -= 1
-    exact /= len(labels)
-    want = {"hidden": exact @ weight.double(), "weight": exact.t() @ hidden.double()}
+    want, mean_loss = exact_gradients(hidden, weight, labels)
     logits = hidden @ weight.t()
-    bound = torch.tensor(1 / len(labels))
-    _, statistics = softmax.torch_losses(logits, labels)
-    softmax.torch_to_gradient_(logits, statistics, labels, bound)
+    bound = to_gradient_(logits, labels)
     largest = logits.abs().amax()
     found: dict[str, Any] = {
         "logits_std": spread,
@@ -109,6 +124,22 @@ def gradients_by_format(spread: float) -> dict[str, Any]:
             "lost_mass": float((logits.abs() * flushed).sum() / bound / len(labels)),
         }
     return found
+
+
+def exact_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], float]:
+    """The gradients of the mean loss in fp64, and that loss."""
+    exact = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
+    mean_loss = float(-exact.gather(-1, labels[:, None]).log().mean())
+    exact[torch.arange(len(labels)), labels] -= 1
+    exact /= len(labels)
+    return {"hidden": exact @ weight.double(), "weight": exact.t() @ hidden.double()}, mean_loss
+
+
+def to_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Overwrite `logits` with the mean loss's gradient; returns the bound of its entries."""
+    bound = torch.tensor(1 / len(labels))
+    softmax.torch_to_gradient_(logits, softmax.torch_losses(logits, labels)[1], labels, bound)
+    return bound
 
 
 def compared(got: Tensor, want: Tensor) -> dict[str, float]:
@@ -159,9 +190,157 @@ def train(mode: str, seed: int, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "eval_loss": evaluated[-1]}
 
 
-def main() -> None:
+def cast_by_scales(
+    tensor: Tensor,
+    scales: str,
+    contracted: int,
+    fp8_format: torch.dtype = E4M3,
+    *,
+    square: bool = False,
+    bound: Tensor | None = None,
+    shift: float = 0.0,
+) -> EmulatedOperand:
+    """`tensor [n, m]` in fp8 by its own maxima for a GEMM that contracts dimension `contracted`; `scales` is one of
+    `SCALES`. `square` blocks are 128x128. A `bound` replaces the whole tensor's maximum. `shift` lowers the scales.
+    """
+    if scales == "tensor":
+        return fp8_head.emulated_cast(tensor, fp8_format, (tensor.abs().amax() if bound is None else bound) * 2**shift)
+    shape = (1, tensor.shape[contracted]) if scales == "row" else (BLOCK if square else 1, BLOCK)
+    amax = block_amax(tensor, *(shape if contracted == 1 else reversed(shape))).float() * 2**shift
+    limit = torch.finfo(fp8_format).max
+    scale = torch.where(amax == 0, 1.0, limit / amax)
+    return EmulatedOperand((tensor.float() * scale).clamp(-limit, limit).to(fp8_format), 1 / scale)
+
+
+def block_amax(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """Each entry's block's largest magnitude; the last blocks may be cut off."""
+    n, m = tensor.shape
+    padded = F.pad(tensor.abs(), (0, -m % columns, 0, -n % rows))
+    amax = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+    return amax.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :m]
+
+
+def logits_by_scales(hidden: Tensor, weight: Tensor, scales: str, shift: float = 0.0) -> Tensor:
+    """bf16 logits of E4M3 operands; of bf16's for "bf16"."""
+    if scales == "bf16":
+        return hidden @ weight.t()
+    operands = cast_by_scales(weight, scales, 1, square=True, shift=shift), cast_by_scales(hidden, scales, 1)
+    return fp8_head.multiply(*operands, "TN", torch.bfloat16)
+
+
+def loss_by_scales(hidden: Tensor, weight: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Any]:
+    """The bf16 head's loss of rows of so many tokens, and what each way to scale adds: the mean over `SHIFTS` with its
+    interval over rows, and the mean over rows with each.
+    """
+
+    def means(scales: str, shift: float = 0.0) -> Tensor:
+        batches = zip(hidden.split(BATCH_TOKENS), labels.split(BATCH_TOKENS), strict=True)
+        losses = [
+            softmax.torch_losses(logits_by_scales(rows, weight, scales, shift), wanted)[0] for rows, wanted in batches
+        ]
+        return torch.stack([row.double().mean() for row in torch.cat(losses).split(lengths)])
+
+    bf16 = means("bf16")
+    added = {}
+    for scales in SCALES:
+        by_shift = torch.stack([means(scales, shift) - bf16 for shift in SHIFTS])
+        interval = asdict(t_interval(by_shift.mean(dim=0).tolist()))
+        added[scales] = {**interval, "by_shift": by_shift.mean(dim=1).tolist()}
+    return {"bf16": float(bf16.mean()), "added": added}
+
+
+def gradients_by_scales(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]:
+    """The entry of one batch: mode, scales and the format of the logits' gradient -> errors of both gradients."""
+    want, mean_loss = exact_gradients(hidden, weight, labels)
+    ways: dict[str, Any] = {}
+    for scales in ("bf16", *SCALES):
+        for mode in MODES[1:] if scales != "bf16" else MODES[:1]:
+            grad = logits_by_scales(hidden, weight, scales if mode == "all" else "bf16")
+            bound = to_gradient_(grad, labels)
+            if scales == "bf16":
+                got = {"hidden": grad @ weight, "weight": grad.t() @ hidden}
+                ways["bf16"] = {side: compared(got[side], want[side]) for side in want}
+                continue
+            operands = {
+                "hidden": cast_by_scales(weight, scales, 0, square=True), "weight": cast_by_scales(hidden, scales, 0)
+            }  # fmt: skip
+            for fp8_format, name in ((E5M2, "e5m2"), (E4M3, "e4m3")):
+                way = ways[f"{mode}, {scales}, {name}"] = {}
+                for side, layout, contracted in (("hidden", "NN", 1), ("weight", "NT", 0)):
+                    cast = cast_by_scales(grad, scales, contracted, fp8_format, bound=bound)
+                    product = fp8_head.multiply(operands[side], cast, layout, torch.bfloat16)  # type: ignore[arg-type]
+                    flushed = (cast.values.float() == 0) & (grad != 0)
+                    way[side] = {
+                        **compared(product, want[side]),
+                        "flushed": float(flushed.sum() / (grad != 0).sum()),
+                        "zero_rows": float((product == 0).all(dim=1).double().mean()),
+                    }
+    return {"mean_loss": mean_loss, "ways": ways}
+
+
+@torch.no_grad()
+def pretrained_head(settings: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """A model's hidden states at the supervised tokens of held-out rows, its head's weight, the labels and each row's
+    number of these tokens.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
+    hidden: list[Tensor] = []
+    labels: list[Tensor] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        batches = held_out_batches(argparse.Namespace(**vars(settings), data_cache_dir=scratch))
+    for ids, wanted in (row for one in batches for row in zip(one.input_ids, one.labels, strict=True)):
+        supervised = (wanted != softmax.IGNORE_INDEX).nonzero()[:, 0]
+        if len(labels) < NUM_ROWS and len(supervised):  # no padding: attention is causal
+            states = model.base_model(ids[None, : supervised[-1] + 1]).last_hidden_state[0]
+            hidden.append(states[supervised])
+            labels.append(wanted[supervised])
+    weight = model.get_output_embeddings().weight.detach()
+    return torch.cat(hidden), weight, torch.cat(labels), [len(row) for row in labels]
+
+
+def measure_pretrained(settings: argparse.Namespace) -> None:
+    """Measure a pretrained model's head and write the result."""
+    hidden, weight, labels, lengths = pretrained_head(settings)
+    loss = loss_by_scales(hidden, weight, labels, lengths)
+    entry = gradients_by_scales(hidden[:BATCH_TOKENS], weight, labels[:BATCH_TOKENS])
+    record = {
+        "provenance": collect_provenance(sys.argv),
+        "shape": {"vocabulary": len(weight), "width": weight.shape[1], "rows": len(lengths), "tokens": len(labels)},
+        "loss": loss,
+        "gradients": entry,
+    }
+    write_json_atomic(SCALES_RESULT, record)
+    print(f"bf16's loss {loss['bf16']:.4f}")
+    for scales, found in loss["added"].items():
+        by_shift = " ".join(f"{value:+.4f}" for value in found["by_shift"])
+        print(f"  {scales:8} {found['value']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f}); by shift {by_shift}")
+    for name, way in entry["ways"].items():
+        print(f"  {name:23} " + ", ".join(f"{side} {describe(way[side])}" for side in way))
+
+
+def describe(found: dict[str, float]) -> str:
+    """Error and slope of a gradient, and what its cast lost."""
+    lost = f", flushed {found['flushed']:.1%}, zero rows {found['zero_rows']:.1%}" if "flushed" in found else ""
+    return f"{found['error']:.2%} ({found['slope_minus_1']:+.2%}{lost})"
+
+
+def main() -> int:
+    """Measure and write the result."""
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])  # --help must not measure anew
+    parser.add_argument("--model", type=Path, help="folder with pretrained weights")
+    parser.add_argument("--text", type=Path, dest="data", help="JSONL file in OpenMathInstruct-2's columns")
+    settings = parser.parse_args()
+    if (settings.model is None) != (settings.data is None):
+        parser.error("--model and --text go together")
+    if settings.model is not None:
+        measure_pretrained(settings)
+    else:
+        measure_made_up()
+    return 0
+
+
+def measure_made_up() -> None:
     """Measure both and write the result."""
-    OneSentenceParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # --help must not measure anew
     by_format = [gradients_by_format(spread) for spread in SPREADS]
     with tempfile.TemporaryDirectory() as scratch:
         trained = {
@@ -192,4 +371,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

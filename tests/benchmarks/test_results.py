@@ -25,7 +25,7 @@ from tests.support.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
-FROM_CPU = ("faults", "data_pipeline", "memory_over_steps_cpu", "first_updates", "fp8_head_rounding")
+FROM_CPU = ("faults", "data_pipeline", "memory_over_steps_cpu", "first_updates", "fp8_head_rounding", "fp8_head_scales")
 
 
 @functools.cache
@@ -272,6 +272,21 @@ def test_environment_variables(name):
     rows = {row["setting"]: row for row in load(name)["rows"]}
     assert "none" in rows and len(rows) >= 2
     assert all(row["tokens_per_s"] > 0 for row in rows.values() if "failed" not in row)
+
+
+def test_precision_md_quotes_what_scales_of_the_head_cost():
+    record = load("fp8_head_scales.json")
+    text = " ".join((ROOT / "docs" / "precision.md").read_text().split())
+    costs = {}
+    for scales, added in record["loss"]["added"].items():
+        assert added["low"] < added["value"] < added["high"] and len(added["by_shift"]) == 8
+        assert added["value"] == pytest.approx(sum(added["by_shift"]) / 8)
+        costs[scales] = f"{added['value']:.3f}"
+    assert f"{costs['tensor']} nats scaled per tensor, {costs['row']} per row, {costs['block']} per block" in text
+    ways = record["gradients"]["ways"]
+    assert all(
+        way[side]["error"] > ways["bf16"][side]["error"] for way in ways.values() for side in way if way != ways["bf16"]
+    )
 
 
 # --- loss curves and comparisons ---
