@@ -2,7 +2,7 @@
 never again.
 
 Gradients are averaged over the ranks behind a step's last micro-batch, as DDP averages them, but no part of the
-backward pass hides the exchange. The copies begin equal: read from the same files, or drawn from the same seed.
+backward pass hides the all-reduce. The copies begin equal: read from the same files, or drawn from the same seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class PlainCopiesStrategy(DistributedStrategy):
         if self.accelerator.num_processes > 1:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             average = torch.distributed.ReduceOp.AVG
-            exchanges = [torch.distributed.all_reduce(g, average, async_op=True) for g in gradients]
-            for exchange in exchanges:
-                exchange.wait()
+            for reduction in [torch.distributed.all_reduce(g, average, async_op=True) for g in gradients]:
+                reduction.wait()
         return super().step(optimizer, parameters, max_norm)

@@ -81,10 +81,10 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
 
 def has_times(work: StepWorkload, gpu: Gpu) -> bool:
     """Whether there are constants for the time of `work` on this GPU."""
-    return can_predict(gpu, work.recipe) and (work.num_gpus == 1 or _knows_exchange(work, gpu))
+    return can_predict(gpu, work.recipe) and (work.num_gpus == 1 or _knows_communication(work, gpu))
 
 
-def _knows_exchange(work: StepWorkload, gpu: Gpu) -> bool:
+def _knows_communication(work: StepWorkload, gpu: Gpu) -> bool:
     """Whether there are constants for communication: for this GPU, and beside a backward pass that hides it."""
     return gpu.calibrated and not work.cuda_graphs
 
@@ -197,7 +197,7 @@ def _in_bf16(run: RunDescription) -> RunDescription:
 
 def _step_time(work: StepWorkload, gpu: Gpu) -> StepTime:
     """Of `work`; without communication where none was measured."""
-    if work.num_gpus > 1 and not _knows_exchange(work, gpu):
+    if work.num_gpus > 1 and not _knows_communication(work, gpu):
         work = dataclasses.replace(work, mode="single", num_gpus=1, fp8_params=False, sync_every_micro_batch=False)
     return step_time(work, gpu.rates)
 
