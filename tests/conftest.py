@@ -139,9 +139,9 @@ def pytest_configure_node(node: WorkerController) -> None:
     if _WARM_PYTHON not in config.stash:
         server = contextlib.ExitStack()
         config.add_cleanup(server.close)
-        folder = Path(_CACHE.name) / "warm"
-        folder.mkdir()
-        config.stash[_WARM_PYTHON] = server.enter_context(warm_python_in(folder))
+        # Not in _CACHE: benchmarks/gpu_tests.py calls pytest again in the process whose first call has removed it.
+        folder = server.enter_context(tempfile.TemporaryDirectory(prefix="llm-fp8-warm-"))
+        config.stash[_WARM_PYTHON] = server.enter_context(warm_python_in(Path(folder)))
     node.workerinput["warm_python"] = config.stash[_WARM_PYTHON]
 
 

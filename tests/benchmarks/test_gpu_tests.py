@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,26 @@ def test_what_is_missing_is_run_and_what_is_gone_is_dropped(record, tmp_path):
     assert [found["tests"][f"test_small.py::{name}"]["commit"] for name in ("test_one", "test_two")] == [first, second]
     code, again = record(second, (), options=("--missing",))
     assert code == 0 and again == found
+
+
+def test_what_is_missing_of_the_projects_own_tests(tmp_path):
+    """pytest is called twice in one process: to collect, then with workers."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "benchmarks/gpu_tests.py",
+            *("--output", str(tmp_path / "record.json")),
+            *("--workers", "1", "--missing", "tests/kernels/test_rope_gpu.py"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "record.json").read_text())["tests"]
+    assert found and {test["outcome"] for test in found.values()} == {"skipped"}
 
 
 def test_a_test_whose_process_dies_has_failed(record, tmp_path):
