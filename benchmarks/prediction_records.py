@@ -26,6 +26,7 @@ FILES = (
     "speed_table_h200.json",
     "speed_table_h100.json",
     "speed_table_h100_offload.json",
+    "large_steps_*.json",
     "levers_*_softmax_fused.json",
     "levers_*_first_scales.json",
     "levers_8b_x2_sums_let_go.json",

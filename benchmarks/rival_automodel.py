@@ -71,7 +71,7 @@ def config_of(job: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
         },
     }
     if options.get("compile"):
-        entries["compile"] = {"enabled": True, "mode": "default", "fullgraph": False, "dynamic": False}
+        entries["distributed"]["enable_compile"] = True  # under fsdp2 the entry "compile" is ignored
     if "recipe" in options:
         entries["fp8"] = {"enabled": True, "recipe_name": options["recipe"], "filter_fqns": ["lm_head"]}
     return entries

@@ -185,11 +185,16 @@ VARIANTS = (
         "tensorwise", "the same, --model.converters quantize.linear.float8, tensorwise", recipe="tensorwise"
     ),
     _automodel("bf16", "torch_dtype: bf16, packed_sequence, backend.attn: te"),
-    _automodel("bf16_compiled", "the same, compile.enabled", compile=True),
+    _automodel("bf16_compiled", "the same, distributed.enable_compile", compile=True),
     _automodel(
-        "tensorwise", "the same, compile.enabled, fp8.recipe_name: tensorwise", compile=True, recipe="tensorwise"
+        "tensorwise",
+        "the same, distributed.enable_compile, fp8.recipe_name: tensorwise",
+        compile=True,
+        recipe="tensorwise",
     ),
-    _automodel("rowwise", "the same, compile.enabled, fp8.recipe_name: rowwise", compile=True, recipe="rowwise"),
+    _automodel(
+        "rowwise", "the same, distributed.enable_compile, fp8.recipe_name: rowwise", compile=True, recipe="rowwise"
+    ),
     _automodel(
         "te",
         "the same, backend.linear: te, backend.te_fp8.recipe: current; its Llama has no such layer",

@@ -113,7 +113,7 @@ def test_automodel_gets_the_jobs_shape():
     options = NAMED["automodel_rowwise"].options
     entries = config_of({**JOB, "options": options, "num_gpus": 2}, on_gpu=True)
     assert entries["step_scheduler"]["global_batch_size"] == 16 and entries["fp8"]["recipe_name"] == "rowwise"
-    assert entries["model"]["backend"]["attn"] == "te" and entries["compile"]["enabled"]
+    assert entries["model"]["backend"]["attn"] == "te" and entries["distributed"]["enable_compile"]
     plain = config_of({**JOB, "options": {**options, "packing": "neat"}}, on_gpu=True)
     assert plain["model"]["backend"]["attn"] == "sdpa" and plain["packed_sequence"]["packing_strategy"] == "neat"
     te = config_of({**JOB, "options": NAMED["automodel_te"].options}, on_gpu=True)["model"]["backend"]

@@ -366,7 +366,7 @@ def test_the_parts_of_a_step_are_those_of_its_kernels(record):
     classes = record.measured["recorded_step"]["time_s_by_class"]
     time = record.prediction.time
     others = sum(classes.values()) - classes["gemm"] - classes["attention"]
-    attention = 0.2 if record.row.get("row") == "text_1b" else 0.08  # short documents
+    attention = 0.25 if "text" in record.row else 0.08  # short documents take more than is predicted
     if record.prediction.scenario.recipe == "block":
         # shorter than predicted: such steps ran at 1,575 MHz and more, and those that the rate is from at 1,410 to
         # 1,500
