@@ -319,7 +319,8 @@ def _lora_checks(config: Config) -> Checks:
 
 def _mode_checks(config: Config, mode: str) -> Checks:
     """What cannot go with the run's sharding mode: one of `SHARDING_MODES`, or 'single'."""
-    options, precision, flag = config.parallel, config.precision, f"--sharding_mode {mode}"
+    options, precision = config.parallel, config.precision
+    flag = "one GPU" if mode == "single" else f"--sharding_mode {mode}"
     sharded, deepspeed = mode.startswith("fsdp"), mode.startswith("deepspeed")
     use_te, size, kind = config.model.use_te, options.context_parallel_size, config.optim.optimizer
     lacking_for_fp8_params = _lacking(

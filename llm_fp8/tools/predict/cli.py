@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
+from llm_fp8.config.options import (
+    EMBEDDED,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from llm_fp8.config.recipes import token_multiple
-from llm_fp8.config.validation import check_flash_attention, check_fp8_params, fp8_params_recipes
+from llm_fp8.config.validation import check_flash_attention, check_fp8_params, check_options, fp8_params_recipes
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
@@ -72,6 +80,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="auto is cuDNN's (default %(default)s)",
     )
     parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
+    parser.add_argument(
+        "--offload_optimizer",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of adamw_master's state, in host memory (default %(default)g)",
+    )
+    parser.add_argument("--fp8_recast_weights", action="store_true", help="no fp8 casts of weights are kept")
+    parser.add_argument("--cuda_graphs", action="store_true", help="micro-batches are replayed; on one GPU")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
     parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
     parser.add_argument(
@@ -93,7 +110,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def check(options: argparse.Namespace) -> None:
     """Raise `UserError` for values that cannot be."""
-    for name in ("batch_size", "max_seq_length", "gradient_accumulation_steps", "num_gpus"):
+    for name in ("batch_size", "num_gpus"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     if options.mean_length is not None and not 1 <= options.mean_length <= options.max_seq_length:
@@ -107,23 +124,34 @@ def check(options: argparse.Namespace) -> None:
         )
     if options.num_gpus > 1 and options.sharding_mode is None:
         raise UserError(f"--num_gpus {options.num_gpus} needs --sharding_mode: {', '.join(MODES[1:])}.")
-    if options.num_gpus == 1 and (options.sharding_mode or options.sync_every_micro_batch):
-        flag = "--sharding_mode" if options.sharding_mode else "--sync_every_micro_batch"
-        raise UserError(f"{flag} has no effect on one GPU; add --num_gpus or drop it.")
-    if options.optimizer == "adamw_8bit" and (options.sharding_mode or "").startswith("fsdp"):
-        raise UserError(
-            f"--optimizer adamw_8bit cannot go with --sharding_mode {options.sharding_mode}; use auto, or ddp."
+    for name in ("sharding_mode", "sync_every_micro_batch", "fp8_params"):
+        if options.num_gpus == 1 and getattr(options, name):
+            raise UserError(f"--{name} has no effect on one GPU; add --num_gpus or drop it.")
+    if options.cuda_graphs and options.num_gpus > 1:
+        raise UserError("--cuda_graphs is predicted on one GPU alone; drop it, or --num_gpus and --sharding_mode.")
+    check_options(
+        Config(
+            model=ModelConfig(
+                use_te=True, gradient_checkpointing=options.gradient_checkpointing, cuda_graphs=options.cuda_graphs
+            ),
+            data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length, packing=True),
+            precision=PrecisionConfig(
+                mixed_precision="fp8",
+                fp8_lm_head=options.fp8_lm_head,
+                fp8_recast_weights=options.fp8_recast_weights,
+            ),
+            optim=OptimConfig(
+                optimizer=options.optimizer,
+                offload_optimizer=options.offload_optimizer,
+                gradient_accumulation_steps=options.gradient_accumulation_steps,
+            ),
+            parallel=ParallelConfig(
+                sharding_mode=options.sharding_mode or "auto",
+                fp8_params=options.fp8_params,
+                sync_every_micro_batch=options.sync_every_micro_batch,
+            ),
         )
-    if options.fp8_params and not (options.sharding_mode or "").startswith("fsdp"):
-        raise UserError(
-            "--fp8_params needs --sharding_mode fsdp_grad or fsdp_full, whose weights are split over GPUs; add it or "
-            "drop --fp8_params."
-        )
-    if options.fp8_params and options.optimizer not in ("auto", "adamw_fp32"):
-        raise UserError(
-            f"--fp8_params keeps fp32 master weights, which --optimizer {options.optimizer} does not have; use auto or "
-            "adamw_fp32."
-        )
+    )
     if options.json is not None:
         require_writable("--json", options.json)
 
@@ -170,6 +198,9 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
         fp8_lm_head=options.fp8_lm_head,
         flash_attention_4=flash,
         fp8_params=options.fp8_params,
+        fp8_recast_weights=options.fp8_recast_weights,
+        cuda_graphs=options.cuda_graphs,
+        offload_optimizer=options.offload_optimizer,
     )
 
 

@@ -83,7 +83,7 @@ class StepWorkload:
     cuda_graphs: bool = False
     """As the option."""
     offload_optimizer: float = 0.0
-    """As the option. Of the memory alone: no run was timed with it."""
+    """As the option: the share of adamw_master's state that is in host memory."""
 
     def __post_init__(self) -> None:
         smallest = min(self.micro_batch_tokens, self.micro_batches, self.num_gpus, self.mean_length)

@@ -1095,6 +1095,24 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (("--offload_optimizer", "0.75"), {"offload_optimizer": 0.75}),
+        (("--fp8_recast_weights",), {"fp8_recast_weights": True}),
+        (("--cuda_graphs",), {"cuda_graphs": True}),
+    ],
+)
+def test_what_saves_memory_or_launches_is_predicted(words, options, run_command, tmp_path):
+    path = tmp_path / "predicted.json"
+    assert run_command(*EIGHT_B, "--gpu", CALIBRATED_GPU, "--json", str(path), *words)[0] == 0
+    (delayed,) = (row for row in json.loads(path.read_text())["rows"] if row["recipe"] == "delayed")
+    plain = predict(scenario(recipe="delayed"), known_gpu(CALIBRATED_GPU))
+    found = predict(scenario(recipe="delayed", **options), known_gpu(CALIBRATED_GPU))
+    assert (delayed["step_time_s"], delayed["peak_memory_gib"]) == (found.step_time_s, found.peak_memory_gib)
+    assert found.step_time_s != plain.step_time_s or found.peak_memory_gib != plain.peak_memory_gib
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (
@@ -1109,7 +1127,16 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
             ("--max_seq_length", "1000000"),
             "error: --max_seq_length 1000000 is more than the 131072 positions of .*Llama-3.1-8B",
         ),
-        (("--fp8_params",), "error: --fp8_params needs --sharding_mode fsdp_grad or fsdp_full"),
+        (("--gradient_accumulation_steps", "0"), "error: --gradient_accumulation_steps must be at least 1, not 0."),
+        (("--fp8_params",), "error: --fp8_params has no effect on one GPU; add --num_gpus or drop it."),
+        (
+            ("--offload_optimizer", "0.5", "--optimizer", "adamw_8bit"),
+            "error: --offload_optimizer moves the state of adamw_master, and --optimizer adamw_8bit has another",
+        ),
+        (
+            ("--cuda_graphs", "--num_gpus", "2", "--sharding_mode", "ddp"),
+            "error: --cuda_graphs is predicted on one GPU alone; drop it, or --num_gpus and --sharding_mode.",
+        ),
         (
             ("--fp8_params", "--num_gpus", "3", "--sharding_mode", "fsdp_grad"),
             "error: --fp8_params splits the rows of every weight evenly, and a weight of 4096 x 4096 cannot be split "
@@ -1117,8 +1144,8 @@ def test_the_command_keeps_its_figures(run_command, tmp_path):
         ),
         (
             ("--fp8_params", "--optimizer", "adamw_master", "--num_gpus", "2", "--sharding_mode", "fsdp_full"),
-            "error: --fp8_params keeps fp32 master weights, which --optimizer adamw_master does not have; use auto or "
-            "adamw_fp32.",
+            "error: --fp8_params keeps fp32 master weights, which --optimizer adamw_master has not; use adamw_fp32 or "
+            "auto.",
         ),
         (
             ("--json", "/proc/none/r.json"),
