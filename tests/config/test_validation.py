@@ -117,6 +117,11 @@ def test_what_cannot_go_with_a_sharding_mode(mode, options, words):
     assert words in refusal(*options, ranks=EIGHT, sharding_mode=mode, compute="bf16")
 
 
+def test_one_gpu_has_no_sharding_mode_to_be_named():
+    said = refusal("--fp8_params", "--use_te", "--mixed_precision=fp8", sharding_mode="single")
+    assert said.endswith("this run has one GPU and lacks such a mode.")
+
+
 @pytest.mark.parametrize(
     ("mode", "options", "words"),
     [
