@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from llm_fp8.models.build import TUNED_WIDTHS, cudnn_is_faster
 from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.tools.predict.calibration import (
+    ATTENTION_TILE,
     DIAGONAL_TOKENS,
     FLASH_ATTENTION_4_SPEED_UP,
     GAP_S,
@@ -244,7 +245,9 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         cast = fp8_layers * step_tokens * (forward * (1 + again_share) + backward)
         casts_s += cast / (rates.cast_tb_s[recipe] * 1e12)
     gemm_s += gemm_accumulator_bytes(work) / (rates.weight_tb_s * 1e12)
+    partial_tile = ATTENTION_TILE / 2 / work.mean_length if work.mean_length % ATTENTION_TILE else 0.0
     attention = (6 + 2 * again_share) * spec.q_size * (work.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
+    attention *= 1 + partial_tile
     attention_rate = rates.attention_rate(spec.head_dim) * (FLASH_ATTENTION_4_SPEED_UP if work.flash_attention_4 else 1)
 
     def of_layers(seconds: Callable[..., float]) -> float:
