@@ -298,14 +298,15 @@ def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, 
         }
         for row in read_jsonl(Path(job["rows"]))
     ]
-    options = dict(options)
+    options = {"packing": True, **options}
     fix_head_bias = options.pop("fix_head_bias", False)
+    rows_per_row = 1 if options["packing"] else job["documents_per_row"]
     if job["light"]:
         options["optim"] = "adamw_torch_8bit"
     args = SFTConfig(
         output_dir=job["folder"],
         max_steps=job["steps"],
-        per_device_train_batch_size=job["batch_size"],
+        per_device_train_batch_size=job["batch_size"] * rows_per_row,
         gradient_accumulation_steps=job["micro_batches"],
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -314,7 +315,6 @@ def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, 
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
         max_length=job["seq_length"],
-        packing=True,
         gradient_checkpointing=False,
         **options,
     )
@@ -334,7 +334,7 @@ def train_with_trl(job: dict[str, Any], probe: Probe) -> None:
     """TRL's SFTTrainer."""
     options = dict(job["options"])
     probe.attention = options.pop("attention", "sdpa")
-    if options["packing_strategy"] == "bfd":
+    if options.get("packing_strategy") == "bfd":
         if probe.attention == "best":
             probe.attention = best_packed_attention()
         if probe.attention == "flex_attention":

@@ -165,6 +165,11 @@ VARIANTS = (
         'SFTConfig(packing=True, packing_strategy="wrapped", torch_compile=True): rows cut and attended to whole',
         {"packing_strategy": "wrapped", "torch_compile": True},
     ),
+    _trl(
+        "bf16_padded",
+        "SFTConfig(use_liger_kernel=True): about as many documents as the packed rows hold, padded to the longest",
+        {"packing": False, "use_liger_kernel": True},
+    ),
     _trl_te("", f"{BY_TE})", {}),
     _trl_te("_fixed", f"{BY_TE}), and lm_head.bias = None before the first step", {"fix_head_bias": True}),
     _trl_te(
@@ -579,6 +584,7 @@ def main() -> int:
                 "folder": str(scratch / f"{variant.name}-{number}"),
                 "options": variant.options,
                 "timeout_s": options.arm_timeout_s,
+                "documents_per_row": max(1, int(options.seq_length // held["mean_length"])),
                 **{key: settings[key] for key in settings if key not in ("model", "data", "text", "warmup")},
             }
             if options.light and variant.package in ("trl", "unsloth") and job["batch_size"] > 1:
