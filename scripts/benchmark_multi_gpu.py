@@ -10,7 +10,7 @@ parallelism each group of GPUs) has tokens of its own. A workload is MODEL:ROWSx
 
 - MODE:PRECISION, this project's Trainer: a value of --sharding_mode with bf16, delayed, current or block, and the TE
   decoder. Behind it may stand :swap (the Hugging Face decoder, its linear layers swapped in fp8), :recompute (gradient
-  checkpointing), :fp8_params, :sync (gradients exchanged in each micro-batch), and before it cpN: (N GPUs share the
+  checkpointing), :fp8_params, :sync (gradients reduced in each micro-batch), and before it cpN: (N GPUs share the
   tokens of a row).
 - ddp:RIVAL and fsdp_full:RIVAL: transformers' model under Accelerate's DDP, or its FSDP2 plugin; RIVAL is hf_bf16,
   hf_bf16_compiled, accelerate_te, te_autocast, torchao_tensorwise or torchao_rowwise

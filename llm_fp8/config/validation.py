@@ -233,7 +233,7 @@ def _graph_checks(config: Config) -> Checks:
         "them.": asked and rank > 0,
         "--cuda_graphs lets a first micro-batch's GEMMs begin the gradients anew, which they do where "
         "casts are kept; drop it, or --fp8_recast_weights.": asked and config.precision.fp8_recast_weights,
-        "--cuda_graphs exchanges gradients behind the last micro-batch; drop it, or --sync_every_micro_batch.": (
+        "--cuda_graphs all-reduces gradients behind the last micro-batch; drop it, or --sync_every_micro_batch.": (
             asked and config.parallel.sync_every_micro_batch
         ),
         "--cuda_graphs is for bf16 parameters, and --optimizer adamw_fp32 keeps them in fp32; use auto, adamw_master "

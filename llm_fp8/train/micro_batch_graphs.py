@@ -9,7 +9,7 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
                                 them. A first micro-batch begins them anew (`_begin`)
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
                                 place by every later one that is first. `Fp8Head` casts in each micro-batch here
-    scales, amax histories      updated in place behind each micro-batch, outside the graph: several GPUs exchange amax
+    scales, amax histories      updated in place behind each micro-batch, outside the graph: several GPUs reduce amax
                                 values for it, and one may replay a graph where another runs eagerly
 
 So a first and a later micro-batch differ, and have a graph each; one that is alone in its step is a first one. Eager

@@ -256,7 +256,7 @@ def test_cuda_graphs_are_for_whole_copies_bf16_and_attention_without_dropout():
     for mode in ("fsdp_full", "deepspeed_2"):
         with pytest.raises(UserError, match=f"^--cuda_graphs needs a copy .* this run has --sharding_mode {mode}; use"):
             config(*options, f"--sharding_mode={mode}")
-    with pytest.raises(UserError, match="^--cuda_graphs exchanges gradients behind .* --sync_every_micro_batch"):
+    with pytest.raises(UserError, match="^--cuda_graphs all-reduces gradients behind .* --sync_every_micro_batch"):
         config(*options, "--sharding_mode=ddp", "--sync_every_micro_batch")
 
 

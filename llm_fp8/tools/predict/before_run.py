@@ -37,7 +37,7 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
     constants are for it: a decoder that is not TE's, adapters, a sharding mode, recipe or option without a record.
     """
     config, options, precision = run.config, run.config.parallel, run.config.precision
-    mode = "single" if run.num_gpus == 1 and run.mode == "ddp" else run.mode  # nothing is exchanged
+    mode = "single" if run.num_gpus == 1 and run.mode == "ddp" else run.mode  # nothing is communicated
     if (
         not config.model.use_te
         or config.lora.lora_rank

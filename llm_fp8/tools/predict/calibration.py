@@ -10,7 +10,7 @@ and :flash4, first rounds: the FLOPs or bytes that step_time.py counts for a cla
 (llm_fp8/observability/kernel_trace.py), over its recorded time, the mean of the rows, rounded. Held out of one GPU:
 variants current and block of these, 3b, text_1b, 1b_128k, 8b_128k, and 14b but for its optimizer.
 
-On several GPUs `exchange_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven variants of
+On several GPUs `communication_tb_s` and `WAIT_SPREAD` come from row 8b_x4 (8B, four GPUs of one host, seven variants of
 fsdp_full and fsdp_grad), `fsdp_tb_s` from it and what is named there. Held out: two GPUs, documents of 8,192 tokens,
 other models, ddp. `MEASURED_GPUS` and the notes of prediction.py follow from which rows there are.
 """
@@ -136,7 +136,7 @@ class Rates:
     gradients in fp32: `elementwise` of levers_8b_x4_sums_apart.json less that of speed_table_h200.json, 8b, beyond its
     own sums, 2.29 and 2.32. Copies out of gathered buffers: the growth of `copy` from fsdp_grad to fsdp_full, 2.34.
     Casts to fp32 and the layout for the reduction: the rest of `copy` in all rows, 47 ms, 2.4."""
-    exchange_tb_s: float = 1.1
+    communication_tb_s: float = 1.1
     """Unsharded bytes that are gathered and reduced, over the time that they lengthen a step by: the wire is hidden
     behind the computation, which shares the GPU with communication. Least squares of what the seven steps of row 8b_x4
     take beyond every other part, relative to the step; errors are then -1.0% to 1.8%. That a GPU receives (N - 1) / N

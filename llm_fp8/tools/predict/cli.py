@@ -92,7 +92,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of one host (default %(default)s)")
     parser.add_argument("--sharding_mode", choices=MODES[1:], help="with several GPUs")
     parser.add_argument(
-        "--sync_every_micro_batch", action="store_true", help="gradients are exchanged in every micro-batch"
+        "--sync_every_micro_batch", action="store_true", help="gradients are reduced in every micro-batch"
     )
     parser.add_argument(
         "--fp8_params",

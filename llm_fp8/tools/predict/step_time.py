@@ -1,13 +1,15 @@
 """Seconds of an optimizer step, by part.
 
-    GEMMs        6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the rate
-                 of its precision; and the extra bytes of fp32 sums, which wgrad GEMMs under FSDP accumulate into
-    attention    6 h l FLOPs per token and layer over its rate
-    passes       bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
-    casts        bytes of fp8 casts, transposes and amax of activations and gradients over theirs
-    weights      bytes per parameter of the optimizer, gradients that no GEMM accumulates, FSDP's copies, weight casts
-    exchange     communication: bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
-    gap          a constant; none with CUDA graphs
+    GEMMs           6 n FLOPs per token and weight matrix of n entries (8 n where its layer is recomputed), over the
+                    rate of its precision; and the extra bytes of fp32 sums, which wgrad GEMMs under FSDP accumulate
+                    into
+    attention       6 h l FLOPs per token and layer over its rate
+    passes          bytes of norms, RoPE, SwiGLU, residuals and cross entropy over their bandwidth
+    casts           bytes of fp8 casts, transposes and amax of activations and gradients over theirs
+    weights         bytes per parameter of the optimizer, gradients that no GEMM accumulates, FSDP's copies, weight
+                    casts
+    communication   bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
+    gap             a constant; none with CUDA graphs
 
 The GPU runs one kernel after the other, so a step is their sum; a host that launches too slowly is not in it. Bytes are
 counted from the kernels that Transformer Engine 2.20 and this project launch for a layer.
@@ -55,7 +57,7 @@ class StepTime:
     passes_s: float
     casts_s: float
     weights_s: float
-    exchange_s: float
+    communication_s: float
     gap_s: float
     """No kernel runs."""
 
@@ -204,7 +206,7 @@ def fsdp_bytes(work: StepWorkload) -> float:
     return copies + sums + 8 * parameters
 
 
-def exchanged_bytes(work: StepWorkload) -> float:
+def communicated_bytes(work: StepWorkload) -> float:
     """Bytes of the unsharded tensors that a step gathers from, or reduces over, the GPUs."""
     parameters, of_layers = work.model.num_parameters, work.model.layer_weights
     if work.mode == "ddp":  # an all-reduce is a reduce-scatter and an all-gather
@@ -270,13 +272,13 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         passes_s=of_layers(norm_seconds) + of_layers(pass_seconds) + loss_s,
         casts_s=casts_s,
         weights_s=weights_s + fsdp_bytes(work) / (rates.fsdp_tb_s * 1e12),
-        exchange_s=0.0,
+        communication_s=0.0,
         gap_s=GRAPH_GAP_S * fp8_layers * work.micro_batches if work.cuda_graphs else GAP_S,
     )
     if work.num_gpus == 1:
         return alone
-    exchange_s = exchanged_bytes(work) / (rates.exchange_tb_s * 1e12) + idle_share(work.num_gpus) * alone.total_s
-    return dataclasses.replace(alone, exchange_s=exchange_s)
+    transfer_s = communicated_bytes(work) / (rates.communication_tb_s * 1e12)
+    return dataclasses.replace(alone, communication_s=transfer_s + idle_share(work.num_gpus) * alone.total_s)
 
 
 def host_seconds(work: StepWorkload) -> float:

@@ -44,7 +44,7 @@ from llm_fp8.tools.predict.calibration import (
 from llm_fp8.tools.predict.memory import peak_memory, saved_bytes
 from llm_fp8.tools.predict.prediction import gpu_by_name, known_gpu, predict
 from llm_fp8.tools.predict.step_time import (
-    exchanged_bytes,
+    communicated_bytes,
     fsdp_bytes,
     gemm_accumulator_bytes,
     head_cast_bytes,
@@ -274,8 +274,8 @@ def test_the_stream_of_gathers_holds_the_largest_of_them():
 
 
 def test_few_tokens_computed_again_need_what_comes_later():
-    """3B with 512 tokens: the gradients of a tied matrix as embedding and as head, and of FSDP's exchange a layer's
-    copy, are not counted.
+    """3B with 512 tokens: the gradients of a tied matrix as embedding and as head, and a layer's copy for FSDP's
+    communication, are not counted.
     """
     gpu = known_gpu(CALIBRATED_GPU)
     for name in ("levers_3b_recompute_after.json", "levers_3b_x2_sums_let_go.json"):
@@ -290,7 +290,7 @@ def test_memory_of_rows_on_several_gpus_before_gemms_added_up_gradients(record):
     assert record.prediction.peak_memory_gib == pytest.approx(expected, rel=MEMORY_ERROR)
 
 
-def test_the_exchange_of_steps_before_gemms_added_up_gradients():
+def test_the_communication_of_steps_before_gemms_added_up_gradients():
     """Held out but for `fsdp_tb_s`: today's prediction, with the bytes that FSDP and Transformer Engine moved then."""
     rows = json.loads((RESULTS / "levers_8b_x4_sums_apart.json").read_text())["rows"]
     assert {row["mode"] for row in rows} == {"fsdp_full", "fsdp_grad"}
@@ -300,14 +300,16 @@ def test_the_exchange_of_steps_before_gemms_added_up_gradients():
         time = step_time(then, rates)
         layers, parameters = then.model.layer_weights, then.model.num_parameters
         fsdp = 10 * gemm_accumulator_bytes(then) / 4  # of the same weights and micro-batches
-        casts = exchanged = 0
+        casts = communicated = 0
         if then.mode == "fsdp_grad":  # everything was gathered and cast in every micro-batch
             fsdp += 7 * 4 * parameters
             casts = (8 * (3 + 4) - 4) * layers
-            exchanged = 7 * 2 * parameters
+            communicated = 7 * 2 * parameters
         kernels = fsdp / rates.fsdp_tb_s + (casts - gemm_accumulator_bytes(then)) / rates.weight_tb_s
         expected = (
-            time.total_s + (1 + idle_share(then.num_gpus)) * kernels / 1e12 + exchanged / rates.exchange_tb_s / 1e12
+            time.total_s
+            + (1 + idle_share(then.num_gpus)) * kernels / 1e12
+            + communicated / rates.communication_tb_s / 1e12
         )
         assert expected == pytest.approx(then.tokens_per_step / row["tokens_per_s"], rel=TIME_ERROR_SEVERAL)
 
@@ -324,11 +326,11 @@ def predicted_as_flash_4(record) -> float:
     [r for r in recorded_rows() if r.todays and r.num_gpus > 1 and not r.out_of_memory],
     ids=lambda r: f"{r.file.removesuffix('.json')}-{r.row.get('row')}-{r.variant}",
 )
-def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(record):
-    """While the exchange runs, others' kernels take longer, each by a few percent. The prediction has that in
-    `exchange_s` and not in their parts.
+def test_kernels_of_several_gpus_take_what_their_parts_and_communication_do(record):
+    """While communication runs, others' kernels take longer, each by a few percent. The prediction has that in
+    `communication_s` and not in their parts.
 
-    Under fsdp_full the exchange runs all the time, and GEMMs take up to 8.3% longer. A GPU may be 2% faster than the
+    Under fsdp_full communication runs all the time, and GEMMs take up to 8.3% longer. A GPU may be 2% faster than the
     rates, which are of the mean of others.
     """
     step = record.measured["recorded_step"]
@@ -339,8 +341,8 @@ def test_kernels_of_several_gpus_take_what_their_parts_and_the_exchange_do(recor
     attention = 0.2 if few else 0.08
     assert time.attention_s == pytest.approx(classes["attention"] * predicted_as_flash_4(record), rel=attention)
     # Not the sum of the classes: what is copied into buffers for a gather runs beside the others.
-    beyond = statistics.mean(step["work_s_by_rank"]) - (time.total_s - time.exchange_s - time.gap_s)
-    assert -0.02 * record.step_time_s <= beyond <= time.exchange_s + 0.01 * record.step_time_s
+    beyond = statistics.mean(step["work_s_by_rank"]) - (time.total_s - time.communication_s - time.gap_s)
+    assert -0.02 * record.step_time_s <= beyond <= time.communication_s + 0.01 * record.step_time_s
 
 
 def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
@@ -454,9 +456,9 @@ def test_the_document_holds_what_the_function_gives():
 def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
     two = {"tokens": 4096, "micro_batches": 16, "mode": "fsdp_full", "num_gpus": 2, "optimizer": "adamw_fp32"}
     ways = ({}, {"sync_every_micro_batch": True}, {"sync_every_micro_batch": True, "recomputed_layers": 48})
-    summed, exchanged, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
+    summed, communicated, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
     text = " ".join((ROOT / "docs" / "multi_gpu.md").read_text(encoding="utf-8").split())
-    assert f"says {summed:.0f} GiB, {exchanged:.0f} with the first and {recomputed:.0f} with both;" in text
+    assert f"says {summed:.0f} GiB, {communicated:.0f} with the first and {recomputed:.0f} with both;" in text
 
 
 # --- the sizes --------------------------------------------------------------------------------------------------------
@@ -603,7 +605,7 @@ def test_an_optimizer_of_8_bit_moments_takes_the_time_of_its_own_kernel():
     assert step_time(master, Rates()) == step_time(master, dataclasses.replace(Rates(), eight_bit_tb_s=3.0))
 
 
-def test_layers_gradients_are_added_up_by_gemms_where_no_exchange_waits_for_them():
+def test_layers_gradients_are_added_up_by_gemms_where_no_communication_waits_for_them():
     def more(**of) -> float:
         """Bytes that a further micro-batch costs."""
         return weight_bytes(scenario(micro_batches=5, **of)) - weight_bytes(scenario(micro_batches=4, **of))
@@ -618,7 +620,7 @@ def test_layers_gradients_are_added_up_by_gemms_where_no_exchange_waits_for_them
     assert second - first == pytest.approx(6 * model.num_parameters), "the last is autograd's"
     synced = more(sync_every_micro_batch=True, **ddp)
     assert synced == pytest.approx((6 + 4) * model.num_parameters), (
-        "so are all, and copied into buckets, where each is exchanged"
+        "so are all, and copied into buckets, where each is reduced"
     )
     small = bundled_size("Llama-3.2-1B")  # its head is its embedding, which gets two gradients
     outside = small.num_parameters - small.spec.num_layers * small.layer_linear
@@ -648,12 +650,12 @@ def test_bytes_of_fsdp():
     for options in ({}, {"fp8_params": True}):
         assert more(fsdp_bytes, "fsdp_grad", **options) == pytest.approx(10 * outside), "gathered once a step"
         assert more(gemm_accumulator_bytes, "fsdp_grad", **options) == pytest.approx(4 * layers)
-        assert more(exchanged_bytes, "fsdp_grad", **options) == 0
+        assert more(communicated_bytes, "fsdp_grad", **options) == 0
     assert more(gemm_accumulator_bytes, "fsdp_full") == pytest.approx(4 * (layers - fused_qkv))
     assert more(gemm_accumulator_bytes, "fsdp_full", sync_every_micro_batch=True) == 0
-    assert more(exchanged_bytes, "fsdp_full") == pytest.approx(2 * 2 * layers + 2 * outside)
-    assert more(exchanged_bytes, "fsdp_full", fp8_params=True) == pytest.approx(2 * layers + 2 * outside)
-    assert more(exchanged_bytes, "fsdp_grad", sync_every_micro_batch=True) == pytest.approx(4 * model.num_parameters)
+    assert more(communicated_bytes, "fsdp_full") == pytest.approx(2 * 2 * layers + 2 * outside)
+    assert more(communicated_bytes, "fsdp_full", fp8_params=True) == pytest.approx(2 * layers + 2 * outside)
+    assert more(communicated_bytes, "fsdp_grad", sync_every_micro_batch=True) == pytest.approx(4 * model.num_parameters)
     # Casts: none where they are kept, transposes alone of weights that are fp8.
     assert more(weight_cast_bytes, "fsdp_grad") == more(weight_cast_bytes, "fsdp_full", "bf16", fp8_params=True) == 0
     assert more(weight_cast_bytes, "fsdp_full") == pytest.approx((3 + 4) * layers)
@@ -690,19 +692,19 @@ def test_layers_kept_in_bf16_lie_between_fp8_and_bf16():
     assert step_s(none) == pytest.approx(step_s(bf16)) and gib(none) == pytest.approx(gib(bf16))
 
 
-def test_sharding_takes_memory_off_and_adds_exchange():
+def test_sharding_takes_memory_off_and_adds_communication():
     two, four = (scenario(optimizer="adamw_fp32", mode="fsdp_full", num_gpus=n) for n in (2, 4))
     assert gib(four) < gib(two)
     whole = scenario(optimizer="adamw_fp32", mode="fsdp_grad", num_gpus=4)
     synced = dataclasses.replace(four, sync_every_micro_batch=True)
     assert gib(whole) > gib(four) > gib(synced)
     assert (
-        step_time(synced, Rates()).exchange_s
-        > step_time(four, Rates()).exchange_s
-        > step_time(whole, Rates()).exchange_s
+        step_time(synced, Rates()).communication_s
+        > step_time(four, Rates()).communication_s
+        > step_time(whole, Rates()).communication_s
         > 0
     )
-    assert step_time(scenario(), Rates()).exchange_s == 0
+    assert step_time(scenario(), Rates()).communication_s == 0
     assert gib(scenario(mode="ddp", num_gpus=4)) > gib(scenario())
 
 
