@@ -300,13 +300,13 @@ def train_sft(job: dict[str, Any], probe: Probe, model: Any, options: dict[str, 
     ]
     options = {"packing": True, **options}
     fix_head_bias = options.pop("fix_head_bias", False)
-    rows_per_row = 1 if options["packing"] else job["documents_per_row"]
+    documents_per_row = 1 if options["packing"] else job["documents_per_row"]
     if job["light"]:
         options["optim"] = "adamw_torch_8bit"
     args = SFTConfig(
         output_dir=job["folder"],
         max_steps=job["steps"],
-        per_device_train_batch_size=job["batch_size"] * rows_per_row,
+        per_device_train_batch_size=job["batch_size"] * documents_per_row,
         gradient_accumulation_steps=job["micro_batches"],
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
