@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,11 +96,11 @@ def test_what_is_missing_is_run_and_what_is_gone_is_dropped(record, tmp_path):
     assert code == 0 and again == found
 
 
-def test_what_is_missing_of_the_projects_own_tests(tmp_path):
+def test_what_is_missing_of_the_projects_own_tests(tmp_path, warm_python):
     """pytest is called twice in one process: to collect, then with workers."""
     done = subprocess.run(
         [
-            sys.executable,
+            warm_python,
             "benchmarks/gpu_tests.py",
             *("--output", str(tmp_path / "record.json")),
             *("--workers", "1", "--missing", "tests/kernels/test_rope_gpu.py"),

@@ -108,8 +108,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise `UserError` for values that cannot be."""
+def checked(options: argparse.Namespace) -> Config:
+    """The training that the command line describes. Raises `UserError` for values that cannot be."""
     for name in ("batch_size", "num_gpus"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
@@ -129,38 +129,43 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} has no effect on one GPU; add --num_gpus or drop it.")
     if options.cuda_graphs and options.num_gpus > 1:
         raise UserError("--cuda_graphs is predicted on one GPU alone; drop it, or --num_gpus and --sharding_mode.")
-    check_options(
-        Config(
-            model=ModelConfig(
-                use_te=True, gradient_checkpointing=options.gradient_checkpointing, cuda_graphs=options.cuda_graphs
-            ),
-            data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length, packing=True),
-            precision=PrecisionConfig(
-                mixed_precision="fp8",
-                fp8_lm_head=options.fp8_lm_head,
-                fp8_recast_weights=options.fp8_recast_weights,
-            ),
-            optim=OptimConfig(
-                optimizer=options.optimizer,
-                offload_optimizer=options.offload_optimizer,
-                gradient_accumulation_steps=options.gradient_accumulation_steps,
-            ),
-            parallel=ParallelConfig(
-                sharding_mode=options.sharding_mode or "auto",
-                fp8_params=options.fp8_params,
-                sync_every_micro_batch=options.sync_every_micro_batch,
-            ),
-        )
+    config = Config(
+        model=ModelConfig(
+            use_te=True,
+            attn_implementation=options.attn_implementation,
+            gradient_checkpointing=options.gradient_checkpointing,
+            cuda_graphs=options.cuda_graphs,
+        ),
+        data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length, packing=True),
+        precision=PrecisionConfig(
+            mixed_precision="fp8",
+            fp8_lm_head=options.fp8_lm_head,
+            fp8_recast_weights=options.fp8_recast_weights,
+        ),
+        optim=OptimConfig(
+            optimizer=options.optimizer,
+            offload_optimizer=options.offload_optimizer,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+        ),
+        parallel=ParallelConfig(
+            sharding_mode=options.sharding_mode or "auto",
+            fp8_params=options.fp8_params,
+            sync_every_micro_batch=options.sync_every_micro_batch,
+        ),
     )
+    check_options(config)
     if options.json is not None:
         require_writable("--json", options.json)
+    return config
 
 
-def workload_of(options: argparse.Namespace) -> StepWorkload:
-    """What the command line describes, in bf16."""
+def workload_of(options: argparse.Namespace, config: Config) -> StepWorkload:
+    """What the command line describes, in bf16; `config` is `checked`'s."""
     from llm_fp8.distributed.sharding_mode import default_optimizer
     from llm_fp8.models.source import load_config, require_positions, resolve_source
-    from llm_fp8.tools.predict.workload import ModelSize, StepWorkload
+    from llm_fp8.tools.predict import before_run
+    from llm_fp8.tools.predict.workload import ModelSize
+    from llm_fp8.train.prediction import RunDescription
     from te_llama import UnsupportedArchitecture, layer_weight_shapes
 
     model_name = options.model_name
@@ -177,31 +182,17 @@ def workload_of(options: argparse.Namespace) -> StepWorkload:
     except UnsupportedArchitecture as error:
         raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
     require_positions(hf_config, options.max_seq_length, model_name, "--max_seq_length")
-    flash = options.attn_implementation == "flash_attention_4"
-    if flash:
+    if config.model.flash_attention_4:
         check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
     mode = options.sharding_mode or "single"
     optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
     if options.fp8_params:
         check_fp8_params("delayed", layer_weight_shapes(model.spec), options.num_gpus)
-    return StepWorkload(
-        model=model,
-        recipe="bf16",
-        micro_batch_tokens=options.batch_size * options.max_seq_length,
-        micro_batches=options.gradient_accumulation_steps,
-        mean_length=options.mean_length or options.max_seq_length,
-        optimizer=optimizer,
-        mode=mode,
-        num_gpus=options.num_gpus,
-        sync_every_micro_batch=options.sync_every_micro_batch,
-        recomputed_layers=model.spec.num_layers if options.gradient_checkpointing else 0,
-        fp8_lm_head=options.fp8_lm_head,
-        flash_attention_4=flash,
-        fp8_params=options.fp8_params,
-        fp8_recast_weights=options.fp8_recast_weights,
-        cuda_graphs=options.cuda_graphs,
-        offload_optimizer=options.offload_optimizer,
-    )
+    run = RunDescription(config, hf_config, "bf16", optimizer, mode, options.num_gpus, gpu_name=options.gpu or "")
+    tokens = options.batch_size * options.max_seq_length
+    work = before_run.workload_of(run, tokens, options.mean_length or options.max_seq_length)
+    assert work is not None  # `checked` lets through what has constants
+    return work
 
 
 def speed_up(found: Prediction, predictions: list[Prediction]) -> float:
@@ -248,14 +239,14 @@ def table(predictions: list[Prediction], title: str) -> Table:
 def main() -> int:
     """Print the table and what it leaves out."""
     options = parse(sys.argv[1:])
-    check(options)
+    config = checked(options)
     # After the parser: --help and mistakes answer without loading torch.
     from llm_fp8.observability.provenance import collect_provenance
     from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name, predict
     from llm_fp8.tools.predict.workload import PREDICTED
 
     gpu = gpu_by_name(options.gpu)
-    scenario = workload_of(options)
+    scenario = workload_of(options, config)
     tokens = scenario.micro_batch_tokens
     recipes = [name for name in PREDICTED if can_predict(gpu, name)]
     if scenario.fp8_params:

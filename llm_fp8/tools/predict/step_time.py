@@ -248,8 +248,8 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         casts_s += cast / (rates.cast_tb_s[recipe] * 1e12)
     gemm_s += gemm_accumulator_bytes(work) / (rates.weight_tb_s * 1e12)
     partial_tile = ATTENTION_TILE / 2 / work.mean_length if work.mean_length % ATTENTION_TILE else 0.0
-    attention = (6 + 2 * again_share) * spec.q_size * (work.mean_length + DIAGONAL_TOKENS) * step_tokens * layers
-    attention *= 1 + partial_tile
+    computed_tokens = step_tokens * (1 + partial_tile)
+    attention = (6 + 2 * again_share) * spec.q_size * (work.mean_length + DIAGONAL_TOKENS) * computed_tokens * layers
     attention_rate = rates.attention_rate(spec.head_dim) * (FLASH_ATTENTION_4_SPEED_UP if work.flash_attention_4 else 1)
 
     def of_layers(seconds: Callable[..., float]) -> float:

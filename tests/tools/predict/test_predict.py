@@ -456,9 +456,9 @@ def test_the_document_holds_what_the_function_gives():
 def test_what_14b_needs_on_two_gpus_is_what_the_document_says():
     two = {"tokens": 4096, "micro_batches": 16, "mode": "fsdp_full", "num_gpus": 2, "optimizer": "adamw_fp32"}
     ways = ({}, {"sync_every_micro_batch": True}, {"sync_every_micro_batch": True, "recomputed_layers": 48})
-    summed, communicated, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
+    summed, reduced, recomputed = (gib(scenario("Qwen2.5-14B", **two, **way)) for way in ways)
     text = " ".join((ROOT / "docs" / "multi_gpu.md").read_text(encoding="utf-8").split())
-    assert f"says {summed:.0f} GiB, {communicated:.0f} with the first and {recomputed:.0f} with both;" in text
+    assert f"says {summed:.0f} GiB, {reduced:.0f} with the first and {recomputed:.0f} with both;" in text
 
 
 # --- the sizes --------------------------------------------------------------------------------------------------------
@@ -474,10 +474,11 @@ def test_sizes_are_those_of_the_model(model):
 
 def test_a_model_without_te_decoder_is_refused(tmp_path):
     GPT2Config().save_pretrained(tmp_path)
+    options = command.parse(["--model_name", str(tmp_path)])
     with pytest.raises(
         UserError, match="--model_name: there is no prediction for this model, because model_type 'gpt2'"
     ):
-        command.workload_of(command.parse(["--model_name", str(tmp_path)]))
+        command.workload_of(options, command.checked(options))
 
 
 # --- how time and memory behave ---------------------------------------------------------------------------------------
@@ -1131,6 +1132,10 @@ def test_what_saves_memory_or_launches_is_predicted(words, options, run_command,
         (
             ("--offload_optimizer", "0.5", "--optimizer", "adamw_8bit"),
             "error: --offload_optimizer moves the state of adamw_master, and --optimizer adamw_8bit has another",
+        ),
+        (
+            ("--cuda_graphs", "--attn_implementation", "flash_attention_4"),
+            "error: --cuda_graphs .*--attn_implementation flash_attention_4",
         ),
         (
             ("--cuda_graphs", "--num_gpus", "2", "--sharding_mode", "ddp"),
