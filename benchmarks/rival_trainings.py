@@ -215,11 +215,14 @@ def our_words(job: dict[str, Any]) -> list[str]:
     }
     if job["num_gpus"] > 1:
         options["sharding_mode"] = "fsdp_full"
-    elif job["light"]:  # its blocks are not sharded
+    elif job["light"]:
         options["optimizer"] = "adamw_8bit"
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     script = "train_fp8.py" if job["num_gpus"] == 1 else "train_multi_gpu.py"
-    return [script, *words, "--packing", "--no_export", *(["--use_te"] if torch.cuda.is_available() else [])]
+    switches = ["--packing", "--no_export"]
+    switches += ["--use_te"] if torch.cuda.is_available() else []
+    switches += ["--sync_every_micro_batch"] if job["light"] and job["num_gpus"] > 1 else []
+    return [script, *words, *switches]
 
 
 def train_ours(job: dict[str, Any], probe: Probe) -> None:

@@ -19,7 +19,8 @@ fails is an entry with the reason.
 A step is timed from one optimizer step to the next, with a synchronisation; tokens are those that are no padding,
 supervised or not. Memory, kernels and the optimizer's storage are read from the running process
 (benchmarks/rival_trainings.py). --light takes fewer bytes per parameter: 8-bit moments over bf16 weights in TRL and,
-on one GPU, here; everything in bf16 in torchtitan.
+on one GPU, here, where several GPUs keep sharded gradients alone; everything in bf16 in torchtitan, which recomputes
+what is cheap.
 
 `--packages NAME=FOLDER` puts a folder on the path of the variants of that package alone. Exit code 1: --time_limit_s
 left variants to be measured; the same command with --resume goes on.
@@ -134,7 +135,8 @@ def _torchtitan_02(name: str, how: str, **options: Any) -> Rival:
 
 def _automodel(name: str, how: str, **options: Any) -> Rival:
     asked = "fp8" if {"recipe", "te_fp8"} & set(options) else "bf16"
-    options = {"packing": "thd", **options}
+    # torch's compiler fails in Transformer Engine's attention.
+    options = {"packing": "neat" if options.get("compile") else "thd", **options}
     return Rival(f"automodel_{name}", "automodel", how, asked, options=options, fallback={"packing": "neat"})
 
 
@@ -190,19 +192,22 @@ VARIANTS = (
         "tensorwise", "the same, --model.converters quantize.linear.float8, tensorwise", recipe="tensorwise"
     ),
     _automodel("bf16", "torch_dtype: bf16, packed_sequence, backend.attn: te"),
-    _automodel("bf16_compiled", "the same, distributed.enable_compile", compile=True),
+    _automodel("bf16_compiled", "the same, backend.attn: sdpa, distributed.enable_compile", compile=True),
     _automodel(
         "tensorwise",
-        "the same, distributed.enable_compile, fp8.recipe_name: tensorwise",
+        "the same, backend.attn: sdpa, distributed.enable_compile, fp8.recipe_name: tensorwise",
         compile=True,
         recipe="tensorwise",
     ),
     _automodel(
-        "rowwise", "the same, distributed.enable_compile, fp8.recipe_name: rowwise", compile=True, recipe="rowwise"
+        "rowwise",
+        "the same, backend.attn: sdpa, distributed.enable_compile, fp8.recipe_name: rowwise",
+        compile=True,
+        recipe="rowwise",
     ),
     _automodel(
         "te",
-        "the same, backend.linear: te, backend.te_fp8.recipe: current; its Llama has no such layer",
+        "the same as in bf16, backend.linear: te, backend.te_fp8.recipe: current; its Llama has no such layer",
         te_fp8="current",
     ),
     Rival("unsloth_bf16", "unsloth", "FastLanguageModel with full_finetuning=True, SFTConfig(packing=True)", "bf16"),

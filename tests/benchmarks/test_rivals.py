@@ -84,6 +84,7 @@ def test_our_command_is_one_that_the_script_takes():
     assert script == "train_multi_gpu.py" and config.parallel.sharding_mode == "fsdp_full"
     assert config.optim.optimizer == "auto" and config.optim.gradient_accumulation_steps == 2
     assert parse_config(our_words({**JOB, "light": True})[1:]).optim.optimizer == "adamw_8bit"
+    assert "--sync_every_micro_batch" in our_words({**JOB, "light": True, "num_gpus": 2})
 
 
 def test_the_launchers(tmp_path):
@@ -113,11 +114,11 @@ def test_automodel_gets_the_jobs_shape():
     options = NAMED["automodel_rowwise"].options
     entries = config_of({**JOB, "options": options, "num_gpus": 2}, on_gpu=True)
     assert entries["step_scheduler"]["global_batch_size"] == 16 and entries["fp8"]["recipe_name"] == "rowwise"
-    assert entries["model"]["backend"]["attn"] == "te" and entries["distributed"]["enable_compile"]
-    plain = config_of({**JOB, "options": {**options, "packing": "neat"}}, on_gpu=True)
-    assert plain["model"]["backend"]["attn"] == "sdpa" and plain["packed_sequence"]["packing_strategy"] == "neat"
-    te = config_of({**JOB, "options": NAMED["automodel_te"].options}, on_gpu=True)["model"]["backend"]
-    assert te["te_fp8"] == {"recipe": "current"} and te["linear"] == "te"
+    assert entries["model"]["backend"]["attn"] == "sdpa" and entries["distributed"]["enable_compile"]
+    assert entries["packed_sequence"]["packing_strategy"] == "neat"
+    te = config_of({**JOB, "options": NAMED["automodel_te"].options}, on_gpu=True)
+    assert te["packed_sequence"]["packing_strategy"] == "thd" and te["model"]["backend"]["attn"] == "te"
+    assert te["model"]["backend"]["te_fp8"] == {"recipe": "current"} and te["model"]["backend"]["linear"] == "te"
 
 
 def test_a_failure_is_tried_again_with_fewer_rows_or_with_the_fallback():
