@@ -116,6 +116,7 @@ def build_model(
         model = _build_te_decoder(
             options, hf_config, parameter_dtype, device, with_memory=True, unfused_mlp=unfused_mlp
         )
+        _keep_generation_config(model, options, source)
     else:
         attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
         if has_random_weights(options, source):
@@ -149,18 +150,22 @@ def build_structure(
 ) -> PreTrainedModel:
     """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_weights`."""
     if options.use_te:
-        return _build_te_decoder(
+        model = _build_te_decoder(
             options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp
         )
-    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
-    with init_empty_weights(include_buffers=False), torch.device(device):
-        model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-    model.tie_weights()  # undone by `init_empty_weights`
-    if not has_random_weights(options, source):
-        stored = load_generation_config(options, source)
-        if stored is not None:
-            model.generation_config = stored
+    else:
+        attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
+        with init_empty_weights(include_buffers=False), torch.device(device):
+            model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+        model.tie_weights()  # undone by `init_empty_weights`
+    _keep_generation_config(model, options, source)
     return model
+
+
+def _keep_generation_config(model: PreTrainedModel, options: ModelConfig, source: ModelSource) -> None:
+    """Give `model` the stop tokens and sampling of its source, for the exported checkpoint."""
+    if not has_random_weights(options, source) and (stored := load_generation_config(options, source)) is not None:
+        model.generation_config = stored
 
 
 def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -21,7 +22,7 @@ from transformers import (
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.architectures import bundled_architectures
-from llm_fp8.models.build import build_model, decoder_layers, decoder_size
+from llm_fp8.models.build import build_model, build_structure, decoder_layers, decoder_size
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import EMBEDDED_MODEL, check_model, load_config, load_tokenizer, resolve_source, stored_dtype
@@ -29,6 +30,7 @@ from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
 from tests.support.small import run_json, train, write_model
+from tests.support.stand_in_te import install_stand_in
 from tests.support.stored import CARD, assert_same_bits, stored_weights
 
 CPU = torch.device("cpu")
@@ -62,6 +64,23 @@ def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype,
     assert_same_bits(stored_weights(source), stored_weights(tmp_path / "final"))
     assert ("lm_head.weight" in stored_weights(tmp_path / "final")) != tied
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("use_te", [False, True], ids=["Hugging Face", "Transformer Engine"])
+def test_both_decoders_keep_stop_tokens_and_sampling(tmp_path, monkeypatch, use_te, sharded):
+    stored = GenerationConfig(eos_token_id=[1, 5, 6], do_sample=True, temperature=0.6, top_p=0.9)
+    stored.save_pretrained(write_model(tmp_path / "source"))
+    if use_te:
+        install_stand_in(monkeypatch)
+    options = ModelConfig(model_name=str(tmp_path / "source"), use_te=use_te)
+    source = resolve_source(options)
+    shared = dict(parameter_dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
+    if sharded:
+        model = build_structure(options, source, load_config(options, source), **shared)
+    else:
+        model, _ = build_model(options, source, load_config(options, source), **shared, seed=3)
+    assert model.generation_config.to_diff_dict() == stored.to_diff_dict()
 
 
 @pytest.mark.slow
