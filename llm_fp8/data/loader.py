@@ -83,20 +83,32 @@ class TrainLoader:
         num_sequences = self._sequences.num_sequences
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
+    def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
+        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, negative behind it; not
+        when streaming. `UserError` if it belongs to other data.
+        """
+        position = self._sequences.start() if state is None else self._own_rows(state)
+        assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
+        in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
+        return in_this_epoch + (num_epochs - position["epoch"] - 1) * self.steps_per_epoch
+
     def state_dict(self) -> Position:
         """The position, as a dict that JSON can hold."""
         return {"rows": self._position, "progress": self.epoch}
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
+        self._position = self._own_rows(state)
+        self.epoch = state["progress"]
+
+    def _own_rows(self, state: Position) -> Position:
         position, start = state["rows"], self._sequences.start()
         if position.get("kind") != start["kind"] or position.get("data") != start["data"]:
             raise UserError(
                 "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, "
                 "max_seq_length, packing, held-out share or seed); resume with the options of that run."
             )
-        self._position = position
-        self.epoch = state["progress"]
+        return position
 
     def __iter__(self) -> Iterator[list[Batch]]:
         with closing(prefetch(self._steps(self._position), STEPS_AHEAD)) as steps:

@@ -119,11 +119,13 @@ def run_training(
         hub_repo = None if config.run.dry_run else prepare_hub_repo(config.run)
         phase_ends("config_and_tokenizer")
         data = _prepare_data(plan, tokenizer, context)
-        if resume_path and (changed := changed_options(resume_path, run_options(config, data), config.allowed_changes)):
+        num_steps = total_steps(config, data, resume_path)
+        options = run_options(config, data, num_steps)
+        if resume_path and (changed := changed_options(resume_path, options, config.allowed_changes)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
-        refuse_finished(config, total_steps(config, data))
+        refuse_finished(config, num_steps)
         if config.run.dry_run:
-            plan.say(describe_dry_run(plan, data, total_steps(config, data), first_step(data.train), predictor))
+            plan.say(describe_dry_run(plan, data, num_steps, first_step(data.train), predictor))
             end_process_group(plan.accelerator)
             return 0
         phase_ends("data")
@@ -134,7 +136,7 @@ def run_training(
         context.connected(plan.device.type).attach(decoder_layers(setup.model))
         _check_export(setup)
         held.enter_context(run_lock(config, ranks))  # nothing is written before
-        loop, state = build_loop(setup, data, checkpoints, fingerprint, resume_path)
+        loop, state = build_loop(setup, data, checkpoints, fingerprint, options, resume_path)
         exact_match = _exact_match(setup, tokenizer, data, loop.reporter)
         phase_ends("optimizer")
         # From here on there is something to save: before, a signal ends the process at once.
@@ -193,9 +195,13 @@ def build_loop(
     data: PreparedData,
     checkpoints: CheckpointManager,
     fingerprint: dict[str, Any],
+    options: dict[str, Any],
     resume_path: Path | None,
 ) -> tuple[TrainingLoop, RunState]:
-    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed; and what saves them."""
+    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed; and what saves them.
+
+    `fingerprint` and `options`: of `run_fingerprint` and `run_options`.
+    """
     plan, training_model = setup.plan, setup.training_model
     config, accelerator, strategy = plan.config, plan.accelerator, plan.strategy
     optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, training_model.named_parameters())
@@ -209,13 +215,13 @@ def build_loop(
         checkpoints,
         setup.precision,
         fingerprint,
-        run_options(config, data),
+        options,
         setup.model,
         data,
         strategy,
         background=config.parallel.async_save,
     )
-    num_steps = total_steps(config, data)
+    num_steps = options["total_steps"]
     done: dict[str, Any] = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
     eval_data = None if data.eval is None else data.eval.data
     history = _restored_history(plan, checkpoints, done.pop("evaluations", None), eval_data)

@@ -101,25 +101,29 @@ def find_checkpoint(
     return path
 
 
-def run_options(config: Config, data: PreparedData) -> dict[str, Any]:
-    """What a checkpoint records of the run: the options (but not those of reports and saves), the steps of the whole
-    run, and the rows of a step on all GPUs.
+def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
+    """What a checkpoint records of the run: the options (but not those of reports and saves), the `num_steps` of the
+    whole run, and the rows of a step on all GPUs.
     """
     sections = config.to_dict()
     sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
     options = {name: value for section in sections.values() for name, value in section.items()}
     return options | {
-        "total_steps": total_steps(config, data),
+        "total_steps": num_steps,
         "global_batch_size": data.train.global_batch_size,
     }
 
 
-def total_steps(config: Config, data: PreparedData) -> int:
-    """Optimizer steps of the whole run."""
+def total_steps(config: Config, data: PreparedData, resume_path: Path | None) -> int:
+    """Optimizer steps of the whole run. Steps behind a checkpoint may have had another global batch: --num_epochs
+    counts from the rows that they took.
+    """
     if config.optim.max_steps is not None:
         return config.optim.max_steps
-    assert data.train.steps_per_epoch is not None  # check_options: streaming needs --max_steps
-    return data.train.steps_per_epoch * config.optim.num_epochs
+    if resume_path is None:
+        return data.train.steps_left(config.optim.num_epochs)
+    meta = read_meta(resume_path)
+    return int(meta["step"]) + data.train.steps_left(config.optim.num_epochs, meta["loader"])
 
 
 def changed_options(path: Path, options: dict[str, Any], allowed: Sequence[str]) -> list[str]:

@@ -73,6 +73,20 @@ def test_an_epoch_holds_every_sequence_once(packed: bool) -> None:
     assert second == Counter(range(NUM_DOCUMENTS))
 
 
+def test_steps_left_are_those_that_end_an_epoch_with_any_size_of_a_step() -> None:
+    first = _loader(batch_size=4)
+    _steps(first, 8)  # of 8 rows, two of them in the second of three epochs: an epoch has 6
+    for batch_size in (1, 4, 7, 50):
+        other = _loader(batch_size=batch_size)
+        num_steps = other.steps_left(3, first.state_dict())
+        other.load_state_dict(first.state_dict())
+        rows = Counter(row for step in _steps(other, num_steps) for batch in step for row in batch.row_ids)
+        assert other.epoch == 3.0 and sum(rows.values()) == 2 * NUM_DOCUMENTS - 16
+        assert other.steps_left(3, other.state_dict()) == 0
+        assert other.steps_left(2, other.state_dict()) == -other.steps_per_epoch
+        assert other.steps_left(3) == 3 * other.steps_per_epoch
+
+
 def test_the_order_is_that_of_the_seed() -> None:
     assert _ids(_steps(_loader(seed=1), 5)) == _ids(_steps(_loader(seed=1), 5))
     assert _ids(_steps(_loader(seed=1), 5)) != _ids(_steps(_loader(seed=2), 5))

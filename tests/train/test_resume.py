@@ -373,6 +373,23 @@ def test_options_that_may_change_are_said_and_recorded(tmp_path, stopped, option
     assert steps(tmp_path / "run")[3]["learning_rate"] > 0.1
 
 
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
+def test_epochs_are_counted_in_rows_where_another_global_batch_resumes(tmp_path, small_run, batch_size, num_steps):
+    """22 of the 24 rows are short enough: an epoch has three steps of 8, the second one 11 of 2 or two of 16."""
+    asked = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
+    assert train(*asked, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
+    resumed = tmp_path / "resumed"
+    change = [f"--batch_size={batch_size}", "--allow_changed=global_batch_size,total_steps"]
+    first = tmp_path / "first" / "checkpoints" / "step-00000003"
+    assert train(*asked, *change, f"--resume_from={first}", f"--output_dir={resumed}") == 0
+    assert (steps(resumed)[-1]["step"], steps(resumed)[-1]["epoch"]) == (num_steps, 2.0)
+    latest = [*asked, *change, f"--output_dir={resumed}", "--resume_from=latest"]
+    with pytest.raises(UserError, match=f"is finished, after {num_steps} steps"):
+        train(*latest)
+    assert train(*latest, "--num_epochs=3") == 0
+    assert steps(resumed)[-1]["epoch"] == 3.0
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, stopped, options):
     model = write_model(tmp_path / "other", num_hidden_layers=3, tie_word_embeddings=True)
     change = [*options, f"--model_name={model}"]
