@@ -423,6 +423,9 @@ TRAINING_OPTIONS = (
 GPUs, and the steps of the whole run.
 """
 
+SCALE_OPTIONS = ("amax_history_len", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules")
+"""Of these: what decides which scales and histories delayed scaling keeps."""
+
 EVALUATION_OPTIONS = (
     "eval_every", "eval_batches", "keep_best", "early_stopping_patience", "early_stopping_threshold",
 )  # fmt: skip

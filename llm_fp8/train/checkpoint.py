@@ -319,19 +319,32 @@ class CheckpointManager:
             logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0], error)
             return candidates[0]
 
-    def load(self, path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(
+        self, path: str | os.PathLike[str], tensors: Mapping[str, Tensor], optional_prefix: str | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint into the given tensors, in place and bit for bit; collective.
 
         Args:
             path: 'latest' or a checkpoint's folder.
             tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`)
                 of other ranks and devices may be left out.
+            optional_prefix: tensors with such names are read where both sides have them alike, else left as they are.
 
         Returns the contents of meta.json. Raises `UserError`, before anything changes, where a file is missing or
         truncated, or names, shapes or dtypes differ.
         """
         folder = self.find(os.fspath(path))
-        _require_same_tensors(folder, _verify(folder)["tensors"], tensors)
+        saved = _verify(folder)["tensors"]
+        if optional_prefix is not None:
+            unlike = {
+                name
+                for name in saved.keys() | tensors.keys()
+                if name.startswith(optional_prefix)
+                and (name not in saved or name not in tensors or _shown(saved[name]) != _shown(tensors[name]))
+            }
+            saved = {name: described for name, described in saved.items() if name not in unlike}
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in unlike}
+        _require_same_tensors(folder, saved, tensors)
         dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
         return read_json(folder / _META)
 
@@ -459,8 +472,7 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mappin
     problems = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
     problems += [f"{name} is in the checkpoint only" for name in missing]
     for name in wanted.keys() & saved.keys():
-        have = f"{saved[name]['dtype']} {saved[name]['shape']}"
-        want = f"{wanted[name].dtype} {list(wanted[name].shape)}"
+        have, want = _shown(saved[name]), _shown(wanted[name])
         if have != want:
             problems.append(f"{name} is {have} in the checkpoint and {want} in this run")
     if problems:
@@ -469,6 +481,13 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mappin
             f"--resume_from {folder} holds other tensors than this run: "
             f"{'; '.join(sorted(problems)[:_DIFFERENCES_SHOWN])}{more}."
         )
+
+
+def _shown(tensor: Tensor | Mapping[str, Any]) -> str:
+    """Dtype and shape of a tensor, or of one that a manifest describes."""
+    if isinstance(tensor, Tensor):
+        return f"{tensor.dtype} {list(tensor.shape)}"
+    return f"{tensor['dtype']} {tensor['shape']}"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

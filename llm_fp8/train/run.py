@@ -65,6 +65,7 @@ from llm_fp8.train.train_state import (
     RunState,
     changed_options,
     find_checkpoint,
+    keeps_other_scales,
     run_fingerprint,
     run_options,
     total_steps,
@@ -207,8 +208,9 @@ def build_loop(
     optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, training_model.named_parameters())
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
+    begins = resume_path is None or keeps_other_scales(resume_path, options)
     prepared, optimizer = prepare_with_scales(
-        strategy, training_model, optimizer, lambda: _warm_up_scales(setup, data, resumed=resume_path is not None)
+        strategy, training_model, optimizer, lambda: _warm_up_scales(setup, data) if begins else None
     )
     state = RunState(
         accelerator,
@@ -389,9 +391,9 @@ def _check_export(setup: TrainingSetup) -> None:
         plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,} ({share:.2%})")
 
 
-def _warm_up_scales(setup: TrainingSetup, data: PreparedData, resumed: bool) -> None:
-    """First scales of delayed scaling, where the run begins anew."""
-    if resumed or not setup.precision.scales_lag:
+def _warm_up_scales(setup: TrainingSetup, data: PreparedData) -> None:
+    """First scales of delayed scaling; those that a checkpoint has come after them."""
+    if not setup.precision.scales_lag:
         return
     plan, batches = setup.plan, first_step(data.train)
     num_supervised = supervised_tokens_per_process(plan.accelerator, batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config.options import EVALUATION_OPTIONS, TRAINING_OPTIONS, Config
+from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config
 from llm_fp8.data import PreparedData
 from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.strategy import DistributedStrategy
@@ -157,6 +157,16 @@ def _require_readable(path: Path, saved: dict[str, Any], current: dict[str, Any]
     )
 
 
+_SCALES = "fp8."
+"""Begins the names of delayed scaling's tensors."""
+
+
+def keeps_other_scales(path: Path, options: Mapping[str, Any]) -> bool:
+    """Whether a run with these options keeps scales or amax histories that the checkpoint lacks, or has others of."""
+    saved = read_meta(path).get("options", {})  # absent in checkpoints of earlier versions
+    return any(name in saved and saved[name] != options[name] for name in SCALE_OPTIONS)
+
+
 _LOOP_STATE = ("step", "tokens_seen", "evaluation_due", "evaluations")
 
 
@@ -185,7 +195,7 @@ class RunState:
             named = [(name, master_of(parameter)) for name, parameter in trained]
             tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
-        tensors |= {f"fp8.{name}": tensor for name, tensor in self.precision.state_tensors().items()}
+        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in self.precision.state_tensors().items()}
         return tensors
 
     def checkpoint_bytes(self, loop: TrainingLoop) -> int:
@@ -230,7 +240,8 @@ class RunState:
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
-        meta = self.checkpoints.load(path, self._tensors(optimizer) | rng)
+        optional = _SCALES if keeps_other_scales(path, self.options) else None
+        meta = self.checkpoints.load(path, self._tensors(optimizer) | rng, optional)
         if not self.strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             requantise_(self.model)

@@ -59,6 +59,23 @@ def test_round_trip_is_exact_and_in_place(tmp_path):
     assert read_meta(path)["step"] == 120
 
 
+def test_optional_tensors_are_read_where_both_sides_have_them_alike(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=1)
+    saved = {"weight": torch.ones(2), "fp8.a": torch.ones(2), "fp8.longer": torch.ones(4), "fp8.gone": torch.ones(2)}
+    manager.save(1, saved, {})
+    wanted = {"weight": (2,), "fp8.a": (2,), "fp8.longer": (3,), "fp8.new": (2,)}
+    targets = {name: torch.zeros(shape) for name, shape in wanted.items()}
+    with pytest.raises(UserError, match="fp8.new is not in the checkpoint"):
+        manager.load("latest", targets)
+    assert manager.load("latest", targets, "fp8.")["step"] == 1
+    assert {name: tensor.sum().item() for name, tensor in targets.items()} == {
+        **{"weight": 2.0, "fp8.a": 2.0},
+        **{"fp8.longer": 0.0, "fp8.new": 0.0},
+    }
+    with pytest.raises(UserError, match="other is not in the checkpoint"):
+        manager.load("latest", {**targets, "other": torch.zeros(1)}, "fp8.")
+
+
 def test_no_pickle_but_the_librarys_index(tmp_path):
     path = CheckpointManager(tmp_path, limit=1).save(1, make_tensors(), {})
     assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]

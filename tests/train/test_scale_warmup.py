@@ -217,6 +217,37 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
     assert len(found) == 6 and found == expected
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0)], ids=["fewer modules in fp8", "more"])
+def test_other_bf16_layers_can_resume(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, before, now):
+    """Modules that the checkpoint knows have its scales, others those of the passes before the resumed steps."""
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def state_tensors(self):
+        if not hasattr(self, "kept"):
+            self.kept = {f"{name}.scale": torch.zeros(3) for name in self._fp8_modules}
+            kept.append(self.kept)
+        return self.kept
+
+    def find(*arguments):
+        lagging.append(arguments)
+        for scale in state_tensors(arguments[1]).values():
+            scale.fill_(float(len(lagging)))
+
+    monkeypatch.setattr(Precision, "state_tensors", state_tensors)
+    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
+    options = [
+        *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
+        *("--mixed_precision=fp8", "--fp8_backend=torchao", "--no_export", f"--output_dir={tmp_path}"),
+    ]
+    train(*options, f"--fp8_last_bf16_layers={before}", "--max_steps=2", "--save_every=2")
+    change = [f"--fp8_last_bf16_layers={now}", "--max_steps=3", "--resume_from=latest"]
+    assert train(*options, *change, "--allow_changed=total_steps,fp8_last_bf16_layers") == 0
+    first, second = kept
+    assert len(lagging) == 2 and first.keys() != second.keys()
+    for name, scale in second.items():
+        assert scale.tolist() == [1.0 if name in first else 2.0] * 3, name
+
+
 def note_backward_losses(folder: Path) -> None:
     """In a process: take the run for one with delayed scaling, and note for its rank what each of its backward
     passes begins with.
