@@ -61,7 +61,8 @@ def main() -> int:
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
     base_options = ModelConfig(model_name=base)
     tokenizer, _ = load_tokenizer(base_options, resolve_source(base_options))
-    export_hf(model, tokenizer, options.output, dtype=stored_dtype(model.config, default=torch.float32), card=card)
+    dtype, advice = stored_dtype(model.config, default=torch.float32), "Make room, or give another --output."
+    export_hf(model, tokenizer, options.output, dtype=dtype, card=card, advice=advice)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")
     return 0
 

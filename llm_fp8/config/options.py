@@ -40,7 +40,7 @@ COLUMN_NAMES = (
 )  # fmt: skip
 """Columns of a dataset that are understood (`llm_fp8.data.prompt`), which --columns gives other names."""
 
-_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WANDB_TAG_LENGTH = 64
 """Characters that W&B allows in a tag."""
 
@@ -209,7 +209,7 @@ class DataConfig:
     )
     eval_dataset_name: str | None = option(
         None,
-        "Dataset to evaluate on, named as in --dataset_name; then nothing is held out of the one that is trained on. "
+        "One dataset to evaluate on, named as in --dataset_name; then nothing is held out of what is trained on. "
         "Its split is --validation_split_name, else validation, test or train. Default: see --validation_split_name.",
     )
     eval_dataset_config: str | None = option(
@@ -226,8 +226,8 @@ class DataConfig:
     )
     validation_fraction: float | None = option(
         None,
-        "Share of the training problems held out for evaluation where there is no validation split; 0 holds out none. "
-        "Default: 0.01, but at least 100 rows, or a tenth of fewer than 1,000.",
+        "Share of the training problems held out for evaluation, in place of a validation split; 0 holds out none. "
+        "Default, without a validation split: 0.01, but at least 100 rows, or a tenth of fewer than 1,000.",
     )
     num_of_samples: int | None = option(None, "Use only the first rows of the split, this many (default: all).")
     streaming: bool = option(
@@ -423,8 +423,8 @@ TRAINING_OPTIONS = (
 GPUs, and the steps of the whole run.
 """
 
-SCALE_OPTIONS = ("amax_history_len", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules")
-"""Of these: what decides which scales and histories delayed scaling keeps."""
+SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules")
+"""Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
 
 EVALUATION_OPTIONS = (
     "eval_every", "eval_batches", "keep_best", "early_stopping_patience", "early_stopping_threshold",

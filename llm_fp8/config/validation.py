@@ -171,6 +171,12 @@ def _data_checks(config: Config) -> Checks:
         f"--validation_fraction {data.validation_fraction} has no effect with --eval_dataset_name; drop one.": (
             data.validation_fraction is not None and data.eval_dataset_name is not None
         ),
+        f"--validation_fraction {data.validation_fraction} has no effect with --validation_split_name "
+        f"{data.validation_split_name}; drop one.": (
+            data.validation_fraction is not None
+            and data.validation_split_name is not None
+            and data.eval_dataset_name is None
+        ),
         f"--dataset_weights {data.dataset_weights} must be numbers above 0, one for each dataset, as in 0.7,0.3.": (
             not all(weight > 0 for weight in data.weights or []) or not math.isfinite(sum(data.weights or []))
         ),

@@ -162,6 +162,8 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
                 "trains on; name others, or a --validation_split_name that is not trained on."
             )
         return train, evaluation
+    if data.validation_fraction is not None:
+        return train, []
     found = [(source, source.validation_split(wanted, split)) for source, split in train]
     evaluation = [(source, split) for source, split in found if split is not None]
     return train, evaluation if len(evaluation) == len(train) else []

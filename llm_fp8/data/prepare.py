@@ -120,12 +120,14 @@ def prepare_data(
     pin_memory: bool = False,
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
     split_batch: Callable[[Batch], Batch] | None = None,
+    of_a_stream: bool = False,
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
 
     `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same sequences;
     `split_batch` takes a rank's slice of a batch. Within `main_process_first` (such as
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
+    `of_a_stream`: hold out what a run with --streaming held out, from data that is prepared.
     """
     kind = PackedCollate if config.packing else PaddedCollate
     context_size = config.parallel.context_parallel_size
@@ -140,7 +142,7 @@ def prepare_data(
     with main_process_first():
         train, evaluation = find_splits(config.data)
         shares = shares_of(config.data.weights, train)
-        job = _Job(config, tokenizer, collate, Share(rank, world_size), train, evaluation, shares)
+        job = _Job(config, tokenizer, collate, Share(rank, world_size), train, evaluation, shares, of_a_stream)
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
@@ -165,6 +167,13 @@ class _Job:
     """What to evaluate on; empty where a share of the training problems is held out."""
     shares: list[float] | None
     """Of the datasets in what is trained on; None where each is taken whole."""
+    of_a_stream: bool = False
+
+    @property
+    def streamed_fraction(self) -> float:
+        """The share of the problems that is held out of a stream."""
+        fraction = self.config.data.validation_fraction
+        return 0.0 if self.evaluation else DEFAULT_FRACTION if fraction is None else fraction
 
     @property
     def split(self) -> str:
@@ -277,7 +286,11 @@ def _prepare_map(job: _Job) -> PreparedData:
     used, held_out = figures["length"] > 0, np.zeros(len(rows), dtype=bool)
     report = DataReport(max_seq_length=data.max_seq_length)
     if not job.evaluation:
-        held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
+        keys = figures["problem_key"][used]
+        if job.of_a_stream:
+            held_out[used] = is_held_out(keys, job.streamed_fraction)
+        else:
+            held_out[used] = held_out_mask(keys, data.validation_fraction)
         eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
         eval_from = f"{len(eval_set) / used.sum():.2%} of it" if len(eval_set) else "nothing"
     else:
@@ -363,8 +376,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
     columns = list(map(_stream_columns, job.train))
     job.check_mapping(columns)
     options = [job.options(part[0], names) for part, names in zip(job.train, columns, strict=True)]
-    share = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
-    fraction = 0.0 if job.evaluation else share
+    fraction = job.streamed_fraction
     sources = [source for source, _ in job.train]
     make = partial(_tokenise_streamed, tokenizer=job.tokenizer, sources=sources, options=options, fraction=fraction)
 

@@ -47,15 +47,17 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.ND
     smallest key is, as long as another is left.
 
     `fraction` None: the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at least
-    `DEFAULT_ROWS` rows, or a tenth of them where that is less.
+    `DEFAULT_ROWS` rows, or a tenth of them where that is less. A problem with more rows than that is passed over.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
     if fraction is None:
         wanted = max(DEFAULT_FRACTION * len(keys), min(DEFAULT_ROWS, len(keys) / 10))
         problems, counts = np.unique(keys, return_counts=True)
-        enough = int(np.searchsorted(np.cumsum(counts), wanted)) + 1
-        return np.isin(keys, problems[: min(enough, len(problems) - 1)])
+        few = counts <= max(counts.min(), wanted)
+        candidates = problems[few]
+        enough = int(np.searchsorted(np.cumsum(counts[few]), wanted)) + 1
+        return np.isin(keys, candidates[: min(enough, len(problems) - 1)])
     mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
     if not mask.any() and keys.min() != keys.max():
         mask = keys == keys.min()

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -53,31 +55,54 @@ def export_hf(
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
     max_file_size: str = MAX_FILE_SIZE,
+    advice: str = _ADVICE,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
     Every rank calls it; only the one with `is_main` writes. `full_tensor` returns an unsharded parameter and may be
-    collective. Raises `UserError` on the main rank where the folder cannot be written; an earlier one is kept then.
+    collective. Raises `UserError`, with `advice`, on the main rank where the folder cannot be written; an earlier one
+    is kept then.
     """
     gathered = _gathered(model, full_tensor, dtype if is_main else None)
     if not is_main:
         deque(gathered, maxlen=0)
         return
     try:
-        with replaced_folder(folder) as temporary:
+        with replaced_folder(folder, advice=advice) as temporary:
             _write_weights(model, gathered, temporary, dtype, max_file_size)
-            config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-            config.dtype = dtype
-            if fp8_format(config) is not None:
-                del config.quantization_config  # the weights were dequantised
-            config.save_pretrained(temporary)
-            if model.can_generate():
-                model.generation_config.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            _save_but_weights(model, tokenizer, temporary, dtype)
             (temporary / "README.md").write_text(model_card(card))
     finally:
         deque(gathered, maxlen=0)  # the other ranks wait in the remaining collectives
+
+
+def _save_but_weights(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
+    config.dtype = dtype
+    if fp8_format(config) is not None:
+        del config.quantization_config  # the weights were dequantised
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def check_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, name: str) -> None:
+    """Raise `UserError` where transformers loads the files of the model called `name` and refuses to save them again:
+    before training, not behind it.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_but_weights(model, tokenizer, Path(folder), dtype)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(
+            f"--model_name {name}: transformers would not save its configuration or tokenizer again ({words}); "
+            "correct config.json, or train with --no_export."
+        ) from error
 
 
 def export_adapter(
@@ -127,6 +152,8 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        for path in temporary.iterdir():  # safetensors writes files for their owner alone
+            path.chmod(temporary.stat().st_mode & 0o666)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
     except (OSError, SafetensorError) as error:

@@ -130,8 +130,7 @@ class RunReporter:
         """Open the files in `config.run.output_dir`; `start_trackers` starts the trackers.
 
         `accelerator` was made with `**accelerator_tracking(config)`. `resume_step` is the checkpoint's step; at 0
-        metrics.jsonl begins anew. `evaluates_again`: no step is left to take from there, and the last evaluation is
-        repeated.
+        metrics.jsonl begins anew. `evaluates_again`: the evaluation behind that step is repeated.
         """
         self._accelerator = accelerator
         self._config = config

@@ -33,6 +33,13 @@ from llm_fp8.train.generate import check_positions, generation_dtype
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.json_files import read_json, require_entries
 
+_OF_THE_DATASET = (
+    *("dataset_config", "dataset_weights", "columns", "split_name", "num_of_samples", "eval_dataset_name"),
+    *("eval_dataset_config", "validation_split_name", "validation_fraction"),
+)
+"""Recorded options that say nothing of another --dataset_name."""
+_OF_THE_EVALUATION = ("eval_dataset_config", "validation_split_name", "validation_fraction")
+"""And of another --eval_dataset_name."""
 _RECORDED: dict[str, Any] = {"config": dict, "config.data": dict} | {
     f"config.data.{name}": (str if get_origin(hint) is Literal else hint) | None
     for name, hint in get_type_hints(DataConfig).items()
@@ -47,18 +54,28 @@ def run_of(model: str | Path) -> Path | None:
 
 
 def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
-    """The data options of the run that exported `model` (its last start), else the defaults, with `changes`."""
-    run = run_of(model)
-    recorded: dict[str, Any] = {}
-    if run is not None:
-        content = read_json(run / "run.json", {"resumes": list | None, "resumes.*": dict})
-        last = [content, *(content.get("resumes") or [])][-1]
-        require_entries(f"{run / 'run.json'}", last, _RECORDED)
-        recorded = last["config"]["data"]
+    """The data options of the run that exported `model` (its last start), else the defaults, with `changes`. With
+    another dataset to train or to evaluate on, the recorded options that describe the former one are left out.
+    """
     known = {field.name for field in dataclasses.fields(DataConfig)}
-    options = {name: value for name, value in recorded.items() if name in known}
+    options = {name: value for name, value in _recorded(model).items() if name in known}
+    for name, of_it in (("dataset_name", _OF_THE_DATASET), ("eval_dataset_name", _OF_THE_EVALUATION)):
+        if name in changes and changes[name] != options.get(name):
+            options = {other: value for other, value in options.items() if other not in of_it}
     # Batching changes nothing here, and rows are looked up by number.
     return DataConfig(**{**options, **changes, "batch_size": 1, "packing": False, "streaming": False})
+
+
+def _recorded(model: str | Path) -> dict[str, Any]:
+    """The data options in the run.json of the run that exported `model`; empty for a model from elsewhere."""
+    run = run_of(model)
+    if run is None:
+        return {}
+    content = read_json(run / "run.json", {"resumes": list | None, "resumes.*": dict})
+    last = [content, *(content.get("resumes") or [])][-1]
+    require_entries(f"{run / 'run.json'}", last, _RECORDED)
+    recorded: dict[str, Any] = last["config"]["data"]
+    return recorded
 
 
 def _refuse_run_folder(folder: str | Path) -> None:
@@ -114,7 +131,7 @@ def evaluate_exact_match_folder(
     check_options(config)
     hf_config = load_config(options, source)
     tokenizer, _ = load_tokenizer(options, source)
-    data = prepare_data(config, tokenizer)
+    data = prepare_data(config, tokenizer, of_a_stream=_recorded(folder).get("streaming", False))
     say(data.description)
     if not data.problems:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ def main() -> int:
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.config.validation import check_options
     from llm_fp8.data import prepare_data
+    from llm_fp8.data.load import find_splits
     from llm_fp8.models.fp8_export import export_fp8
     from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
@@ -49,7 +51,6 @@ def main() -> int:
         model=ModelConfig(model_name=str(options.folder)),
         data=DataConfig(
             options.data,
-            validation_fraction=0.0,
             max_seq_length=DataConfig.max_seq_length if options.max_seq_length is None else options.max_seq_length,
             overlong="truncate",
         ),
@@ -57,6 +58,8 @@ def main() -> int:
     try:
         if options.data is not None:  # a mistake in it is found before the export
             check_options(config)
+            if not find_splits(config.data)[1]:  # without a validation split all rows are evaluated
+                config = replace(config, data=replace(config.data, validation_fraction=0.0))
             source = resolve_source(config.model)
             tokenizer, _ = load_tokenizer(config.model, source)
             check_model(config, load_config(config.model, source), tokenizer)
@@ -64,6 +67,7 @@ def main() -> int:
         before, after = export_fp8(options.folder, options.output)
     except UserError as error:
         words = str(error).replace("--model_name ", "").replace("--dataset_name", "--data")
+        words = words.replace("--validation_split_name", "--data's split")
         raise UserError(words) from error
     print(f"{options.output}: {after / GIB:.3g} GiB of weights, {before / GIB:.3g} GiB before", flush=True)
     if options.data is not None:

@@ -395,11 +395,15 @@ class _Background:
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
         self._failure: BaseException | None = None
+        # Each thread begins at GPU 0, where the writer's synchronisation would make a context.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             self._work()
         except BaseException as error:  # raised again by `wait`
             self._failure = error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,18 +15,23 @@ from llm_fp8.distributed.process_group import is_loss_of_a_peer
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
-from llm_fp8.utils.errors import UserError, reason_not_written
+from llm_fp8.utils.errors import UserError, existing_part, reason_not_written
 
 
 @contextlib.contextmanager
-def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of GPU memory or disk, or losing another process, into a `UserError`; `folder` is the run's."""
+def explained_failures(
+    folder: Path, out_of_memory_advice: Callable[[], str], caches: Sequence[Path] = ()
+) -> Iterator[None]:
+    """Turn running out of GPU memory or disk, or losing another process, into a `UserError`.
+
+    `folder` is the run's; `caches` are folders that libraries write to besides, whose errors name no file.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(out_of_memory_advice()) from error
     except OSError as error:
-        written = Path(error.filename) if isinstance(error.filename, str) else folder
+        written = Path(error.filename) if isinstance(error.filename, str) else _fullest(folder, *caches)
         reason = reason_not_written(error, written)
         if reason is None:
             raise
@@ -42,6 +48,11 @@ def explained_failures(folder: Path, out_of_memory_advice: Callable[[], str]) ->
             f"above), so it cannot go on: {str(error).splitlines()[0][:200]}. Complete checkpoints under "
             f"{folder / 'checkpoints'} are intact; continue with --resume_from latest."
         ) from error
+
+
+def _fullest(*folders: Path) -> Path:
+    """The folder on the disk with the least room; the first of several on one disk."""
+    return min(folders, key=lambda folder: shutil.disk_usage(existing_part(folder)).free)
 
 
 _RESERVE_GIB = 3.0

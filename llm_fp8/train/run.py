@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.process_group import end_process_group, largest, start_process_group
 from llm_fp8.models.build import decoder_layers, decoder_size
+from llm_fp8.models.export import check_export
 from llm_fp8.models.lora import num_adapter_parameters
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.source import check_model, load_tokenizer
@@ -50,6 +52,7 @@ from llm_fp8.train.run_record import (
     describe_dry_run,
     export_final,
     exported_bytes,
+    exports_adapter,
     memory_advice,
     record_run,
     summary_of,
@@ -107,7 +110,8 @@ def run_training(
     plan = plan_run(config, ranks, settle=None if predictor is None else predictor.settle)
     config = plan.config
     phase_ends("devices")
-    with explained_failures(plan.folder, functools.partial(memory_advice, plan, results)), ExitStack() as held:
+    caches = [Path(config.data.data_cache_dir or datasets.config.HF_DATASETS_CACHE)]
+    with explained_failures(plan.folder, functools.partial(memory_advice, plan, results), caches), ExitStack() as held:
         set_seed(config.optim.seed)
         announce(plan)
         tokenizer = _checked_tokenizer(plan)
@@ -135,7 +139,7 @@ def run_training(
         _check_parity(setup, data, context, resumed=resume_path is not None)
         phase_ends("parity")
         context.connected(plan.device.type).attach(decoder_layers(setup.model))
-        _check_export(setup)
+        _check_export(setup, tokenizer)
         held.enter_context(run_lock(config, ranks))  # nothing is written before
         loop, state = build_loop(setup, data, checkpoints, fingerprint, options, resume_path)
         exact_match = _exact_match(setup, tokenizer, data, loop.reporter)
@@ -249,7 +253,11 @@ def build_loop(
         scheduler=build_scheduler(optimizer, config.optim, num_steps, step),
         loader=data.train,
         reporter=RunReporter(
-            accelerator, config, num_steps, step, evaluates_again=step >= num_steps or history.stops_early
+            accelerator,
+            config,
+            num_steps,
+            step,
+            evaluates_again=step >= num_steps or history.stops_early or done.get("evaluation_due", False),
         ),
         options=LoopOptions(
             total_steps=num_steps,
@@ -375,8 +383,10 @@ def _check_parity(setup: TrainingSetup, data: PreparedData, context: ContextGrou
     plan.say(found)
 
 
-def _check_export(setup: TrainingSetup) -> None:
-    """Say what final/ will hold where that is not obvious, and refuse a disk that has no room for it."""
+def _check_export(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say what final/ will hold where that is not obvious; refuse what could not be written, for the disk has no room
+    or transformers would not save it.
+    """
     plan = setup.plan
     options = plan.config.lora
     if plan.config.run.export and options.lora_rank and not setup.weights_loaded and not options.lora_merge:
@@ -386,6 +396,8 @@ def _check_export(setup: TrainingSetup) -> None:
         )
     if plan.config.run.export and plan.accelerator.is_main_process:
         check_free_space(plan.folder, exported_bytes(setup))
+        if not exports_adapter(setup):
+            check_export(setup.model, tokenizer, plan.export_dtype, plan.config.model.model_name)
     if setup.num_trainable_parameters < setup.num_parameters:
         share = setup.num_trainable_parameters / setup.num_parameters
         plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,} ({share:.2%})")

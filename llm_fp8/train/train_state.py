@@ -17,6 +17,7 @@ from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import has_random_weights, resolve_source
+from llm_fp8.models.weights import weight_files, weights_digest
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import PrecisionPlan
@@ -75,9 +76,13 @@ def _lora_fingerprint(config: Config) -> dict[str, Any]:
     """The adapters, and the frozen model that a checkpoint does not hold."""
     options = config.lora
     base = Path(config.model.model_name).name
-    if has_random_weights(config.model, resolve_source(config.model)):
+    source = resolve_source(config.model)
+    if has_random_weights(config.model, source):
         base += f" with random weights of seed {config.optim.seed}"
-    return {
+    weights = {}
+    if source.is_local and not has_random_weights(config.model, source):
+        weights["frozen_weights"] = weights_digest(weight_files(config.model, source))
+    return weights | {
         "lora": {
             "rank": options.lora_rank,
             "scaling": scaling_of(options),
@@ -97,6 +102,8 @@ def find_checkpoint(
     path = checkpoints.find(resume_from)
     saved = read_meta(path)["fingerprint"]
     _require_readable(path, saved, fingerprint)
+    if "frozen_weights" not in saved.keys() & fingerprint.keys():  # of a hub id, or of an earlier version
+        saved, fingerprint = ({k: v for k, v in one.items() if k != "frozen_weights"} for one in (saved, fingerprint))
     check_compatible(saved, fingerprint)
     return path
 
@@ -163,8 +170,12 @@ _SCALES = "fp8."
 
 def keeps_other_scales(path: Path, options: Mapping[str, Any]) -> bool:
     """Whether a run with these options keeps scales or amax histories that the checkpoint lacks, or has others of."""
+    return bool(_other_scale_options(path, options))
+
+
+def _other_scale_options(path: Path, options: Mapping[str, Any]) -> set[str]:
     saved = read_meta(path).get("options", {})  # absent in checkpoints of earlier versions
-    return any(name in saved and saved[name] != options[name] for name in SCALE_OPTIONS)
+    return {name for name in SCALE_OPTIONS if name in saved and saved[name] != options[name]}
 
 
 _LOOP_STATE = ("step", "tokens_seen", "evaluation_due", "evaluations")
@@ -240,8 +251,10 @@ class RunState:
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
-        optional = _SCALES if keeps_other_scales(path, self.options) else None
-        meta = self.checkpoints.load(path, self._tensors(optimizer) | rng, optional)
+        tensors, other = self._tensors(optimizer) | rng, _other_scale_options(path, self.options)
+        if "fp8_format" in other:  # a scale holds the largest number of its format
+            tensors = {n: t for n, t in tensors.items() if not (n.startswith(_SCALES) and n.endswith(".scale"))}
+        meta = self.checkpoints.load(path, tensors, _SCALES if other else None)
         if not self.strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             requantise_(self.model)

@@ -100,8 +100,9 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code; on a `UserError` (2) or `FailedCheck` (1) with one sentence, printed by one
-    process of the launch; on Ctrl-C with 130. A crash in a native library prints Python's stack first.
+    """Run `main` and exit with its code; on a `UserError` or a file that cannot be written (2) or `FailedCheck` (1)
+    with one sentence, printed by one process of the launch; on Ctrl-C with 130. A crash in a native library prints
+    Python's stack first.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_DESCRIPTOR)
@@ -111,6 +112,13 @@ def run_script(main: Callable[[], int]) -> None:
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED_CHECK
+    except OSError as error:
+        path = Path(error.filename) if isinstance(error.filename, str) else None
+        reason = None if path is None else reason_not_written(error, path)
+        if reason is None:
+            raise
+        print(f"error: {path}: {reason}.", file=sys.stderr, flush=True)
+        code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED

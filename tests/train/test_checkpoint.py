@@ -69,8 +69,10 @@ def test_optional_tensors_are_read_where_both_sides_have_them_alike(tmp_path):
         manager.load("latest", targets)
     assert manager.load("latest", targets, "fp8.")["step"] == 1
     assert {name: tensor.sum().item() for name, tensor in targets.items()} == {
-        **{"weight": 2.0, "fp8.a": 2.0},
-        **{"fp8.longer": 0.0, "fp8.new": 0.0},
+        "weight": 2.0,
+        "fp8.a": 2.0,
+        "fp8.longer": 0.0,
+        "fp8.new": 0.0,
     }
     with pytest.raises(UserError, match="other is not in the checkpoint"):
         manager.load("latest", {**targets, "other": torch.zeros(1)}, "fp8.")

@@ -60,8 +60,8 @@ def compare(
     for run in runs:
         if label(run) in seen:
             raise UserError(
-                f"{seen[label(run)]} and {run.source} are both {label(run)}; give one of them, or runs with different "
-                "--seed."
+                f"{seen[label(run)]} and {run.source} are of the same variant and seed ({label(run)}); give one of "
+                "them, or runs with different --seed."
             )
         seen[label(run)] = run.source
     present = {run.variant for run in runs} | {failure.arm for failure in failures}
