@@ -125,6 +125,29 @@ def test_nothing_held_out(prepare: Any, tmp_path: Path) -> None:
     assert data.eval is None and data.report.num_eval_rows == 0
 
 
+@pytest.mark.parametrize("fraction", [0.2, 0])
+def test_a_share_that_is_asked_for_replaces_the_validation_split(prepare: Any, tmp_path: Path, fraction: float) -> None:
+    _repeated_problems(tmp_path / "train.jsonl")
+    _write(tmp_path / "validation.jsonl", [_row("What is 7 - 1?", "6")])
+    data = prepare(tmp_path, "--validation_fraction", str(fraction))
+    assert data.report.num_eval_rows == data.report.num_rows_held_out
+    assert (data.report.num_eval_rows > 5) == (fraction > 0)
+    with pytest.raises(UserError, match="has no effect with --validation_split_name validation; drop one"):
+        prepare(tmp_path, "--validation_fraction", str(fraction), "--validation_split_name", "validation")
+
+
+def test_rows_held_out_of_a_stream_are_found_without_streaming(tmp_path: Path) -> None:
+    """By default a stream holds out fewer problems than prepared data of that size."""
+    _repeated_problems(tmp_path / "train.jsonl", num_problems=400, each=1)
+    options = ["--dataset_name", str(tmp_path), "--max_seq_length", "128", "--batch_size", "1"]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    streamed = prepare_data(parse_config([*options, "--streaming", "--max_steps", "1"]), tokenizer)
+    found = prepare_data(parse_config(options), tokenizer, of_a_stream=True)
+    assert 0 < found.report.num_eval_rows < prepare_data(parse_config(options), tokenizer).report.num_eval_rows == 40
+    contents = [[batch.input_ids.tolist() for batch in data.eval] for data in (streamed, found)]
+    assert sorted(contents[0]) == sorted(contents[1])
+
+
 def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
     others = [_row(f"What is {i} - 1?", f"{i - 1}") for i in range(10)]

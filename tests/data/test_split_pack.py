@@ -54,6 +54,15 @@ def test_the_default_share_is_enough_to_evaluate_on() -> None:
     assert held_out(1).sum() == 0 and held_out(2).sum() == 1
 
 
+def test_a_problem_of_most_rows_is_not_held_out() -> None:
+    others = sorted(problem_key(f"problem {i}") for i in range(400))
+    giant = np.int64(others[0] - 1)  # the smallest key
+    keys = np.array([giant] * 1600 + others)
+    held_out = held_out_mask(keys, None)
+    assert held_out.sum() == 100 and giant not in keys[held_out]
+    assert held_out_mask(np.repeat(keys[-3:], 500), None).sum() == 500, "one of three such"
+
+
 def test_a_small_dataset_gives_up_one_problem() -> None:
     keys = np.array([problem_key(text) for text in ("a", "b", "a", "c")])
     mask = held_out_mask(keys, 1e-6)

@@ -66,6 +66,23 @@ def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype,
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
+def test_what_transformers_would_not_save_again_is_refused_before_training(tmp_path, rows):
+    model = write_model(tmp_path / "model")
+    config = Path(model) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "output_attentions": True}))
+    options = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=1"]
+    with pytest.raises(UserError, match="would not save its configuration .*output_attentions.*--no_export"):
+        train(*options, f"--output_dir={tmp_path / 'run'}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert train(*options, "--no_export", f"--output_dir={tmp_path / 'run'}") == 0
+
+
+def test_exported_files_can_be_read_by_those_who_can_read_the_folder(tmp_path, tiny_model):
+    export(tiny_model, tmp_path / "final")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "final").stat().st_mode & 0o666}, modes
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("use_te", [False, True], ids=["Hugging Face", "Transformer Engine"])
 def test_both_decoders_keep_stop_tokens_and_sampling(tmp_path, monkeypatch, use_te, sharded):

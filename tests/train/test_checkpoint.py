@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -76,6 +77,19 @@ def test_optional_tensors_are_read_where_both_sides_have_them_alike(tmp_path):
     }
     with pytest.raises(UserError, match="other is not in the checkpoint"):
         manager.load("latest", {**targets, "other": torch.zeros(1)}, "fp8.")
+
+
+def test_the_thread_that_writes_stays_on_its_ranks_gpu(tmp_path, monkeypatch):
+    """A thread of Python begins at GPU 0."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
+    manager = CheckpointManager(tmp_path, limit=1)
+    manager.save_in_background(1, {"tensor": torch.ones(2)}, {})
+    manager.finish()
+    ((device, thread),) = chosen
+    assert device == 3 and thread is not threading.main_thread()
 
 
 def test_no_pickle_but_the_librarys_index(tmp_path):

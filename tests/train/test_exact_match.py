@@ -435,6 +435,22 @@ def test_the_data_are_those_of_the_runs_last_start_unless_said_otherwise(run, da
     assert data_options(dataset, {}).dataset_name == "embedded", "no run made it"
 
 
+def test_another_dataset_comes_without_what_was_recorded_of_the_former(run, dataset, tmp_path):
+    (tmp_path / "final").mkdir()
+    recorded = json.loads((run / "run.json").read_text())
+    recorded["config"]["data"] |= {"columns": "problem=question", "validation_fraction": 0.5, "max_seq_length": 48}
+    (tmp_path / "run.json").write_text(json.dumps(recorded))
+
+    def found(**changes):
+        options = data_options(tmp_path / "final", changes)
+        return options.columns, options.validation_fraction, options.max_seq_length
+
+    assert found(dataset_name=str(dataset)) == found() == ("problem=question", 0.5, 48)
+    assert found(dataset_name="other") == (None, None, 48)
+    assert found(dataset_name="other", validation_fraction=0.1) == (None, 0.1, 48)
+    assert found(eval_dataset_name="other") == ("problem=question", None, 48)
+
+
 def test_answers_come_back_in_the_order_of_their_rows(memorised, tokenizer, known):
     model = AutoModelForCausalLM.from_pretrained(memorised)
     result = answer_problems(model, tokenizer, _problems(known)[::-1], 100, batch_size=2)

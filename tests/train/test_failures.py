@@ -1,9 +1,17 @@
-"""The advice that running out of GPU memory ends with."""
+"""The advice that running out of GPU memory or disk ends with."""
 
 from __future__ import annotations
 
+import errno
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
 from llm_fp8.config.parser import parse_config
-from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
+from llm_fp8.train.failures import MemoryUse, explained_failures, out_of_memory_advice
+from llm_fp8.utils.errors import UserError
 
 BILLION = 10**9
 
@@ -42,3 +50,16 @@ def test_state_that_the_host_could_hold():
     everything = out_of_memory_advice(parse_config(["--offload_optimizer=1"]), "adamw_master", 8 * BILLION, use)
     adapters = out_of_memory_advice(parse_config(["--lora_rank=8"]), "adamw_master", 8 * BILLION, use)
     assert not any("--offload_optimizer" in said for said in (too_large, everything, adapters))
+
+
+def test_a_full_disk_that_an_error_does_not_name_is_the_one_with_least_room(tmp_path, monkeypatch):
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    cache.mkdir()
+    run.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if Path(path) == cache else 2**30))
+    with pytest.raises(UserError, match=rf"^{cache}: the disk .* is full.*--data_cache_dir"):
+        with explained_failures(run, str, [cache]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(UserError, match=rf"^{run}: the disk .* is full.*--output_dir"):
+        with explained_failures(run, str):
+            raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.train import run
@@ -388,6 +389,36 @@ def test_epochs_are_counted_in_rows_where_another_global_batch_resumes(tmp_path,
         train(*latest)
     assert train(*latest, "--num_epochs=3") == 0
     assert steps(resumed)[-1]["epoch"] == 3.0
+
+
+def test_a_put_off_evaluation_is_recorded_once_however_often_it_is_taken(tmp_path, options, stop_after, monkeypatch):
+    asked = [*options, "--eval_every=3", f"--output_dir={tmp_path}"]
+    stop_after(3)
+    assert train(*asked) == 143 and not any("eval_loss" in record for record in records(tmp_path))
+
+    def killed(self, batches, start):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingLoop, "take_step", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(*asked, "--resume_from=latest")
+    assert train(*asked, "--resume_from=latest") == 0
+    assert [record["step"] for record in records(tmp_path) if "eval_loss" in record] == [3, 6, 9, 10]
+
+
+def test_adapters_do_not_continue_on_another_models_weights(tmp_path, rows):
+    """Exported models are all called final."""
+    models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
+    weights = models[1] / "model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    options = [f"--dataset_name={rows}", "--max_seq_length=128", "--lora_rank=2", "--save_every=1", "--max_steps=2"]
+    run = f"--output_dir={tmp_path / 'run'}"
+    train(*options, f"--model_name={models[0]}", run)
+    first = f"--resume_from={tmp_path / 'run' / 'checkpoints' / 'step-00000001'}"
+    with pytest.raises(UserError, match="does not belong to this run: frozen_weights was"):
+        train(*options, f"--model_name={models[1]}", run, first)
+    assert train(*options, f"--model_name={models[2]}", run, first) == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, stopped, options):

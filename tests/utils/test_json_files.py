@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import read_jsonl
+from llm_fp8.utils.errors import UserError, run_script
+from llm_fp8.utils.json_files import read_jsonl, write_json_atomic
 
 
 def test_line_separators_within_a_string_end_no_line(tmp_path: Path):
@@ -28,3 +30,20 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path):
         path.write_text('{"a": 1}\n' + line + "\n")
         with pytest.raises(UserError, match=rf"{path}: line 2 {reason}"):
             read_jsonl(path)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "out.json").write_text("before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: write_json_atomic(tmp_path / "out.json", {}) or 0)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'out.json'}: the disk (or quota) is full") and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"] and (
+        tmp_path / "out.json"
+    ).read_text() == "before"

@@ -508,7 +508,7 @@ def test_a_folder_that_is_not_a_finished_run_is_refused(tmp_path, name, content,
 
 
 def test_two_runs_of_one_variant_and_seed_are_refused():
-    with pytest.raises(UserError, match="are both bf16 seed 1"):
+    with pytest.raises(UserError, match=r"are of the same variant and seed \(bf16 seed 1\)"):
         compare([made_up_run("bf16", 1), made_up_run("bf16", 1)])
 
 
