@@ -14,6 +14,7 @@ from torch import nn
 
 from llm_fp8.precision.context import Precision
 from llm_fp8.train import run as run_module
+from llm_fp8.train import train_state
 from llm_fp8.train.scale_warmup import PASSES, prepare_with_scales, warm_up_delayed_scales
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps, train
@@ -246,6 +247,34 @@ def test_other_bf16_layers_can_resume(tmp_path, tiny_model, sixteen_rows, laggin
     assert len(lagging) == 2 and first.keys() != second.keys()
     for name, scale in second.items():
         assert scale.tolist() == [1.0 if name in first else 2.0] * 3, name
+
+
+def test_scales_of_another_format_are_not_taken(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch):
+    """Amax histories are: they are of the tensors themselves."""
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def state_tensors(self):
+        if not hasattr(self, "kept"):
+            kept.append({"layer.scale": torch.zeros(3), "layer.amax_history": torch.zeros(4, 3)})
+            self.kept = kept[-1]
+        return self.kept
+
+    def find(*arguments):
+        lagging.append(arguments)
+        for tensor in state_tensors(arguments[1]).values():
+            tensor.fill_(float(len(lagging)))
+
+    monkeypatch.setattr(Precision, "state_tensors", state_tensors)
+    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
+    options = [
+        *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
+        *("--no_export", "--save_every=1", "--max_steps=2"),
+    ]
+    train(*options, "--output_dir", tmp_path / "first")
+    monkeypatch.setattr(train_state, "_other_scale_options", lambda path, options: {"fp8_format"})
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-00000001"
+    assert train(*options, "--output_dir", tmp_path / "second", "--resume_from", checkpoint) == 0
+    assert [set(tensor.flatten().tolist()) for tensor in kept[1].values()] == [{2.0}, {1.0}]
 
 
 def note_backward_losses(folder: Path) -> None:
