@@ -340,6 +340,25 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     except StopIteration as error:  # an empty JSON file
         raise no_row(source, split) from error
     except READ_ERRORS as error:
+        paths = _local_json(source, split)
+        if not streaming and paths and len(paths) == len(source.files[split]):
+            return _load_whole_files(source, split, paths)
+        raise unreadable([(source, split)], error) from error
+
+
+def _load_whole_files(source: DatasetSource, split: str, paths: Sequence[Path]) -> Dataset:
+    """JSON files whose later rows have other columns, or types, than their first 10 MB, which `datasets` takes for
+    all: each is parsed at once, and columns that a file lacks are None there.
+    """
+    try:
+        parts = [
+            datasets.load_dataset(
+                "json", data_files=glob.escape(str(path)), split="train", chunksize=max(1, path.stat().st_size)
+            )
+            for path in paths
+        ]
+        return datasets.concatenate_datasets(parts)
+    except READ_ERRORS as error:
         raise unreadable([(source, split)], error) from error
 
 
@@ -366,7 +385,9 @@ def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
     reason = _said(error.__cause__ or error)
     which = ", ".join(f"{source.flag} {source.name}: split '{split}'" for source, split in parts)
-    return UserError(f"{which} cannot be read: {reason}")
+    is_json = any(_local_json(source, split) for source, split in parts)
+    advice = "give all rows the same columns, and each column one type" if is_json else "look at it, or fetch it again"
+    return UserError(f"{which} cannot be read: {reason.rstrip('.')}; {advice}.")
 
 
 def _local_json(source: DatasetSource, split: str) -> list[Path]:
@@ -381,8 +402,9 @@ def _broken_line(path: Path) -> tuple[int, str] | None:
     content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")
-        json.loads(text)
-        return None  # one JSON document, however it is broken into lines
+        if text.lstrip().startswith("[") or "\n" in text.strip():
+            json.loads(text)
+            return None  # one JSON document, however it is broken into lines
     except UnicodeDecodeError as error:
         return content.count(b"\n", 0, error.start) + 1, f"not UTF-8: {error.reason}"
     except json.JSONDecodeError as error:
@@ -392,12 +414,24 @@ def _broken_line(path: Path) -> tuple[int, str] | None:
         pass
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            row = json.loads(line) if line.strip() else {}
+            row = json.loads(line, object_pairs_hook=_without_twins) if line.strip() else {}
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no Unicode
+        except UnicodeEncodeError as error:
+            return number, f"{error.object[error.start]!a} is half of a character"
         except (ValueError, RecursionError) as error:
             return number, getattr(error, "msg", None) or _said(error)
         if not isinstance(row, dict):
             return number, f"a {type(row).__name__}, not an object"
     return None
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; ValueError for a key that comes twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key '{twice}' comes twice")
+    return row
 
 
 def _said(error: BaseException) -> str:

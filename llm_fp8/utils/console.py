@@ -13,6 +13,6 @@ def quiet_libraries() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it prints errors that it raises, too
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

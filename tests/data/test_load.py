@@ -251,6 +251,35 @@ def test_a_broken_list_and_a_broken_parquet_file(tmp_path: Path) -> None:
         load_split(open_source(str(tmp_path / "a.parquet")), "train")
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"problem": "1 + 1?", "problem": "2", "generated_solution": "2"}', "the key 'problem' comes twice"),
+        ('{"problem": "1 + 1?", "generated_solution": "\\ud800"}', r"'\\ud800' is half of a character"),
+    ],
+)
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_what_python_reads_and_arrow_does_not_is_named_with_its_line(tmp_path, line, reason, num_before):
+    good = '{"problem": "2 + 2?", "generated_solution": "4"}'
+    (tmp_path / "train.jsonl").write_text("\n".join([good] * num_before + [line]))
+    with pytest.raises(UserError, match=rf"train\.jsonl, line {num_before + 1}: not valid JSON \({reason}\)"):
+        load_split(open_source(str(tmp_path / "train.jsonl")), "train")
+
+
+def test_later_rows_may_have_other_columns_or_types(tmp_path):
+    """In one file beyond the first 10 MB, which the library takes for all, and in another file."""
+    wide = "x" * 2000
+    rows = [{"problem": f"{i}", "generated_solution": wide, "level": i} for i in range(6000)]
+    rows += [{"problem": "last", "generated_solution": wide, "level": "hard", "note": "late"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"problem": "p", "generated_solution": "s", "source": "b"}) + "\n")
+    whole = load_split(open_source(str(tmp_path / "a.jsonl")), "train")
+    assert len(whole) == 6001 and whole[0]["note"] is None and whole[6000]["note"] == "late"
+    both = load_split(open_source(str(tmp_path / "*.jsonl")), "train")
+    assert len(both) == 6002 and both[6001]["source"] == "b" and both[6001]["note"] is None
+    assert load_split(open_source(str(tmp_path / "*.jsonl")), "train")._fingerprint == both._fingerprint
+
+
 def test_names_that_are_nothing(tmp_path: Path) -> None:
     for name in ("/no/such/folder", "./here", "missing.jsonl", "some/where/deep"):
         with pytest.raises(UserError, match=f"--dataset_name {name}: no such file or folder"):

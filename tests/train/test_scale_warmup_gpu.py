@@ -90,3 +90,28 @@ def test_the_first_steps_norm_is_bf16s(accumulation, tmp_path, record_property):
         norms[precision] = [record["grad_norm"] for record in found if "grad_norm" in record]
     record_property("grad_norms", norms)
     assert norms["fp8"][0] == pytest.approx(norms["bf16"][0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["--fp8_last_bf16_layers", "2"], ["--amax_history_len", "16"], ["--fp8_format", "E4M3"]],
+    ids=lambda words: words[0].removeprefix("--"),
+)
+def test_a_run_resumes_with_other_scales(change, tmp_path):
+    options = [
+        *("--model_name", "Llama-57M", "--random_init", "--use_te", "--mixed_precision", "fp8"),
+        *("--max_seq_length", "1024", "--batch_size", "8", "--max_steps", "12", "--save_every", "6", "--no_export"),
+        *("--log_every", "1"),
+    ]
+
+    def losses(name, *more):
+        words = [sys.executable, "train_fp8.py", *options, "--output_dir", str(tmp_path / name), *more]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        found = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [record["loss"] for record in found if "loss" in record]
+
+    whole = losses("whole")
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
+    changed = losses("changed", *change, "--resume_from", checkpoint, "--allow_changed", change[0].removeprefix("--"))
+    assert len(changed) == 6 and changed == pytest.approx(whole[6:], rel=0.02)
