@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import errno
 import glob
 import json
 import os
@@ -33,7 +34,7 @@ from yaml import YAMLError
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.data.prompt import names_a_form
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reason_not_written
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS = ("train_1M", "train")
@@ -377,13 +378,19 @@ def iterate(source: DatasetSource, split: str, stream: IterableDataset) -> Itera
 
 
 def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
-    """The error of a broken file of one of `parts`, with the line where it is in a local JSON file."""
+    """The error of a broken file of one of `parts`, with the line where it is in a local JSON file; or of the cache
+    that could not be written.
+    """
+    cause = error.__cause__ or error
+    if isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        return UserError(f"{cache}: {reason_not_written(cause, cache)} (HF_DATASETS_CACHE).")
     for source, split in parts:
         for path in _local_json(source, split):
             if (broken := _broken_line(path)) is not None:
                 line, reason = broken
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
-    reason = _said(error.__cause__ or error)
+    reason = _said(cause)
     which = ", ".join(f"{source.flag} {source.name}: split '{split}'" for source, split in parts)
     is_json = any(_local_json(source, split) for source, split in parts)
     advice = "give all rows the same columns, and each column one type" if is_json else "look at it, or fetch it again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.server
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -278,6 +280,21 @@ def test_later_rows_may_have_other_columns_or_types(tmp_path):
     both = load_split(open_source(str(tmp_path / "*.jsonl")), "train")
     assert len(both) == 6002 and both[6001]["source"] == "b" and both[6001]["note"] is None
     assert load_split(open_source(str(tmp_path / "*.jsonl")), "train")._fingerprint == both._fingerprint
+
+
+def test_a_cache_that_cannot_be_written_is_no_broken_dataset(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+
+    def read_only(*args, **kwargs):
+        try:
+            raise OSError(errno.EROFS, "Read-only file system")
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("wrapped") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", read_only)
+    with pytest.raises(UserError, match=rf"^{tmp_path}: Read-only file system; choose .* \(HF_DATASETS_CACHE\)"):
+        load_split(open_source(str(tmp_path / "a.jsonl")), "train")
 
 
 def test_names_that_are_nothing(tmp_path: Path) -> None:
