@@ -97,6 +97,8 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} must be at least 1, not {value}.")
+    if options.share_gpus and (options.parallel or 1) == 1:
+        raise UserError("--share_gpus has no effect without --parallel 2 or more; add that, or drop it.")
 
 
 def usable_gpus(given: str | None) -> list[str]:

@@ -751,6 +751,7 @@ def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
         (["--train", "", "--runs", "x"], "without --runs and --wandb"),
         (["--runs", "x", "--seeds", "3"], "--seeds belongs to --train"),
         (["--train", "", "--seeds", "0"], "--seeds must be at least 1"),
+        (["--train", "", "--share_gpus"], "--share_gpus has no effect without --parallel 2 or more"),
         (["--train", "--model_name 'x"], "--train: No closing quotation"),
         (["--train", "--max_steps 1", "--arms", "", "--output", str(tmp_path / "out")], "--arms is empty"),
         (["--runs", str(tmp_path / "none")], "no such folder"),
