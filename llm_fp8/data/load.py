@@ -13,6 +13,7 @@ Only the files of the requested split are downloaded and converted, however larg
 from __future__ import annotations
 
 import codecs
+import csv
 import dataclasses
 import errno
 import glob
@@ -336,7 +337,12 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     data_files = {split: [glob.escape(file) for file in source.files[split]]} if source.files[split] else None
     try:
         return datasets.load_dataset(
-            source.path, source.config, data_files=data_files, split=split, streaming=streaming
+            source.path,
+            source.config,
+            data_files=data_files,
+            split=split,
+            streaming=streaming,
+            **_as_text(source, split),
         )
     except StopIteration as error:  # an empty JSON file
         raise no_row(source, split) from error
@@ -345,6 +351,17 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
         if not streaming and paths and len(paths) == len(source.files[split]):
             return _load_whole_files(source, split, paths)
         raise unreadable([(source, split)], error) from error
+
+
+def _as_text(source: DatasetSource, split: str) -> dict[str, Any]:
+    """Options by which the cells of local CSV files stay text: pandas would make 42.0 of 42 in a column with an empty
+    cell, and nothing of "None".
+    """
+    paths = _local_files(source, split, ".csv")
+    if len(paths) < max(1, len(source.files[split])):
+        return {}
+    with paths[0].open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        return {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
 
 
 def _load_whole_files(source: DatasetSource, split: str, paths: Sequence[Path]) -> Dataset:
@@ -399,9 +416,13 @@ def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
 
 def _local_json(source: DatasetSource, split: str) -> list[Path]:
     """The JSON files of a split that are on this machine."""
+    return _local_files(source, split, ".jsonl", ".json")
+
+
+def _local_files(source: DatasetSource, split: str, *suffixes: str) -> list[Path]:
     root = Path(source.path) if Path(source.path).is_dir() else Path()
     paths = [root / file for file in source.files[split]]
-    return [path for path in paths if path.suffix in (".jsonl", ".json") and path.is_file()]
+    return [path for path in paths if path.suffix in suffixes and path.is_file()]
 
 
 def _broken_line(path: Path) -> tuple[int, str] | None:

@@ -4,7 +4,7 @@ Columns, the first that fit:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
     messages                        a conversation: a list of {role, content}; every assistant turn is supervised,
-                                    its calls of the tools in the column `tools` too
+                                    its calls of the tools in the column `tools` too, but none whose `weight` is 0
     conversations                   the same as ShareGPT writes it: a list of {from, value}
     instruction + output            Alpaca; a column `input` follows the instruction after a blank line
     prompt + completion             concatenated as they stand: no template, no prompt form
@@ -54,7 +54,7 @@ MAX_CHARACTERS = 4_000_000
 overlong all the same: no token of a common tokenizer has more than 128 characters.
 """
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raised whenever this module tokenises a row differently, so that caches are made anew."""
 
 ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -208,9 +208,17 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
         if not isinstance(turn, dict) or not all(isinstance(turn.setdefault(k, d), str) for k, d in _TURN.items()):
             raise _no_messages(form, message)
         turns.append({**turn, "content": turn["content"][:MAX_CHARACTERS]})
-    while turns and (turns[-1]["role"] != "assistant" or not (turns[-1]["content"].strip() or _calls(turns[-1]))):
+    while turns and not _is_learnt(turns[-1]):
         turns.pop()
     return Conversation(turns, _tools_of(row))
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an assistant's, says something, and is not excluded as OpenAI's format has it."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise UserError(f"--dataset_name: a message has the weight {_shown(weight)}; give 0 or 1, or leave it out.")
+    return bool(message["role"] == "assistant" and weight and (message["content"].strip() or _calls(message)))
 
 
 _TURN = {"role": None, "content": ""}
@@ -251,7 +259,7 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
-    """The text of a column: nothing for null, and a number (of a CSV file) as it is written."""
+    """The text of a column: nothing for null, and a number as Python writes it."""
     value = row[column]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)[:MAX_CHARACTERS]
@@ -302,7 +310,7 @@ def _render_conversation(conversation: Conversation, tokenizer: PreTrainedTokeni
         conversation = _with_arguments(conversation, tokenizer)
         messages = conversation.messages
         text = _apply_template(tokenizer, conversation)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [number for number, message in enumerate(messages) if _is_learnt(message)]
         spans = [_template_span(text, conversation, turn, tokenizer) for turn in turns]
         return Rendered(text, spans, from_template=True)
 
@@ -312,7 +320,8 @@ def _render_conversation(conversation: Conversation, tokenizer: PreTrainedTokeni
         text += PLAIN_TURN.format(role=message["role"].capitalize())
         if message["role"] == "assistant" and content:
             content += str(tokenizer.eos_token)
-            spans.append((len(text), len(text) + len(content)))
+            if _is_learnt(message):
+                spans.append((len(text), len(text) + len(content)))
         text += content + "\n\n"
     return Rendered(text, spans)
 
@@ -409,7 +418,7 @@ def _template_span(
     """
     content = conversation.messages[turn]["content"].strip()
     until = _apply_template(tokenizer, conversation.until(turn + 1))
-    before = _prompt_of(text, conversation, turn, content, tokenizer)
+    before = _prompt_of(until, conversation, turn, content, tokenizer)
     if before is not None and text.startswith(before):
         if text.startswith(until):
             return len(before), len(until)
@@ -423,15 +432,15 @@ def _template_span(
 
 
 def _prompt_of(
-    text: str, conversation: Conversation, turn: int, content: str, tokenizer: PreTrainedTokenizerBase
+    until: str, conversation: Conversation, turn: int, content: str, tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    """What stands before the assistant's `turn`; of a first turn, for which templates have no prompt, what stands
-    before its content; None where that has none.
+    """What stands before the assistant's `turn`, with which `until` ends; of a first turn, for which templates have no
+    prompt, what stands before its content; None where that has none.
     """
     if turn:
         return _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
-    at = text.find(content) if content else -1
-    return text[:at] if at >= 0 else None
+    at = until.rfind(content) if content else -1  # the template's own text before it may hold the same words
+    return until[:at] if at >= 0 else None
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -476,6 +485,11 @@ def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrain
     if not conversation.messages:
         return Encoded([], [])
     _check_tools(conversation, tokenizer)
+    if any(message.get("weight") == 0 for message in conversation.messages):
+        raise UserError(
+            "--dataset_name: a message has the weight 0, and the tokenizer's chat template itself marks what is "
+            "supervised ({% generation %}); take these blocks out of the template, or leave such conversations out."
+        )
     conversation = _with_arguments(conversation, tokenizer)
     output = cast(
         "dict[str, list[int]]",

@@ -51,6 +51,15 @@ def test_files(tmp_path: Path) -> None:
         assert _read(tmp_path / name) == ROWS, name
 
 
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, where: str) -> None:
+    cells = ["42", "02139", "0.10", "", "None", "N/A", "null", '"a, ""b"""']
+    text = "problem,generated_solution\n" + "".join(f"p{i},{cell}\n" for i, cell in enumerate(cells))
+    (tmp_path / "train.csv").write_text(text)
+    rows = _read(tmp_path / "train.csv" if where == "file" else tmp_path)
+    assert [row["generated_solution"] for row in rows] == [*cells[:-1], 'a, "b"']
+
+
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_jsonl(tmp_path / "here" / "train.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)

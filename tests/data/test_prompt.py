@@ -296,6 +296,13 @@ def test_a_conversation_that_the_assistant_begins() -> None:
         assert first.strip() == f"Hello!{' ' if template != LLAMA3 else ''}{eos}"
 
 
+def test_first_words_that_the_template_has_too() -> None:
+    for content, template, eos in (("assistant", LLAMA3, "<|eot_id|>"), ("You", SYSTEM_FIRST, "<|im_end|>")):
+        tokenizer = _tokenizer(template, eos)
+        begins = {"messages": [{"role": "assistant", "content": content}, *CHAT["messages"]]}
+        assert _supervised(_encode(begins, tokenizer), tokenizer)[0].strip() == f"{content}{eos}"
+
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "description": None}}
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2, "c": None}}}
 TOOL_CHAT = {
@@ -354,11 +361,26 @@ def test_tools_that_no_template_shows_are_refused() -> None:
         _encode({**TOOL_CHAT, "tools": TOOL}, _tokenizer(TOOLS))
 
 
-def test_an_empty_answer_is_not_learnt_without_a_template() -> None:
-    tokenizer = _tokenizer()
-    empty = {"role": "assistant", "content": ""}
-    row = {"messages": [{"role": "user", "content": "Hm"}, empty, *CHAT["messages"]]}
-    assert _supervised(_encode(row, tokenizer), tokenizer) == ["4<|eos|>", "It is 8.<|eos|>"]
+@pytest.mark.parametrize("unlearnt", [{"content": ""}, {"content": None}, {"content": "Hello?", "weight": 0}])
+@pytest.mark.parametrize(("template", "eos"), [(None, "<|eos|>"), (LLAMA3, "<|eot_id|>"), (CHATML, "<|im_end|>")])
+def test_an_answer_that_is_empty_or_has_no_weight_is_not_learnt(
+    template: str | None, eos: str, unlearnt: dict[str, Any]
+) -> None:
+    tokenizer = _tokenizer(template, None if template is None else eos)
+    turn = {"role": "assistant", **unlearnt}
+    row = {"messages": [{"role": "user", "content": "Hm"}, turn, *CHAT["messages"], turn]}
+    assert _supervised(_encode(row, tokenizer), tokenizer) == [f"4{eos}", f"It is 8.{eos}"]
+
+
+def test_weights_that_are_no_exclusion_or_cannot_be_kept_are_refused() -> None:
+    def row(weight: float) -> dict[str, Any]:
+        answer = {"role": "assistant", "content": "4", "weight": weight}
+        return {"messages": [{"role": "user", "content": "2 + 2?"}, answer, *CHAT["messages"]]}
+
+    with pytest.raises(UserError, match="a message has the weight 0.5; give 0 or 1"):
+        _encode(row(0.5), _tokenizer(CHATML, "<|im_end|>"))
+    with pytest.raises(UserError, match="weight 0, and the tokenizer's chat template itself marks"):
+        _encode(row(0), _tokenizer(MARKED, "<|im_end|>"))
 
 
 @pytest.mark.parametrize("body", [CHATML, MARKED], ids=["spans", "marked"])

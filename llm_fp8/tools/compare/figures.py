@@ -170,12 +170,15 @@ def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], comm
 
 
 def loss_by_time(run: RunRecord, from_evals: bool) -> tuple[list[float], list[float]]:
-    """Losses and the seconds of training behind each: of the evaluations, or of the steps' trailing mean."""
+    """Losses and the seconds of training behind each: of the evaluations, or of the steps' trailing mean, from the
+    first that is a mean of a whole window.
+    """
     if from_evals:
         at_step = dict(zip((step["step"] for step in run.steps), run.wall_times_s, strict=True))
         known = [record for record in run.evaluations if record["step"] in at_step]
         return [record["eval_loss"] for record in known], [at_step[record["step"]] for record in known]
-    return trailing_mean([step["loss"] for step in run.steps], smoothing_window(len(run.steps))), run.wall_times_s
+    window = smoothing_window(len(run.steps))
+    return trailing_mean([step["loss"] for step in run.steps], window)[window - 1 :], run.wall_times_s[window - 1 :]
 
 
 def smoothing_window(num_steps: int) -> int:

@@ -78,9 +78,11 @@ Slot = tuple[str, ...]
 def train_words(train: str) -> list[str]:
     """--train as words. Raises `UserError` where a quote in it is left open."""
     try:
-        return shlex.split(train)
+        words = shlex.split(train)
     except ValueError as error:
         raise UserError(f"--train: {error}; quote the options as a shell would need them.") from error
+    # The parser takes --batch-size too.
+    return [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words]
 
 
 def default_folder(train: str, num_gpus: int) -> Path:

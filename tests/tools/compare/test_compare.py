@@ -581,6 +581,7 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
     ("train", "expected"),
     [
         ("--seed 3", "--seed is set by the comparison itself"),
+        ("--resume-from /x", "--resume_from is set by the comparison itself"),
         ("--mixed_precision=fp8", "--mixed_precision is set by the comparison itself"),
         ("--batch_size 0", "--train: --batch_size must be at least 1"),
         ("--batch_size auto", "--train: --batch_size auto would give each precision batches of its own"),
