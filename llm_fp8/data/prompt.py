@@ -281,6 +281,11 @@ def _calls(message: Mapping[str, Any]) -> Any:
     return message.get("tool_calls")
 
 
+def _names_of_calls(message: Mapping[str, Any]) -> list[str]:
+    calls = [call.get("function", call) for call in _calls(message) if isinstance(call, Mapping)]
+    return [str(call["name"]) for call in calls if isinstance(call, Mapping) and "name" in call]
+
+
 def _without_none(value: Any) -> Any:
     """Without the fields that Arrow fills with None, where rows have different ones."""
     if isinstance(value, Mapping):
@@ -422,6 +427,12 @@ def _template_span(
     if before is not None and text.startswith(before):
         if text.startswith(until):
             return len(before), len(until)
+        # The answer or the calls alone, before which the reasoning is shown no more.
+        answer = content.rpartition("</think>")[2].strip()
+        said = [answer] if answer else _names_of_calls(conversation.messages[turn])
+        for start in range(len(before), 1 + min(map(until.rfind, said), default=-1)):
+            if text.startswith(until[start:], len(before)):
+                return len(before), len(before) + len(until) - start
         at, closing = text.find(content, len(before)), until[until.rfind(content) + len(content) :]
         if content and at >= 0 and content in until and text.startswith(closing, at + len(content)):
             return len(before), at + len(content) + len(closing)

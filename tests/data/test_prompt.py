@@ -329,6 +329,23 @@ def test_tools_reach_the_template_and_calls_are_learnt(as_text: bool) -> None:
     assert tokenizer.decode(encoded.input_ids).startswith(f"tools: {json.dumps([{**TOOL, 'function': shown}])}\n")
 
 
+def test_reasoning_that_later_turns_hide_is_not_learnt() -> None:
+    """As Qwen3's template has it: of a turn before the last question the answer is shown, or the calls."""
+    hidden = "{% set said = m['content'] if loop.last else m['content'].split('</think>')[-1].lstrip() %}"
+    think = (
+        "{% if loop.last and '</think>' not in said and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    )
+    template = TOOLS.replace("{{ m['content'] }}", f"{hidden}{think}{{{{ said }}}}")
+    tokenizer = _tokenizer(template, "<|im_end|>")
+    call = 'call{"name": "add", "arguments": {"a": 1, "b": 2}}<|im_end|>'
+    *first, last = _supervised(_encode(TOOL_CHAT, tokenizer), tokenizer)
+    assert first == [call, "3.<|im_end|>"] and last == "<think>\n\n</think>\n\n" + call
+    turns = [("1 + 2?", "<think>\nhm\n</think>\n\n3."), ("Once more", "<think>\nyes\n</think>\n\n3 again.")]
+    messages = [{"role": r, "content": c} for q, a in turns for r, c in (("user", q), ("assistant", a))]
+    learnt = _supervised(_encode({"messages": messages}, tokenizer), tokenizer)
+    assert learnt == ["3.<|im_end|>", f"{turns[1][1]}<|im_end|>"]
+
+
 TEXT_ARGUMENTS = TOOLS.replace("c.function | tojson", "c.function.name + '|' + c.function.arguments")
 
 
