@@ -10,8 +10,8 @@ variants use every seed too, so that each pairs with a bf16 run. Draw the result
 `--arms bf16,delayed,delayed_fp8head,delayed_fp8head_all` asks the same of an output head in fp8 (--fp8_lm_head), which
 stays in bf16 in the others.
 
-    python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 --output
-    benchmarks/results/multi_gpu_curves.json
+    python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
+        --output benchmarks/results/multi_gpu_curves.json
 
 Results are kept after each run, and the same command goes on from what its --output holds. Trainings on one GPU are
 spread over all that are visible.

@@ -3,8 +3,8 @@
 as steps go by.
 
     python benchmarks/memory_over_steps.py --output benchmarks/results/memory_over_steps_h200.json
-    python benchmarks/memory_over_steps.py --steps 500 --output memory.json -- --model_name Llama-3.2-1B --random_init
-    --use_te
+    python benchmarks/memory_over_steps.py --steps 500 --output memory.json -- --model_name Llama-3.2-1B \\
+        --random_init --use_te
 
 Without options behind `--` it trains Llama-57M in fp8 on a GPU, the embedded model on the CPU. Evaluations, checkpoints
 that replace one another and, on a GPU, the certificate are part of the run. A sample is taken whenever the run has read

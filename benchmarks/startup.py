@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Time from the command to the end of the first optimizer step, with weights read from local safetensors files.
 
-    python benchmarks/startup.py --model Llama-3.1-8B --output benchmarks/results/startup_8b.json -- --use_te
-    --mixed_precision fp8
-    python benchmarks/startup.py --model Llama-3.1-8B --num_gpus 4 --output benchmarks/results/startup_8b_x4.json --
-    --sharding_mode fsdp_full --use_te
+    python benchmarks/startup.py --model Llama-3.1-8B --output benchmarks/results/startup_8b.json -- \\
+        --use_te --mixed_precision fp8
+    python benchmarks/startup.py --model Llama-3.1-8B --num_gpus 4 --output benchmarks/results/startup_8b_x4.json -- \\
+        --sharding_mode fsdp_full --use_te
 
 Writes a folder as the hub lays it out (random weights, the embedded tokenizer), then starts the training command on it,
 `--repeats` times, with what stands behind `--`. The phases are those that the run measures itself (`phases_s` of its

@@ -3,10 +3,11 @@
 nothing here is about fp8.
 
     accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-fp8
-    accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py --output_dir
-    runs/trainer-bf16 accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py
-    --output_dir runs/qwen --model_name Qwen/Qwen2.5-7B \\
-        --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M --max_seq_length 1024 --learning_rate 1e-5
+    accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py \\
+        --output_dir runs/trainer-bf16
+    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/qwen \\
+        --model_name Qwen/Qwen2.5-7B --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M \\
+        --max_seq_length 1024 --learning_rate 1e-5
 
 Every option of transformers' TrainingArguments is one of this script; leave --bf16 and --fp16 out, they take the place
 of the launcher's fp8 (docs/multi_gpu.md). CertificateCallback proves in what one step was computed; it is the only

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Training throughput on the GPUs of one host: this project's sharding modes and the usual set-ups, in one launch.
 
-    torchrun --nproc_per_node=4 --max-restarts=8 scripts/benchmark_multi_gpu.py --workloads
-    Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
+    torchrun --nproc_per_node=4 --max-restarts=8 scripts/benchmark_multi_gpu.py \\
+        --workloads Llama-3.1-8B:8x1024x4,Llama-3.1-8B:1x8192x4 \\
         --arms fsdp_full:hf_bf16,fsdp_full:bf16,fsdp_full:delayed,fsdp_grad:delayed --output result.json
 
 Random weights, random tokens, rows that are one document each, the optimizer step included; each GPU (under context

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What one training step computes in which precision, where its time and memory go, and which option would help.
 
-    python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te
-    --mixed_precision fp8 --json diagnosis.json
+    python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te \\
+        --mixed_precision fp8 --json diagnosis.json
 
 Takes every option of train_fp8.py, builds the same run on full rows of random tokens, and measures a few steps. Nothing
 is saved. How to read the tables: docs/tools.md. Exit code: 0; 1 where a layer that was asked for in fp8 is not, or

@@ -2,8 +2,8 @@
 """Let a model answer held-out problems and count how many of its answers are right.
 
     python scripts/evaluate.py --model_name runs/x/final
-    python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --output
-    base.json
+    python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B \\
+        --dataset_name nvidia/OpenMathInstruct-2 --output base.json
 
 Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face
 folder, or a hub id. For the folder of a run the options of the data are those of the run (run.json) unless given here,

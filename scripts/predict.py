@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What a step will take in each recipe, in time and in memory, before it is run. No GPU needed.
 
-    python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --max_seq_length 1024
-    --gradient_accumulation_steps 4
+    python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --max_seq_length 1024 \\
+        --gradient_accumulation_steps 4
     python scripts/predict.py --model_name Llama-3.1-8B --batch_size 8 --num_gpus 4 --sharding_mode fsdp_full
 
 For the TE decoder (--use_te). How far to trust it: docs/tools.md. Without --gpu it is this machine's GPU, or
