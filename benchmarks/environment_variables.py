@@ -2,8 +2,8 @@
 """What the environment variables of the guides do to a training step: each setting beside none at all.
 
     python benchmarks/environment_variables.py --output benchmarks/results/environment_variables_h200.json
-    python benchmarks/environment_variables.py --settings NVTE_FUSED_ATTN=0 "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" --rounds 1 \\
-        --output some.json
+    python benchmarks/environment_variables.py --rounds 1 --output some.json \\
+        --settings NVTE_FUSED_ATTN=0 "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1"
     python benchmarks/environment_variables.py --num_gpus 2 --arm fsdp_full:delayed --output some.json
 
 A setting is one or several NAME=VALUE. Each is measured in processes of its own, in turns with the others and with
