@@ -31,6 +31,8 @@ class GracefulStop:
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self.what_follows = "finishing this step, then saving and stopping"
+        """What the run will still do, for the sentence that answers the first signal."""
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -66,4 +68,4 @@ class GracefulStop:
         self.requested = name
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         # os.write and not print: the handler may have interrupted a print, and buffered streams cannot be re-entered.
-        os.write(2, f"{name} received: finishing this step, then saving and stopping.{hint}\n".encode())
+        os.write(2, f"{name} received: {self.what_follows}.{hint}\n".encode())

@@ -163,17 +163,21 @@ def run_training(
                 plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
                 exit_code = stop.exit_code
             else:
+                stop.what_follows = "all steps are done; finishing export and evaluation"
                 loop.require_finite_weights()
+                exported, holds = None, Progress(loop.step, loop.tokens_seen)
+                if config.run.export and not loop.history.keeps_best:
+                    # Before the last evaluation, which may take long, be killed or run out of memory.
+                    exported = export_final(setup, tokenizer, holds, results.certificate)
                 if loop.evaluated_step != loop.step and loop.evaluate(callbacks):
                     loop.save(callbacks)
                     state.finish_save()
-                exported, best = None, _best_record(state, loop)
-                if config.run.export:
+                best = _best_record(state, loop)
+                if config.run.export and exported is None:
                     holds = _restore_best(plan, state, loop)
-                    exported, best = (
-                        export_final(setup, tokenizer, holds, results.certificate),
-                        {**best, "exported_step": holds.step},
-                    )
+                    exported = export_final(setup, tokenizer, holds, results.certificate)
+                if exported is not None:
+                    best["exported_step"] = holds.step
                 why = {"stopped_early": loop.history.describe_stop()} if loop.history.stops_early else {}
                 summary = reporter.finish({**summary_of(setup, loop, results, exported, predictor), **best, **why})
                 closing_words(setup, results, summary, exported)

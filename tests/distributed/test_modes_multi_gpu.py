@@ -10,6 +10,7 @@ import torch
 from tests.support.families import family_config
 from tests.support.fp8_head_reference import MODES, NUM_PRODUCTS
 from tests.support.multi_gpu_training import MICRO_BATCHES, PRECISIONS, train
+from tests.support.small import records
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -238,6 +239,26 @@ def check_adapters(mode, precision, options, models, single_gpu, tmp_path, recor
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.02, "training must move the loss for this to mean anything"
     adapter = load_file(tmp_path / "two" / "final" / "adapter_model.safetensors")
     assert summary["num_trainable_parameters"] == sum(tensor.numel() for tensor in adapter.values())
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("ddp", []),
+        ("fsdp_full", []),
+        ("fsdp_full", ["--fp8_params"]),
+        ("fsdp_grad", ["--fp8_params"]),
+        ("deepspeed_3", []),
+    ],
+)
+def test_the_last_evaluation_is_of_the_weights_that_were_exported_before_it(mode, options, models, tmp_path):
+    common = [*PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}", "--validation_fraction=0.2", *options]
+    losses = []
+    for name, more in (("exported", []), ("kept", ["--no_export"])):
+        train(2, tmp_path / name, models["llama3_rope_gqa"], *common, *more)
+        losses.append([r["eval_loss"] for r in records(tmp_path / name) if "eval_loss" in r])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 1
+    assert (tmp_path / "exported" / "final" / "model.safetensors").exists()
 
 
 def test_export_of_shards_is_what_was_loaded(models, tmp_path):

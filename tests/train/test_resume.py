@@ -21,13 +21,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from llm_fp8.train import run
+from llm_fp8.train import callbacks, run
 from llm_fp8.train import train_state as run_state
+from llm_fp8.train.evaluate import evaluate_loss
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import LOCK, WRITTEN
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_training, wait_until
-from tests.support.small import assert_same_tensors, final_weights, records, run_json, steps, train, write_model
+from tests.support.small import (
+    assert_same_tensors,
+    final_weights,
+    records,
+    run_json,
+    steps,
+    summary_json,
+    train,
+    write_model,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 10
@@ -140,6 +150,23 @@ def test_a_signal_in_the_last_step_does_not_lose_the_end_of_the_run(tmp_path, op
     stop_after(NUM_STEPS)
     assert train(*options, f"--output_dir={tmp_path}") == 0
     assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+def test_the_model_is_written_before_the_last_evaluation(tmp_path, options, monkeypatch, capfd):
+    """So a signal and the SIGKILL after it, or a GPU out of memory, cost that evaluation alone."""
+    written = []
+
+    def evaluate_and_be_stopped(*arguments):
+        written.append((tmp_path / "final" / "model.safetensors").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate_loss(*arguments)
+
+    monkeypatch.setattr(callbacks, "evaluate_loss", evaluate_and_be_stopped)
+    assert train(*options, "--eval_every=0", "--save_every=0", f"--output_dir={tmp_path}") == 0
+    assert written == [True]
+    assert "SIGTERM received: all steps are done; finishing export and evaluation.\n" in capfd.readouterr().err
+    assert summary_json(tmp_path)["exported"] == str(tmp_path / "final")
+    assert "eval_loss" in records(tmp_path)[-1]
 
 
 @pytest.mark.parametrize("was_evaluated", [False, True])
