@@ -43,6 +43,7 @@ from llm_fp8.data.prompt import (
 )
 from llm_fp8.data.split import problem_key
 from llm_fp8.utils.json_files import write_text_atomic
+from llm_fp8.utils.subprocesses import forked_processes_end_with_this_one
 
 FEATURES = Features(
     {
@@ -279,23 +280,36 @@ def tokenise(
             print(f"the token cache {path} is damaged or incomplete, and is made anew", flush=True)
             path.unlink()
             _checksum_file(path).unlink(missing_ok=True)
-        tokenised = dataset.select_columns(columns).map(
-            _tokenise_columns,
-            batched=True,
-            with_indices=True,
-            fn_kwargs={"tokenizer": tokenizer, "options": options},
-            remove_columns=columns,
-            features=FEATURES,
-            num_proc=num_workers if num_workers > 1 else None,
-            new_fingerprint=key,
-            cache_file_name=str(folder / "rows.arrow"),
-            load_from_cache_file=True,
-            desc="tokenising",
-        )
+        with _workers_that_end_with_us():
+            tokenised = dataset.select_columns(columns).map(
+                _tokenise_columns,
+                batched=True,
+                with_indices=True,
+                fn_kwargs={"tokenizer": tokenizer, "options": options},
+                remove_columns=columns,
+                features=FEATURES,
+                num_proc=num_workers if num_workers > 1 else None,
+                new_fingerprint=key,
+                cache_file_name=str(folder / "rows.arrow"),
+                load_from_cache_file=True,
+                desc="tokenising",
+            )
         for path in {Path(file["filename"]) for file in tokenised.cache_files}:  # none where there are no rows
             if not _checksum_file(path).is_file():
                 write_text_atomic(_checksum_file(path), _checksum(path))
     return tokenised
+
+
+@contextlib.contextmanager
+def _workers_that_end_with_us() -> Iterator[None]:
+    """Around `datasets.map`: Ctrl-C and signals end its processes too, and Ctrl-C stays Ctrl-C."""
+    try:
+        with forked_processes_end_with_this_one():
+            yield
+    except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # `map` asks its workers for results on the way out
+            raise KeyboardInterrupt from None
+        raise
 
 
 @contextlib.contextmanager

@@ -1,11 +1,16 @@
-"""Other programs: what one prints, and torchrun's command. Imports nothing that may fail to load."""
+"""Other processes: what a program prints, torchrun's command, and who ends with whom. Imports nothing that may fail to
+load.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 
 def output_of(*command: str, timeout_s: float = 30) -> str | None:
@@ -30,3 +35,28 @@ def end_with_parent() -> None:
     of a killed launcher must not train on.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+_forked_ones_end_with_us = False
+
+
+@contextlib.contextmanager
+def forked_processes_end_with_this_one() -> Iterator[None]:
+    """Processes that a library forks in the block end when this one is gone, however it ended, and leave Ctrl-C to it:
+    a terminal sends that to all of them, and each would print a traceback.
+    """
+    global _forked_ones_end_with_us
+    _forked_ones_end_with_us = True
+    try:
+        yield
+    finally:
+        _forked_ones_end_with_us = False
+
+
+def _after_fork() -> None:
+    if _forked_ones_end_with_us:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from llm_fp8.train.evaluate import evaluate_loss
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import LOCK, WRITTEN
 from llm_fp8.utils.errors import UserError
-from tests.support.processes import exit_code, start_training, wait_until
+from tests.support.processes import exit_code, processes_of_group, start_training, wait_until
 from tests.support.small import (
     assert_same_tensors,
     final_weights,
@@ -231,6 +232,33 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_process_at_once(tmp_
     assert exit_code(process) == code
     assert "Traceback" not in log.read_text()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_while_several_processes_tokenise_ends_them_all(tmp_path, options, rows, number, code):
+    many = tmp_path / "many.jsonl"
+    many.write_text(Path(rows).read_text() * 1000)  # more than are done before the signal
+    cache = tmp_path / "cache"
+    more = [f"--dataset_name={many}", "--preprocessing_workers=2", f"--data_cache_dir={cache}"]
+    command = [sys.executable, str(ROOT / "train_fp8.py"), *options, *more, f"--output_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    group = SimpleNamespace(is_alive=lambda: process.poll() is None)
+    try:
+        assert wait_until(lambda: len(list(cache.glob("*/tmp*"))) == 2, group)  # both write
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        out, _ = process.communicate(timeout=60)  # the end of what all of them hold
+        assert process.returncode == code, out
+        assert "Traceback" not in out
+    finally:
+        for left in processes_of_group(process.pid):
+            os.kill(left, signal.SIGKILL)
 
 
 def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
