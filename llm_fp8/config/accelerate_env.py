@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -234,30 +234,34 @@ def require_launched(environ: Mapping[str, str]) -> None:
 # ---- what `accelerate launch` asked for ----
 
 
-def apply_launch_settings(config: Config, environ: MutableMapping[str, str]) -> Config:
+def apply_launch_settings(
+    config: Config, environ: MutableMapping[str, str], given: Collection[str] = frozenset()
+) -> Config:
     """`config`, unchecked, completed by what `accelerate launch` asked for, whose variables are removed from `environ`.
-    Raises `UserError` for what cannot be honoured and for a flag that contradicts it.
+    `given` names options that were given, even with their default. Raises `UserError` for what cannot be honoured and
+    for a flag that contradicts it.
     """
     is_multi_gpu = "ACCELERATE_DYNAMO_BACKEND" in environ and launch_ranks(environ).world_size > 1
     settings = {**take_sharding_settings(environ), **take_precision_settings(environ)}
-    if is_multi_gpu and "sharding_mode" not in settings and config.parallel.sharding_mode == "auto":
+    has_mode = "sharding_mode" in {*settings, *given} or config.parallel.sharding_mode != "auto"
+    if is_multi_gpu and not has_mode:
         settings["sharding_mode"] = "ddp"
     scenario, mode = config.precision.fp8_scenario, settings.get("sharding_mode", config.parallel.sharding_mode)
     if scenario not in ("default", "delayed"):
         settings = _without_delayed_defaults(settings)
     # The launcher's default for torchao; with another mode or recipe it means nothing.
-    if mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
+    if "fp8_all_gather" in given or mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
         settings.pop("fp8_all_gather", None)
     sections = {}
     for name, section in vars(config).items():
         own = {option: settings[option] for option in vars(section) if option in settings}
-        sections[name] = merge_launch_settings(section, own)
+        sections[name] = merge_launch_settings(section, own, given)
     return Config(**sections)
 
 
-def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
-    """A section of the options, completed by what the launcher asked for in it. `UserError` where a flag, other than by
-    default, contradicts it, and for a value that the option does not have.
+def merge_launch_settings(flags: Section, launch: dict[str, Any], given: Collection[str] = frozenset()) -> Section:
+    """A section of the options, completed by what the launcher asked for in it. `UserError` where a flag contradicts
+    it that is not the default or is named in `given`, and for a value that the option does not have.
     """
     unset: Any = type(flags)()
     hints = get_type_hints(type(flags))
@@ -266,7 +270,7 @@ def merge_launch_settings(flags: Section, launch: dict[str, Any]) -> Section:
         if choices and asked not in choices:
             raise UserError(f"{_SOURCE} asks for {name} {asked}, and --{name} knows {', '.join(choices)} only.")
         flag = getattr(flags, name)
-        if flag != getattr(unset, name) and flag != asked:
+        if flag != asked and (name in given or flag != getattr(unset, name)):
             raise UserError(f"--{name} {flag} contradicts {_SOURCE}, which asks for {asked}; change one of them.")
     return dataclasses.replace(flags, **launch)  # type: ignore[type-var]
 

@@ -26,7 +26,6 @@ from llm_fp8.config.options import (
     SCRATCH_LEARNING_RATE,
     SECTIONS,
     Config,
-    OptimConfig,
     ParallelConfig,
 )
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
@@ -205,7 +204,7 @@ def parse_config(
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
     `ParallelConfig`. `UserError` as `check_options`; argparse exits with code 2 on unknown options and choices.
     """
-    config = _read(argv, prog, description, parallel)
+    config, _ = _read(argv, prog, description, parallel)
     check_options(config)
     return config
 
@@ -220,30 +219,34 @@ def parse_launch(
     """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
     for each key of the launcher's fp8_config that has no effect here.
     """
-    config = _read(argv, prog, description, parallel)
+    config, given = _read(argv, prog, description, parallel)
     (require_launched if parallel else require_single_process)(environ)
     idle = [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
-    config = apply_launch_settings(config, environ)
+    config = apply_launch_settings(config, environ, given)
     check_options(config)
     return config, idle
 
 
-def _read(argv: list[str], prog: str | None, description: str | None, parallel: bool) -> Config:
-    """The options as they were given, unchecked."""
+def _read(argv: list[str], prog: str | None, description: str | None, parallel: bool) -> tuple[Config, frozenset[str]]:
+    """The options, unchecked, and the names of those that were given."""
     parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
     words = _yaml_arguments(path, parser) if path else []
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
     parser.origin = ""
-    parser.set_defaults(learning_rate=None)  # to tell "not given" from its default
+    names = [f.name for section in parser.sections.values() for f in dataclasses.fields(section)]
+    parser.set_defaults(**dict.fromkeys(names))  # to tell "not given" from the defaults
     values = vars(parser.parse_args([*words, *argv]))
-    if values["learning_rate"] is None:
-        from_scratch = values["random_init"] or values["model_name"] == EMBEDDED
-        otherwise = LORA_LEARNING_RATE if values["lora_rank"] else OptimConfig().learning_rate
-        values["learning_rate"] = SCRATCH_LEARNING_RATE if from_scratch else otherwise
+    given = {name: values[name] for name in names if values[name] is not None}
     sections = {
-        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
-        for name, section in _sections(parallel).items()
+        name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
+        for name, section in parser.sections.items()
     }
-    return Config(**sections)
+    config = Config(**sections)
+    if "learning_rate" not in given:
+        from_scratch = config.model.random_init or config.model.model_name == EMBEDDED
+        otherwise = LORA_LEARNING_RATE if config.lora.lora_rank else config.optim.learning_rate
+        rate = SCRATCH_LEARNING_RATE if from_scratch else otherwise
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, learning_rate=rate))
+    return config, frozenset(given)

@@ -371,6 +371,33 @@ def test_a_flag_and_a_file_that_contradict_each_other_are_both_named(options, va
         apply_launch_settings(config_of(*options), {**PLAIN, **variables})
 
 
+@pytest.mark.parametrize(
+    ("option", "variables"),
+    [
+        ("--sharding_mode=auto", FSDP),
+        ("--max_grad_norm=1.0", {**DEEPSPEED, "ACCELERATE_GRADIENT_CLIPPING": "0.5"}),
+        ("--gradient_accumulation_steps=1", {**DEEPSPEED, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}),
+        ("--gradient_checkpointing=false", {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}),
+        ("--fp8_scenario=default", {**FP8, "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "true"}),
+        ("--fp8_backend=te", AO),
+    ],
+)
+def test_a_flag_that_repeats_the_default_contradicts_the_file_as_any_other(tmp_path, option, variables):
+    name, value = option.removeprefix("--").split("=")
+    named = f"--{name} {value} contradicts"
+    with pytest.raises(UserError, match=f"(?i){named}"):
+        launched(option, **variables)
+    file = tmp_path / "options.yaml"
+    file.write_text(f"{name}: {value}\n")
+    with pytest.raises(UserError, match=f"(?i){named}"):
+        launched(f"--config={file}", **variables)
+
+
+def test_a_default_that_only_the_launcher_chose_gives_way_to_a_flag():
+    assert launched("--sharding_mode=auto").parallel.sharding_mode == "auto"
+    assert not launched("--fp8_all_gather=false", **FSDP, **AO).parallel.fp8_all_gather
+
+
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])
 def test_another_recipe_sheds_the_defaults_of_delayed_scaling(algorithm):
     """The launcher exports them whatever the file says, and they would be refused beside --fp8_scenario current."""
