@@ -103,6 +103,7 @@ def check_options(config: Config) -> None:
             f"--wandb_project '{run.wandb_project}': W&B takes 1 to 128 characters, none of them in /\\#?%:.": (
                 re.fullmatch(r"[^/\\#?%:]{1,128}", run.wandb_project) is None
             ),
+            "--output_dir is empty; give a folder ('.' for the current one), or drop it.": run.output_dir == "",
             "--resume_from latest needs --output_dir, the folder of the run to continue.": (
                 run.resume_from == "latest" and run.output_dir is None
             ),

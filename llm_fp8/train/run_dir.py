@@ -45,6 +45,10 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
         raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
+    try:
+        folder.exists()
+    except OSError as error:  # a name that is too long
+        raise UserError(f"--output_dir {folder}: {error.strerror}; choose another folder.") from error
     if ranks.restart_count > 0:
         return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
     _refuse_other_run(config)

@@ -288,6 +288,15 @@ def test_an_output_folder_that_is_a_file(tmp_path, refuse, common, below):
     assert f"--output_dir {tmp_path / 'file'}{below}" in refuse(*common, f"--output_dir={tmp_path / 'file'}{below}")
 
 
+def test_an_empty_output_folder_is_none(refuse, common):
+    assert "--output_dir is empty" in refuse(*common, "--output_dir=")
+
+
+def test_an_output_folder_whose_name_is_too_long(tmp_path, refuse, common):
+    folder = tmp_path / ("x" * 256)
+    assert f"--output_dir {folder}: File name too long" in refuse(*common, f"--output_dir={folder}")
+
+
 @pytest.fixture
 def ordinary_user():
     """Root may write anywhere, so where this process is root it is somebody else for a while."""
