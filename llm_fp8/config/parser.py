@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import MutableMapping
 from pathlib import Path
 from types import NoneType
@@ -32,6 +33,11 @@ from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import YAML_ERRORS
+
+PLACES = ("model_name", "weights_cache_dir", "data_cache_dir", "output_dir", "resume_from", "deepspeed_config")
+"""Options that are or can be a path, in which `~` is the home folder also where no shell replaced it: behind `=` and in
+the YAML file. Those of datasets, which can be several, are `llm_fp8.data.load`'s.
+"""
 
 
 def _sections(parallel: bool) -> dict[str, type]:
@@ -161,7 +167,7 @@ class _Parser(OneSentenceParser):
 
 def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
-    file = Path(path)
+    file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"--config {path}: no such file.")
     try:
@@ -239,6 +245,7 @@ def _read(argv: list[str], prog: str | None, description: str | None, parallel: 
     parser.set_defaults(**dict.fromkeys(names))  # to tell "not given" from the defaults
     values = vars(parser.parse_args([*words, *argv]))
     given = {name: values[name] for name in names if values[name] is not None}
+    given |= {name: os.path.expanduser(given[name]) for name in PLACES if name in given}
     sections = {
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
         for name, section in parser.sections.items()

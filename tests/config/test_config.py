@@ -387,3 +387,12 @@ def test_an_option_of_the_other_script_is_told_as_such(capsys):
         parse_config(["--sharding_mode", "ddp"], prog="train_fp8.py")
     assert ended.value.code == 2
     assert "--sharding_mode ddp (options of sharding belong to train_multi_gpu.py)" in capsys.readouterr().err
+
+
+def test_a_tilde_is_the_home_folder_where_no_shell_replaced_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "options.yaml").write_text("model_name: ~/model\ndata_cache_dir: ~/cache\n")
+    options = flat(parse_config(["--config=~/options.yaml", "--output_dir=~/run", "--resume_from=~/run/checkpoints/x"]))
+    assert [options[name] for name in ("model_name", "data_cache_dir", "output_dir", "resume_from")] == [
+        f"{tmp_path}/{name}" for name in ("model", "cache", "run", "run/checkpoints/x")
+    ]
