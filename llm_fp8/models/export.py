@@ -147,6 +147,7 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
 @contextlib.contextmanager
 def replaced_folder(folder: Path, what: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
     """A temporary folder that replaces `folder` once all is written; `UserError` where it cannot be written."""
+    folder = folder.resolve()  # of a link, what it leads to: a folder does not replace a link
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -498,6 +498,20 @@ def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
         assert file.metadata()["format"] == "pt"
 
 
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_final_folder_that_is_a_link_is_written_where_it_leads(tmp_path, tiny_model, rows, was_there):
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", f"--output_dir={run}"]
+    train(*options, "--max_steps=1", "--save_every=1", "--no_export")
+    if was_there:
+        elsewhere.mkdir()
+        (elsewhere / "config.json").write_text("{}")
+    (run / "final").symlink_to(elsewhere)
+    assert train(*options, "--max_steps=2", "--resume_from=latest", "--allow_changed=total_steps") == 0
+    assert (run / "final").is_symlink() and (elsewhere / "model.safetensors").is_file()
+    assert json.loads((elsewhere / "config.json").read_text())
+
+
 def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = with_output_dir(
