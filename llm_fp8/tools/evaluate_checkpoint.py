@@ -40,6 +40,12 @@ _OF_THE_DATASET = (
 """Recorded options that say nothing of another --dataset_name."""
 _OF_THE_EVALUATION = ("eval_dataset_config", "validation_split_name", "validation_fraction")
 """And of another --eval_dataset_name."""
+_DESCRIBED_BY = {
+    "dataset_name": _OF_THE_DATASET,
+    "eval_dataset_name": _OF_THE_EVALUATION,
+    "validation_split_name": ("validation_fraction",),
+}
+"""Option -> the recorded ones that another value of it makes meaningless."""
 _RECORDED: dict[str, Any] = {"config": dict, "config.data": dict} | {
     f"config.data.{name}": (str if get_origin(hint) is Literal else hint) | None
     for name, hint in get_type_hints(DataConfig).items()
@@ -55,11 +61,11 @@ def run_of(model: str | Path) -> Path | None:
 
 def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
     """The data options of the run that exported `model` (its last start), else the defaults, with `changes`. With
-    another dataset to train or to evaluate on, the recorded options that describe the former one are left out.
+    another dataset or split to train or to evaluate on, the recorded options that describe the former are left out.
     """
     known = {field.name for field in dataclasses.fields(DataConfig)}
     options = {name: value for name, value in _recorded(model).items() if name in known}
-    for name, of_it in (("dataset_name", _OF_THE_DATASET), ("eval_dataset_name", _OF_THE_EVALUATION)):
+    for name, of_it in _DESCRIBED_BY.items():
         if name in changes and changes[name] != options.get(name):
             options = {other: value for other, value in options.items() if other not in of_it}
     # Batching changes nothing here, and rows are looked up by number.

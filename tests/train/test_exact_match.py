@@ -449,6 +449,7 @@ def test_another_dataset_comes_without_what_was_recorded_of_the_former(run, data
     assert found(dataset_name="other") == (None, None, 48)
     assert found(dataset_name="other", validation_fraction=0.1) == (None, 0.1, 48)
     assert found(eval_dataset_name="other") == ("problem=question", None, 48)
+    assert found(validation_split_name="other") == ("problem=question", None, 48)
 
 
 def test_answers_come_back_in_the_order_of_their_rows(memorised, tokenizer, known):
