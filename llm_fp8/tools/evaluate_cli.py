@@ -79,11 +79,11 @@ def output_file(options: argparse.Namespace) -> Path | None:
         raise UserError(f"--output {path} is a folder; give a file.")
     try:  # now, not when the answers are there
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(bytes(1 << 20))  # a few hundred answers
     except OSError as error:
         raise UserError(
-            f"--output {path} cannot be written ({error.strerror}); give a file in a folder that is yours."
+            f"--output {path} cannot be written ({error.strerror}); give a file in a folder that is yours and has room."
         ) from error
     return path
 

@@ -1,10 +1,15 @@
-"""What tests of whole runs share: a run's options, the signal that stops it, and the eval losses that it is told."""
+"""What tests of whole runs share: a run's options, the signal that stops it, the eval losses that it is told, and a
+small disk.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +51,17 @@ def tell_eval_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, 
     """A function: the evaluations find these losses, by step."""
 
     return lambda losses: monkeypatch.setattr(RunCallbacks, "evaluate", telling(losses))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("no mount command")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

@@ -326,20 +326,6 @@ def test_an_output_folder_that_cannot_be_written(locked_folder, ordinary_user, b
     assert str(error.value).startswith(f"--output_dir {folder}: {locked_folder} is not writable")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of four megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("no mount command")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def end_of(capfd, *options: object) -> tuple[int, list[str]]:
     """Exit code and lines on stderr of a run."""
     capfd.readouterr()

@@ -409,6 +409,15 @@ def test_mistakes_are_one_sentence(options, sentence, run, embedded_rows, tmp_pa
     assert sentence.format(**fill) in str(error.value)
 
 
+def test_a_disk_without_room_for_the_answers_is_found_before_they_are_asked_for(memorised, small_disk, monkeypatch):
+    (small_disk / "filling").write_bytes(bytes(3_900_000))
+    output = small_disk / "answers.json"
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", f"--model={memorised}", f"--output={output}"])
+    with pytest.raises(UserError, match=rf"--output {output} cannot be written \(No space left on device\)"):
+        evaluate.main()
+    assert [path.name for path in small_disk.iterdir()] == ["filling"]
+
+
 def test_a_damaged_run_json_is_named(run, tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "run.json").write_text("{")
