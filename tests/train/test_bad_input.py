@@ -379,13 +379,17 @@ def test_a_disk_too_small_for_the_model_is_refused_before_training(small_disk, c
 
 
 def test_a_disk_full_at_the_export_leaves_no_half_of_it(small_disk, capfd, common, monkeypatch):
-    def fill_disk(self, step):
+    save = RunCallbacks.save
+
+    def save_and_fill_disk(self, step):
+        path = save(self, step)
         (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**16))
+        return path
 
     run = small_disk / "run"
     options = [*common, "--max_steps=2", "--save_every=2", f"--output_dir={run}"]
     with monkeypatch.context() as patch:
-        patch.setattr(RunCallbacks, "evaluate", fill_disk)
+        patch.setattr(RunCallbacks, "save", save_and_fill_disk)
         code, lines = end_of(capfd, *options)
     assert code == 2 and len(lines) == 1 and str(run / "final") in lines[0] and "--resume_from latest" in lines[0]
     assert not any("final" in path.name for path in run.iterdir())
