@@ -54,8 +54,8 @@ MAX_CHARACTERS = 4_000_000
 overlong all the same: no token of a common tokenizer has more than 128 characters.
 """
 
-FORMAT_VERSION = 4
-"""Raised whenever this module tokenises a row differently, so that caches are made anew."""
+FORMAT_VERSION = 5
+"""Raised whenever this module tokenises a row differently, or refuses others, so that caches are made anew."""
 
 ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
@@ -326,6 +326,7 @@ def _render_conversation(conversation: Conversation, tokenizer: PreTrainedTokeni
         if message["role"] == "assistant" and content:
             content += str(tokenizer.eos_token)
             if _is_learnt(message):
+                _check_shown(message, content)
                 spans.append((len(text), len(text) + len(content)))
         text += content + "\n\n"
     return Rendered(text, spans)
@@ -341,6 +342,29 @@ def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase)
                 f"--dataset_name: a conversation has '{name}', and the tokenizer has no chat template that shows them; "
                 "give a model with one that does, or leave such conversations out."
             )
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Entries of a message in which data sets keep what its answer was thought out with."""
+_THINK_TAGS = re.compile("</?think>")
+
+
+def _check_shown(message: Mapping[str, Any], shown: str) -> None:
+    """Raise `UserError` where text of an assistant's message is not in its turn as the template shows it at the end of
+    a conversation. Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, and many
+    all reasoning.
+    """
+    for name in ("content", *_REASONING):
+        text = message.get(name)
+        # Some templates write white space of their own around the tags.
+        for part in _THINK_TAGS.split(text) if isinstance(text, str) else ():
+            if part.strip() not in shown:
+                beside = " beside 'tool_calls'" if _calls(message) else ""
+                raise UserError(
+                    f"--dataset_name: an assistant's message has {_shown(part.strip())} in '{name}'{beside}, and the "
+                    "tokenizer has no chat template that shows it, so it would not be learnt; correct "
+                    "chat_template.jinja, give a model that has one, or take such text out of the messages."
+                )
 
 
 def _with_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
@@ -424,6 +448,8 @@ def _template_span(
     content = conversation.messages[turn]["content"].strip()
     until = _apply_template(tokenizer, conversation.until(turn + 1))
     before = _prompt_of(until, conversation, turn, content, tokenizer)
+    # What stands before a first turn's content may be its reasoning.
+    _check_shown(conversation.messages[turn], until.removeprefix(before or "") if turn else until)
     if before is not None and text.startswith(before):
         if text.startswith(until):
             return len(before), len(until)
@@ -502,6 +528,9 @@ def _encode_marked(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrain
             "supervised ({% generation %}); take these blocks out of the template, or leave such conversations out."
         )
     conversation = _with_arguments(conversation, tokenizer)
+    for turn, message in enumerate(conversation.messages):
+        if _is_learnt(message):
+            _check_shown(message, _apply_template(tokenizer, conversation.until(turn + 1)))
     output = cast(
         "dict[str, list[int]]",
         _run_template(tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True),

@@ -346,6 +346,64 @@ def test_reasoning_that_later_turns_hide_is_not_learnt() -> None:
     assert learnt == ["3.<|im_end|>", f"{turns[1][1]}<|im_end|>"]
 
 
+# As Llama 3.1 to 3.3 have it: a message with calls shows the call alone.
+LLAMA3_CALLS = LLAMA3.replace(
+    "{{ m['content'] | trim }}",
+    "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m['content'] | trim }}{% endif %}",
+)
+# As DeepSeek-R1-Distill has it: reasoning is cut off every answer, and the prompt for one begins with it.
+R1_CUTS = "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+R1_DISTILL = (
+    "{{ bos_token }}{% for m in messages %}{% set content = m['content'] %}{% if m['role'] == 'user' %}[INST]"
+    "{{ content }}{% else %}" + R1_CUTS + "[/INST]{{ content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[/INST]<think>\n{% endif %}"
+)
+
+
+def _answered(**answer: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "8 + 8?"}, {"role": "assistant", **answer}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "lost"),
+    [
+        (
+            LLAMA3_CALLS,
+            {"content": "Let me see.", "tool_calls": [CALL]},
+            "'Let me see.' in 'content' beside 'tool_calls'",
+        ),
+        (LLAMA3, {"content": "16", "reasoning_content": "Hm, 8."}, "'Hm, 8.' in 'reasoning_content'"),
+        (MARKED, {"content": "16", "reasoning_content": "Hm, 8."}, "'Hm, 8.' in 'reasoning_content'"),
+        (None, {"content": "16", "thinking": "Hm, 8."}, "'Hm, 8.' in 'thinking'"),
+        (R1_DISTILL, {"content": "<think>\nHm, 8.\n</think>\n\n16"}, "'Hm, 8.' in 'content'"),
+    ],
+    ids=["calls", "reasoning", "marked", "no template", "R1"],
+)
+def test_an_answer_of_which_the_template_shows_a_part_is_refused(
+    template: str | None, answer: dict[str, Any], lost: str
+) -> None:
+    with pytest.raises(UserError, match=f"has {lost}, and the tokenizer has no chat template that shows it"):
+        _encode(_answered(**answer), _tokenizer(template))
+    # What is not learnt may be left out.
+    learnt = _encode(
+        {"messages": [*_answered(**answer, weight=0)["messages"], *CHAT["messages"]]}, _tokenizer(LLAMA3_CALLS)
+    )
+    assert sum(learnt.supervised)
+
+
+def test_reasoning_that_the_template_shows_is_learnt() -> None:
+    """Under any of its names, and within the content whatever white space the template writes there."""
+    said = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m['content'] }}"
+    reasoned = _tokenizer(CHATML.replace("{{ m['content'] }}", said), "<|im_end|>")
+    learnt = _supervised(_encode(_answered(content="16", reasoning_content="Hm, 8."), reasoned), reasoned)
+    assert learnt[-1] == "<think>\nHm, 8.\n</think>\n\n16<|im_end|>"
+    spaced = _tokenizer(
+        CHATML.replace("m['content']", "m['content'].replace('</think>', '\n</think>\n')"), "<|im_end|>"
+    )
+    learnt = _supervised(_encode(_answered(content="<think>Hm, 8.</think>16"), spaced), spaced)
+    assert learnt[-1] == "<think>Hm, 8.\n</think>\n16<|im_end|>"
+
+
 TEXT_ARGUMENTS = TOOLS.replace("c.function | tojson", "c.function.name + '|' + c.function.arguments")
 
 
