@@ -23,6 +23,7 @@ sides are tokenised separately.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date
@@ -462,9 +463,14 @@ def _template_span(
         at, closing = text.find(content, len(before)), until[until.rfind(content) + len(content) :]
         if content and at >= 0 and content in until and text.startswith(closing, at + len(content)):
             return len(before), at + len(content) + len(closing)
+    first = until if before is None or text.startswith(before) else before
+    at = len(os.path.commonprefix([first, text]))
+    after = text[max(0, at - 30) : at]
     raise UserError(
-        "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on, so its "
-        "assistant turns cannot be told apart; use one question and one answer, or {% generation %} blocks."
+        "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on (after "
+        f"{after!r} first {_shown(first[at:])}, later {_shown(text[at:])}), so its assistant turns "
+        "cannot be told apart; correct chat_template.jinja, mark the turns there with {% generation %} blocks, or give "
+        "the data as prompt and completion, which no template touches."
     )
 
 

@@ -404,6 +404,21 @@ def test_reasoning_that_the_template_shows_is_learnt() -> None:
     assert learnt[-1] == "<think>Hm, 8.\n</think>\n16<|im_end|>"
 
 
+def test_a_prompt_that_begins_with_reasoning_is_named_and_the_advice_works() -> None:
+    with pytest.raises(
+        UserError, match=r"first '<think>\\n', later '4.*\{% generation %\} blocks, or give the data as"
+    ):
+        _encode(CHAT, _tokenizer(R1_DISTILL))
+    shown = "{{ content + eos_token }}"
+    marked = _tokenizer(R1_DISTILL.replace(shown, "{% generation %}" + shown + "{% endgeneration %}"))
+    assert _supervised(_encode(CHAT, marked), marked) == ["4<|eos|>", "It is 8.<|eos|>"]
+    plain = _tokenizer(R1_DISTILL.replace("[/INST]<think>\n", "[/INST]"))
+    assert _supervised(_encode(CHAT, plain), plain) == ["4<|eos|>", "It is 8.<|eos|>"]
+    reasoned = _tokenizer(R1_DISTILL.replace(R1_CUTS, ""))
+    row = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n4"}]}
+    assert _supervised(_encode(row, reasoned), reasoned) == ["Hm.\n</think>\n\n4<|eos|>"]
+
+
 TEXT_ARGUMENTS = TOOLS.replace("c.function | tojson", "c.function.name + '|' + c.function.arguments")
 
 
