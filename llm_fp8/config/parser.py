@@ -184,15 +184,28 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     known = {name for each in fields for name in (f"--{each.name}", *each.metadata["aliases"])}
     words: list[str] = []
     for key, value in entries.items():
-        if f"--{key}" not in known:
-            raise UserError(
-                f"--config {path}: '{key}' is not an option{parser.hint(f'--{key}')}; {parser.full_help} lists them."
-            )
+        name = str(key).replace("-", "_")
+        if f"--{name}" not in known:
+            on = name.removeprefix("no_")
+            hint = f" (write '{on}: false')" if f"--{on}" in known else parser.hint(f"--{name}")
+            raise UserError(f"--config {path}: '{key}' is not an option{hint}; {parser.full_help} lists them.")
         if isinstance(value, (list, dict, set)):
             raise UserError(f"--config {path}: '{key}' must have one value, not a {type(value).__name__}.")
         if value is not None:
-            words.append(f"--{key}={value}")
+            words.append(f"--{name}={value}")
     return words
+
+
+def _check_names(words: list[str], parser: _Parser, origin: str = "") -> None:
+    """Raise `UserError` where an option is given by two of its names, of which the last would win; by one name twice
+    it may be, so that a script's options can be overridden. `origin` as in the parser.
+    """
+    given = {f"--{word.partition('=')[0][2:].replace('-', '_')}" for word in words if word.startswith("--")}
+    for section in parser.sections.values():
+        for each in dataclasses.fields(section):
+            names = [name for name in (f"--{each.name}", *each.metadata["aliases"]) if name in given]
+            if len(names) > 1:
+                raise UserError(f"{origin}{' and '.join(names)} are the same option; give one of them.")
 
 
 def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> _Parser:
@@ -240,7 +253,9 @@ def _read(argv: list[str], prog: str | None, description: str | None, parallel: 
     words = _yaml_arguments(path, parser) if path else []
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
+    _check_names(words, parser, parser.origin)
     parser.origin = ""
+    _check_names(argv, parser)
     names = [f.name for section in parser.sections.values() for f in dataclasses.fields(section)]
     parser.set_defaults(**dict.fromkeys(names))  # to tell "not given" from the defaults
     values = vars(parser.parse_args([*words, *argv]))

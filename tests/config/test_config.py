@@ -157,6 +157,31 @@ def test_an_unknown_key_of_a_file_comes_with_what_was_probably_meant(tmp_path):
         parse_config(["--config", str(tmp_path / "run.yaml")])
 
 
+def test_a_key_of_a_file_may_have_hyphens_and_turns_nothing_off_by_its_name(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning-rate: 3e-4\nper-device-train-batch-size: 2\n")
+    options = parse_config(["--config", str(file)])
+    assert (options.optim.learning_rate, options.data.batch_size) == (3e-4, 2)
+    for key in ("no_export", "no-export"):
+        file.write_text(f"{key}: true\n")
+        with pytest.raises(UserError, match=rf"'{key}' is not an option \(write 'export: false'\);"):
+            parse_config(["--config", str(file)])
+
+
+def test_an_option_by_two_of_its_names_is_refused(tmp_path):
+    file, both = tmp_path / "run.yaml", "--batch_size and --per_device_train_batch_size are the same option; give one"
+    file.write_text("per_device_train_batch_size: 8\nbatch_size: 4\n")
+    with pytest.raises(UserError, match=f"^--config {file}: {both}"):
+        parse_config(["--config", str(file)])
+    for words in ("--batch_size 4 --per_device_train_batch_size 8", "--per-device-train-batch-size=8 --batch-size 4"):
+        with pytest.raises(UserError, match=f"^{both}"):
+            parse_config(words.split())
+    # The command line overrides the file, and a script's options, whatever the spelling.
+    file.write_text("per_device_train_batch_size: 8\n")
+    for words in (["--config", str(file), "--batch_size", "4"], ["--batch_size", "2", "--batch-size=4"]):
+        assert parse_config(words).data.batch_size == 4
+
+
 @pytest.mark.slow
 def test_every_option_is_read_somewhere():
     """By name, as an attribute or as a string, outside of the declaration and of the checks of its value."""
