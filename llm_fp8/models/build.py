@@ -221,7 +221,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
     layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
     if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"{type(model).__name__} has no list of decoder layers that these scripts know.")
+        raise UserError(
+            f"--model_name {model.config.name_or_path} is of class {type(model).__name__}, whose decoder layers are "
+            "not where these scripts look for them; choose another model, like the Llama and Qwen families."
+        )
     return layers
 
 

@@ -297,6 +297,22 @@ def test_a_config_of_another_kind_has_no_layers_we_know():
         decoder_layers(AutoModelForSeq2SeqLM.from_config(config))
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "said"),
+    [
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "OPTForCausalLM, whose decoder layers are not where"),
+        ("phi", {"intermediate_size": 64}, "PhiForCausalLM, whose lm_head is not a linear layer without bias"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named_with_what_to_do(tmp_path, kind, sizes, said):
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=f"^--model_name {tmp_path} is of class {said}.*; choose .* like the Llama and Qwen"
+    ):
+        TrainingModel(AutoModelForCausalLM.from_pretrained(tmp_path), 16, torch.float32)
+
+
 OTHERS = {
     "gpt_neox": {},
     "gpt2": {},

@@ -180,7 +180,10 @@ def workload_of(options: argparse.Namespace, config: Config) -> StepWorkload:
     try:
         model = ModelSize.from_config(hf_config)
     except UnsupportedArchitecture as error:
-        raise UserError(f"--model_name: there is no prediction for this model, because {error}.") from error
+        raise UserError(
+            f"--model_name {model_name}: there is no prediction for this model, because {error}; a run of a few steps "
+            "measures it."
+        ) from error
     require_positions(hf_config, options.max_seq_length, model_name, "--max_seq_length")
     if config.model.flash_attention_4:
         check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
