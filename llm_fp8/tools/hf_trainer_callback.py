@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 import torch
 from accelerate import PartialState
@@ -75,6 +75,8 @@ class CertificateCallback(TrainerCallback):
     """
 
     def __init__(self, precision: AskedPrecision | None = None, step: int = 5) -> None:
+        if precision not in (None, *get_args(AskedPrecision)):
+            raise ValueError(f"precision {precision!r}: give {', '.join(get_args(AskedPrecision))}, or None")
         if step < 1:
             raise ValueError(f"step {step}: the first optimizer step is 1")
         self._launch = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}

@@ -123,6 +123,14 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     )
 
 
+def test_a_callback_that_no_run_could_satisfy_is_refused():
+    for precision in ("foo", "FP8", "float8"):
+        with pytest.raises(ValueError, match=f"^precision '{precision}': give fp8, bf16, fp16, no, or None$"):
+            CertificateCallback(precision)
+    with pytest.raises(ValueError, match="^step 0: the first optimizer step is 1$"):
+        CertificateCallback("fp8", step=0)
+
+
 def test_the_energy_of_the_training_stands_beside_the_verdict(trained, tmp_path, capsys, monkeypatch):
     readings = iter([100.0, 160.0])
     monkeypatch.setattr(callback_module, "open_counter", lambda: lambda: next(readings))
