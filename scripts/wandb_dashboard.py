@@ -90,9 +90,10 @@ def print_layout() -> None:
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """A run that W&B has not got yet: its W&B folder, and its figures from run.json, metrics.jsonl and summary.json."""
+    """A run that W&B has not got yet: its W&B folders, and its figures from run.json, metrics.jsonl, summary.json."""
 
-    wandb_folder: Path
+    wandb_folders: tuple[Path, ...]
+    """One for each start of a training that was resumed, in their order."""
     name: str
     group: str
     project: str
@@ -106,8 +107,7 @@ class OfflineRun:
 def offline_runs(folder: Path) -> tuple[list[OfflineRun], list[str]]:
     """The offline W&B runs of the output folder `folder` or of those below it, and why others cannot be read.
 
-    A resumed training is several runs on W&B; each is listed with the figures of the one output folder. Raises
-    `UserError` where `folder` is missing or holds none.
+    Raises `UserError` where `folder` is missing or holds none.
     """
     if not folder.is_dir():
         raise UserError(f"--offline {folder} is not a folder; give an output folder, or one that holds several.")
@@ -118,10 +118,13 @@ def offline_runs(folder: Path) -> tuple[list[OfflineRun], list[str]]:
             f"--offline {folder} holds no offline W&B run; such a run is made with --use_wandb and WANDB_MODE=offline "
             "in the environment."
         )
+    starts: dict[tuple[Path, str], list[Path]] = {}
+    for path in found:  # by output folder and run
+        starts.setdefault((path.parent, _run_id(path)), []).append(path)
     runs, unreadable = [], []
-    for wandb_folder in found:
+    for wandb_folders in starts.values():
         try:
-            runs.append(read_offline_run(wandb_folder))
+            runs.append(read_offline_run(*wandb_folders))
         except UserError as error:
             unreadable.append(str(error))
     return runs, unreadable
@@ -133,9 +136,15 @@ _OPTIONS = {
 }
 
 
-def read_offline_run(wandb_folder: Path) -> OfflineRun:
-    """The run of OUTPUT_DIR/wandb/offline-run-TIME-ID. Raises `UserError` where its output folder cannot be read."""
-    output = wandb_folder.parent.parent
+def _run_id(wandb_folder: Path) -> str:
+    return wandb_folder.name.split("-", 3)[-1]
+
+
+def read_offline_run(*wandb_folders: Path) -> OfflineRun:
+    """The run of OUTPUT_DIR/wandb/offline-run-TIME-ID, of one ID. Raises `UserError` where its output folder cannot be
+    read.
+    """
+    output = wandb_folders[0].parent.parent
     record, history = read_json(output / "run.json", _OPTIONS), read_metrics(output / "metrics.jsonl")
     summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else None
     try:
@@ -145,8 +154,8 @@ def read_offline_run(wandb_folder: Path) -> OfflineRun:
             f"{output / 'run.json'} lacks what runs have ({error}); was it written by this project?"
         ) from None
     return OfflineRun(
-        wandb_folder,
-        name=options.get("wandb_run_name") or wandb_folder.name.rpartition("-")[2],
+        wandb_folders,
+        name=options.get("wandb_run_name") or _run_id(wandb_folders[0]),
         group=options.get("wandb_group") or output.resolve().name,
         project=options.get("wandb_project") or "",
         labels=labels,
@@ -175,7 +184,7 @@ def sync_command(run: OfflineRun, entity: str | None, project: str) -> str:
         words += ["--entity", entity]
     if project != run.project:
         words += ["--project", project]
-    return shlex.join([*words, str(run.wandb_folder)])
+    return shlex.join([*words, *map(str, run.wandb_folders)])
 
 
 def show_offline(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,26 @@ def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     assert "  python scripts/wandb_dashboard.py --project shared --name 'fp8 comparison' --entity team\n" in shown
     assert call("--offline", offline_folder, "--project", "a-project") == 0
     assert f"  wandb sync {kept}\n" in capsys.readouterr().out, "the run knows its project"
+
+
+def test_a_resumed_offline_run_is_listed_once_and_sent_with_all_its_parts(
+    tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ("--use_wandb", "--wandb_project=a-project", "--output_dir", tmp_path / "run", "--max_seq_length=128")
+    words += ("--batch_size=4", "--num_of_samples=80", "--no_export", "--mixed_precision=bf16", "--eval_batches=1")
+    assert train(*words, "--max_steps=2", "--save_every=2") == 0
+    wandb.teardown()
+    time.sleep(1.1)  # W&B names a part by the second
+    assert train(*words, "--max_steps=4", "--resume_from=latest", "--allow_changed=total_steps") == 0
+    wandb.teardown()
+    first, second = sorted((tmp_path / "run").glob("wandb/offline-run-*"))
+    capsys.readouterr()
+    assert call("--offline", tmp_path, "--project", "a-project") == 0
+    shown = capsys.readouterr().out
+    assert shown.count(": lacks") == 1 and f"  wandb sync {first} {second}\n" in shown
+    (listed,), _ = wandb_dashboard.offline_runs(tmp_path)
+    assert listed.figures["step"] == 4 and first.name.endswith(listed.name)
 
 
 def test_how_an_offline_run_ended_is_told(offline_folder: Path, tmp_path: Path) -> None:
