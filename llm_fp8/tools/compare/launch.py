@@ -25,7 +25,7 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare.report import Failure
 from llm_fp8.tools.compare.run_record import why_unfinished
-from llm_fp8.tools.compare.variants import VARIANT_FIELDS, variant_words
+from llm_fp8.tools.compare.variants import VARIANT_FIELDS, require_takers, variant_words
 from llm_fp8.train.checkpoint import has_checkpoint
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.utils.errors import UserError
@@ -98,6 +98,7 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
         raise UserError(
             f"--train: --{taken[0]} is set by the comparison itself (--arms, --seeds, --output); leave it out."
         )
+    require_takers(list(variants), words)
     runs = []
     for seed in seeds:
         for variant in variants:
@@ -128,10 +129,11 @@ def claim_folder(plan: Plan) -> None:
     path = plan.folder / "plan.json"
     shared = {"train": train_words(plan.train), "num_gpus": plan.num_gpus}
     if path.is_file():
-        if read_json(path) != shared:
+        held = read_json(path, {"train": list, "num_gpus": int})
+        if differing := [f"--{name}" for name in shared if held[name] != shared[name]]:
             raise UserError(
-                f"--output {plan.folder} holds a comparison with other --train options ({path} has them); choose "
-                "another folder, or repeat those."
+                f"--output {plan.folder} holds a comparison with another {' and '.join(differing)} ({path} has it); "
+                "choose another folder, or repeat that."
             )
         return
     if plan.folder.exists() and (not plan.folder.is_dir() or any(plan.folder.iterdir())):

@@ -53,14 +53,36 @@ def variant_words(variant: str, words: list[str]) -> list[str]:
     """The options `words` of a training command for `variant`: with its precision, without the fp8 options that it does
     not take.
     """
+    given, kept = _fp8_options(words)
+    for name, value in given.items():
+        if _takes(variant, name):
+            kept += [f"--{name}"] if value is True else [f"--{name}", value]
+    return [*kept, *variants()[variant]]
+
+
+def require_takers(names: list[str], words: list[str]) -> None:
+    """Raise `UserError` for an fp8 option in `words` that none of the variants `names` takes."""
+    for option in _fp8_options(words)[0]:
+        if not any(_takes(name, option) for name in names):
+            takers = [name for name in variants() if _takes(name, option)]
+            raise UserError(
+                f"--train: --{option} has no effect on {' and '.join(names)}; leave it out, or add one of "
+                f"{', '.join(takers)} to --arms."
+            )
+
+
+def _fp8_options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The fp8 options in `words`, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _FP8_OPTIONS:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
     given, kept = parser.parse_known_args(words)
-    for name, value in vars(given).items():
-        if variant in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[variant].options):
-            kept += [f"--{name}"] if value is True else [f"--{name}", value]
-    return [*kept, *variants()[variant]]
+    return vars(given), kept
+
+
+def _takes(variant: str, option: str) -> bool:
+    """Whether a run of `variant` gets this fp8 option."""
+    return variant in RECIPES and (option not in _RECIPE_OPTIONS or option in RECIPES[variant].options)
 
 
 def requested_variant(precision: dict[str, Any]) -> str:

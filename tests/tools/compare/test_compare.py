@@ -564,6 +564,24 @@ def test_options_of_fp8_reach_only_the_variants_in_which_they_take_effect():
     assert parse_config(delayed).precision.amax_history_len == 16 and parse_config(delayed).precision.fp8_strict
 
 
+def test_an_option_of_fp8_that_no_variant_takes_is_refused(tmp_path):
+    for train, arms, said in (
+        (
+            "--fp8_strict",
+            ["bf16", "no"],
+            "--fp8_strict has no effect on bf16 and no; leave it out, or add one of delayed, ",
+        ),
+        (
+            "--amax-history-len=16",
+            ["bf16", "mxfp8"],
+            "--amax_history_len has no effect on bf16 and mxfp8; .* delayed",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^--train: {said}"):
+            plan_runs(train, arms, [1], 1, tmp_path)
+    assert len(plan_runs("--fp8_strict", ["bf16", "mxfp8"], [1], 1, tmp_path).runs) == 2
+
+
 def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_path):
     plan = plan_runs("--max_steps 3 --use_te --use_wandb", ["bf16", "delayed"], [1, 2], 1, tmp_path / "out")
     assert [run.name for run in plan.runs] == ["bf16-seed1", "delayed-seed1", "bf16-seed2", "delayed-seed2"]
@@ -601,8 +619,13 @@ def test_a_folder_belongs_to_one_comparison(tmp_path):
     claim_folder(
         plan_runs("--max_steps  3", ["bf16", "no"], [1, 2], 1, tmp_path / "out")
     )  # more variants and seeds go on in it
-    with pytest.raises(UserError, match="other --train options"):
-        claim_folder(plan_runs("--max_steps 4", ["bf16"], [1], 1, tmp_path / "out"))
+    for train, num_gpus, said in (
+        ("--max_steps 4", 1, "--train"),
+        ("--max_steps 3", 2, "--num_gpus"),
+        ("--max_steps 4", 2, "--train and --num_gpus"),
+    ):
+        with pytest.raises(UserError, match=f"holds a comparison with another {said} \\("):
+            claim_folder(plan_runs(train, ["bf16"], [1], num_gpus, tmp_path / "out"))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds no comparison"):
