@@ -142,6 +142,11 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
         )
     num_trained = len(asked)
     if data.eval_dataset_name is not None:
+        if len(_names(data.eval_dataset_name)) > 1:
+            raise UserError(
+                f"--eval_dataset_name {data.eval_dataset_name} names several datasets, and evaluation is on one; name "
+                "one, or a pattern of files."
+            )
         asked.append((data.eval_dataset_name, "--eval_dataset_name"))
         configs.append(data.eval_dataset_config)
     sources = [
@@ -399,8 +404,11 @@ def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
     that could not be written.
     """
     cause = error.__cause__ or error
-    if isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    if isinstance(cause, OSError) and (
+        cause.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        or (cause.errno in (errno.EACCES, errno.EPERM) and str(cause.filename).startswith(str(cache)))
+    ):
         return UserError(f"{cache}: {reason_not_written(cause, cache)} (HF_DATASETS_CACHE).")
     for source, split in parts:
         for path in _local_json(source, split):

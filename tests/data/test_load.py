@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import http.server
@@ -291,19 +292,33 @@ def test_later_rows_may_have_other_columns_or_types(tmp_path):
     assert load_split(open_source(str(tmp_path / "*.jsonl")), "train")._fingerprint == both._fingerprint
 
 
-def test_a_cache_that_cannot_be_written_is_no_broken_dataset(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "said"), [(errno.EROFS, "Read-only file system"), (errno.EACCES, "Permission denied")]
+)
+def test_a_cache_that_cannot_be_written_is_no_broken_dataset(tmp_path, monkeypatch, code, said):
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
 
     def read_only(*args, **kwargs):
         try:
-            raise OSError(errno.EROFS, "Read-only file system")
+            raise OSError(code, said, str(tmp_path / "json.lock"))
         except OSError as error:
             raise datasets.exceptions.DatasetGenerationError("wrapped") from error
 
     monkeypatch.setattr(datasets, "load_dataset", read_only)
-    with pytest.raises(UserError, match=rf"^{tmp_path}: Read-only file system; choose .* \(HF_DATASETS_CACHE\)"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: {said}; choose .* \(HF_DATASETS_CACHE\)"):
         load_split(open_source(str(tmp_path / "a.jsonl")), "train")
+
+
+def test_evaluation_is_on_one_dataset(tmp_path):
+    for name in ("a", "b", "c", "b,c"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    data, several = DataConfig(dataset_name=f"{tmp_path}/a.jsonl"), f"{tmp_path}/b.jsonl,{tmp_path}/c.jsonl"
+    with pytest.raises(UserError, match=f"^--eval_dataset_name {several} names several datasets, and evaluation is on"):
+        find_splits(dataclasses.replace(data, eval_dataset_name=several))
+    of_that_name = str(tmp_path / "b,c.jsonl")
+    ((source, _),) = find_splits(dataclasses.replace(data, eval_dataset_name=of_that_name))[1]
+    assert source.name == of_that_name
 
 
 def test_names_that_are_nothing(tmp_path: Path) -> None:
