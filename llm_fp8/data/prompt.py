@@ -448,9 +448,15 @@ def _template_span(
     """
     content = conversation.messages[turn]["content"].strip()
     until = _apply_template(tokenizer, conversation.until(turn + 1))
+    if not text.startswith(until):
+        until = until.removesuffix(str(tokenizer.eos_token))  # Phi-3's has one, behind the last turn
     before = _prompt_of(until, conversation, turn, content, tokenizer)
     # What stands before a first turn's content may be its reasoning.
     _check_shown(conversation.messages[turn], until.removeprefix(before or "") if turn else until)
+    if turn and before is not None and until.startswith(before) and not text.startswith(before):
+        # Qwen3.5's prompt ends with "<think>", which it shows in the last turn only.
+        shared, history = os.path.commonprefix([before, text]), _apply_template(tokenizer, conversation.until(turn))
+        before = shared if shared.startswith(history) else before
     if before is not None and text.startswith(before):
         if text.startswith(until):
             return len(before), len(until)

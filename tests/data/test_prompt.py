@@ -51,6 +51,13 @@ QWEN3 = (
     "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] "
     "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Qwen 3.5: its prompt begins the reasoning.
+QWEN35 = QWEN3.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+# Phi-3: one EOS, behind the whole conversation.
+PHI3 = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ "
     "m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
@@ -266,6 +273,9 @@ def test_generation_starts_where_training_started(template: str | None) -> None:
         (LLAMA3, "<|eot_id|>", ["4<|eot_id|>", "It is 8.<|eot_id|>"]),
         (MISTRAL, "<|eos|>", [" 4<|eos|>", " It is 8.<|eos|>"]),
         (QWEN3, "<|im_end|>", ["4<|im_end|>", "<think>\n\n</think>\n\nIt is 8.<|im_end|>"]),
+        # The first turn's reasoning is asked for and no longer shown; the second's begins in the prompt.
+        (QWEN35, "<|im_end|>", ["4<|im_end|>", "\n</think>\n\nIt is 8.<|im_end|>"]),
+        (PHI3, "<|eos|>", ["4<|end|>\n", "It is 8.<|end|>\n<|eos|>"]),
         (MARKED, "<|im_end|>", ["4<|im_end|>", "It is 8.<|im_end|>"]),
         (None, "<|eos|>", ["4<|eos|>", "It is 8.<|eos|>"]),
     ],
