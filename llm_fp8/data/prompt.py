@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, Literal, NamedTuple, cast
@@ -314,11 +314,8 @@ def _render_conversation(conversation: Conversation, tokenizer: PreTrainedTokeni
     _check_tools(conversation, tokenizer)
     if tokenizer.chat_template is not None:
         conversation = _with_arguments(conversation, tokenizer)
-        messages = conversation.messages
         text = _apply_template(tokenizer, conversation)
-        turns = [number for number, message in enumerate(messages) if _is_learnt(message)]
-        spans = [_template_span(text, conversation, turn, tokenizer) for turn in turns]
-        return Rendered(text, spans, from_template=True)
+        return Rendered(text, list(_template_spans(text, conversation, tokenizer)), from_template=True)
 
     text, spans = "", []
     for message in conversation.messages:
@@ -438,45 +435,86 @@ def _run_template(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
         ) from error
 
 
-def _template_span(
-    text: str, conversation: Conversation, turn: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int]:
-    """Where in `text` the assistant's `turn` stands: from the end of its generation prompt to the end of the turn.
+def _template_spans(
+    text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, int]]:
+    """Where in `text` each learnt turn stands: from the end of its generation prompt to the end of the turn.
 
-    Some templates (Qwen3's, which shows the reasoning of the last turn only) render a turn differently once it is not
-    the last; its end is then found by its content and by what the template closes the turn with.
+    Some templates (Qwen3's, which shows the reasoning since the last question only) render a turn differently once
+    another question follows. What stands before a turn is then compared from the end of the turn before it; its own end
+    is found by its content and by what the template closes it with.
     """
-    content = conversation.messages[turn]["content"].strip()
-    until = _apply_template(tokenizer, conversation.until(turn + 1))
-    if not text.startswith(until):
-        until = until.removesuffix(str(tokenizer.eos_token))  # Phi-3's has one, behind the last turn
-    before = _prompt_of(until, conversation, turn, content, tokenizer)
-    # What stands before a first turn's content may be its reasoning.
-    _check_shown(conversation.messages[turn], until.removeprefix(before or "") if turn else until)
-    if turn and before is not None and until.startswith(before) and not text.startswith(before):
-        # Qwen3.5's prompt ends with "<think>", which it shows in the last turn only.
-        shared, history = os.path.commonprefix([before, text]), _apply_template(tokenizer, conversation.until(turn))
-        before = shared if shared.startswith(history) else before
-    if before is not None and text.startswith(before):
-        if text.startswith(until):
-            return len(before), len(until)
-        # The answer or the calls alone, before which the reasoning is shown no more.
-        answer = content.rpartition("</think>")[2].strip()
-        said = [answer] if answer else _names_of_calls(conversation.messages[turn])
-        for start in range(len(before), 1 + min(map(until.rfind, said), default=-1)):
-            if text.startswith(until[start:], len(before)):
-                return len(before), len(before) + len(until) - start
-        at, closing = text.find(content, len(before)), until[until.rfind(content) + len(content) :]
-        if content and at >= 0 and content in until and text.startswith(closing, at + len(content)):
-            return len(before), at + len(content) + len(closing)
-    first = until if before is None or text.startswith(before) else before
-    at = len(os.path.commonprefix([first, text]))
-    after = text[max(0, at - 30) : at]
-    raise UserError(
+    seen, eos = ("", 0), str(tokenizer.eos_token)  # the conversation up to the last turn, and where that ends in `text`
+    for turn, message in enumerate(conversation.messages):
+        if not _is_learnt(message):
+            continue
+        content = message["content"].strip()
+        until = _apply_template(tokenizer, conversation.until(turn + 1))
+        if not text.startswith(until):
+            until = until.removesuffix(eos)  # Phi-3's has one, behind the last turn
+        before = _prompt_of(until, conversation, turn, content, tokenizer)
+        # What stands before a first turn's content may be its reasoning.
+        _check_shown(message, until.removeprefix(before or "") if turn else until)
+        begin, shown = _begin(text, before, until, conversation.until(turn), seen, tokenizer)
+        end = _end(text, begin, until, shown, message)
+        yield begin, end
+        seen = until, end
+
+
+def _begin(
+    text: str,
+    before: str | None,
+    until: str,
+    history: Conversation,
+    seen: tuple[str, int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[int, int]:
+    """Where in `text` a turn begins, and how much of `before`, what stands before it while it is the last, is shown."""
+    if before is None:
+        raise _changed(text, 0, until)
+    if not until.startswith(before):
+        raise _changed(until, 0, before)
+    if text.startswith(before):
+        return len(before), len(before)
+    told = len(_apply_template(tokenizer, history).removesuffix(str(tokenizer.eos_token))) if history.messages else None
+    for same, at in (("", 0), seen):
+        if told is None or not before.startswith(same):
+            continue
+        shown = len(same) + len(os.path.commonprefix([before[len(same) :], text[at:]]))
+        if shown < len(before):
+            # Qwen3.5's prompt ends with a line "<think>", which it shows in the last turns only.
+            shown = before.rfind("\n", 0, shown) + 1
+        if shown >= told:
+            return at + shown - len(same), shown
+    raise _changed(text, 0, before)
+
+
+def _end(text: str, begin: int, until: str, shown: int, message: Mapping[str, Any]) -> int:
+    """Where in `text` the turn ends that begins at `begin`, and behind `shown` characters of `until`, which ends with
+    it.
+    """
+    # The answer or the calls alone, before which the reasoning is shown no more.
+    content = message["content"].strip()
+    answer = content.rpartition("</think>")[2].strip()
+    last = min(map(until.rfind, [answer] if answer else _names_of_calls(message)), default=-1)
+    for start in range(shown, 1 + max(shown, last)):
+        if text.startswith(until[start:], begin):
+            return begin + len(until) - start
+    at, closing = text.find(content, begin), until[until.rfind(content) + len(content) :]
+    if content and at >= 0 and content in until and text.startswith(closing, at + len(content)):
+        return at + len(content) + len(closing)
+    raise _changed(text, begin, until[shown:])
+
+
+def _changed(text: str, begin: int, first: str) -> UserError:
+    """The error where `text` shows what it first showed as `first`, from `begin` on, in another way."""
+    shared = len(os.path.commonprefix([first, text[begin:]]))
+    at = begin + shared
+    return UserError(
         "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on (after "
-        f"{after!r} first {_shown(first[at:])}, later {_shown(text[at:])}), so its assistant turns "
-        "cannot be told apart; correct chat_template.jinja, mark the turns there with {% generation %} blocks, or give "
-        "the data as prompt and completion, which no template touches."
+        f"{text[max(0, at - 30) : at]!r} first {_shown(first[shared:])}, later {_shown(text[at:])}), so its assistant "
+        "turns cannot be told apart; correct chat_template.jinja, mark the turns there with {% generation %} blocks, "
+        "or give the data as prompt and completion, which no template touches."
     )
 
 

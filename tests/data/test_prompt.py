@@ -356,6 +356,35 @@ def test_reasoning_that_later_turns_hide_is_not_learnt() -> None:
     assert learnt == ["3.<|im_end|>", f"{turns[1][1]}<|im_end|>"]
 
 
+def test_reasoning_before_calls_is_hidden_in_what_stands_before_later_turns() -> None:
+    """As in Qwen3.5's template, whose prompt begins the reasoning: `<t` begins both what it hides and the calls."""
+    since = (
+        "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.i = loop.index0 %}"
+    )
+    said = (
+        "{% if m['role'] == 'assistant' and loop.index0 > ns.i %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+        "{% endif %}{{ m['content'] }}"
+    )
+    template = since + "{% endif %}{% endfor %}" + TOOLS.replace("{{ m['content'] }}", said)
+    template = template.replace("call{{", "<tool_call>{{").replace(
+        "assistant\n{% endif", "assistant\n<think>\n{% endif"
+    )
+    first, last = (
+        [
+            {"role": "user", "content": f"1 + 2{end}"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "a tool"},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "3.", "reasoning_content": "it is there"},
+        ]
+        for end in ("?", ", again?")
+    )
+    row = {"messages": [*first, *last], "tools": [TOOL]}
+    tokenizer = _tokenizer(template, "<|im_end|>")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}<|im_end|>'
+    shown = [f"a tool\n</think>\n\n{call}", "it is there\n</think>\n\n3.<|im_end|>"]
+    assert _supervised(_encode(row, tokenizer), tokenizer) == [call, "3.<|im_end|>", *shown]
+
+
 # As Llama 3.1 to 3.3 have it: a message with calls shows the call alone.
 LLAMA3_CALLS = LLAMA3.replace(
     "{{ m['content'] | trim }}",
