@@ -137,9 +137,8 @@ def processes_of_group(group: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended
-            state, _, its_group, *_ = (
-                stat.read_text().rpartition(")")[2].split()
-            )  # behind the name, which may be anything
+            # Behind the name, which may be anything.
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
             if state != "Z" and int(its_group) == group:
                 found.append(int(stat.parent.name))
     return found
