@@ -249,6 +249,10 @@ def apply_launch_settings(
     scenario, mode = config.precision.fp8_scenario, settings.get("sharding_mode", config.parallel.sharding_mode)
     if scenario not in ("default", "delayed"):
         settings = _without_delayed_defaults(settings)
+    # What the launcher exports where the file is silent is no contradiction.
+    for key in FP8_KEYS:
+        if key.option and key.option in given and settings.get(key.option) == key.read(key.default or ""):
+            del settings[key.option]
     # The launcher's default for torchao; with another mode or recipe it means nothing.
     if "fp8_all_gather" in given or mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
         settings.pop("fp8_all_gather", None)

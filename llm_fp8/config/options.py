@@ -291,7 +291,8 @@ class OptimConfig:
         "auto",
         "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters and fp32 master weights, kept as "
         "a 16-bit remainder, fused on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and "
-        "8-bit moments (6 bytes). auto: adamw_master on a GPU when the run computes in bf16 or fp8, else adamw_fp32.",
+        "8-bit moments (6 bytes). auto: adamw_master on a GPU when the run computes in bf16 or fp8, else (and "
+        "under FSDP and DeepSpeed) adamw_fp32.",
     )
     offload_optimizer: float = option(
         0.0,

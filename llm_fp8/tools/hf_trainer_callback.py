@@ -23,10 +23,10 @@ from typing import Any, Literal, TextIO, get_args
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import nn
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
 from llm_fp8.config.recipes import DEFAULTS
@@ -46,6 +46,7 @@ from llm_fp8.precision.modules import (
 )
 from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK
+from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
 
 AskedPrecision = Literal["fp8", "bf16", "fp16", "no"]
@@ -173,7 +174,8 @@ class CertificateCallback(TrainerCallback):
         layers, by_torchao = te_linears(model), list(converted_modules(model).values())
         state = read_te_state(layers) if layers or not by_torchao else read_state(by_torchao)
         own_dtype = _COMPUTE[next(model.parameters()).dtype]
-        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        config = getattr(extract_model_from_parallel(model), "config", None)
+        attention = chosen_attention(config) if isinstance(config, PretrainedConfig) else None
         compute = own_dtype if asked == "no" else asked
         in_fp8 = asked == "fp8"
         expected = ExpectedKernels(compute, compute)

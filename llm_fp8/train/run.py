@@ -142,6 +142,8 @@ def run_training(
         _check_export(setup, tokenizer)
         held.enter_context(run_lock(config, ranks))  # nothing is written before
         loop, state = build_loop(setup, data, checkpoints, fingerprint, options, resume_path)
+        plan.accelerator.wait_for_everyone()  # with loading: the checkpoint may be one that gets its name back
+        checkpoints.clean_up()
         exact_match = _exact_match(setup, tokenizer, data, loop.reporter)
         phase_ends("optimizer")
         # From here on there is something to save: before, a signal ends the process at once.

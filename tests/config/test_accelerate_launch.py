@@ -396,6 +396,8 @@ def test_a_flag_that_repeats_the_default_contradicts_the_file_as_any_other(tmp_p
 def test_a_default_that_only_the_launcher_chose_gives_way_to_a_flag():
     assert launched("--sharding_mode=auto").parallel.sharding_mode == "auto"
     assert not launched("--fp8_all_gather=false", **FSDP, **AO).parallel.fp8_all_gather
+    options = launched("--amax_compute_algo=max", "--fp8_format=E4M3", **FP8).precision
+    assert (options.amax_compute_algo, options.fp8_format, options.amax_history_len) == ("max", "E4M3", 16)
 
 
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])

@@ -333,7 +333,12 @@ def test_axolotls_plugin_adds_the_callback(monkeypatch):
     assert callback._launch["ACCELERATE_MIXED_PRECISION"] == "fp8"
 
 
-def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path):
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["one process", "wrapped as by DDP"])
+def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path, is_wrapped):
+    if is_wrapped:
+        prepare = Accelerator.prepare_model
+        wrapped = lambda *arguments, **options: torch.nn.DataParallel(prepare(*arguments, **options))  # noqa: E731
+        monkeypatch.setattr(Accelerator, "prepare_model", wrapped)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(callback_module, "can_record", lambda: True)
     monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
@@ -345,7 +350,8 @@ def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     optimizer = torch.optim.AdamW(model.parameters())
     exec(block, {"model": model, "optimizer": optimizer, "loader": loader, "max_steps": 6})
-    assert certificate_of(tmp_path / "runs" / "loop")["verdict"] == "certified"
+    certificate = certificate_of(tmp_path / "runs" / "loop")
+    assert certificate["verdict"] == "certified" and certificate["attention"].startswith("sdpa")
 
 
 def test_what_was_asked_for(tmp_path):

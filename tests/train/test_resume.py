@@ -170,6 +170,16 @@ def test_the_model_is_written_before_the_last_evaluation(tmp_path, options, monk
     assert "eval_loss" in records(tmp_path)[-1]
 
 
+def test_what_a_killed_save_left_goes_at_the_next_start(tmp_path, options, stop_after):
+    """Its room may be what the next checkpoint needs."""
+    stop_after(3)
+    assert train(*options, f"--output_dir={tmp_path}") == 143
+    left = tmp_path / "checkpoints" / ".tmp-step-00000004"
+    left.mkdir()
+    assert train(*options, "--save_every=0", f"--output_dir={tmp_path}", "--resume_from=latest") == 0
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("was_evaluated", [False, True])
 def test_a_run_killed_between_its_last_save_and_its_export_is_finished(tmp_path, options, was_evaluated):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
