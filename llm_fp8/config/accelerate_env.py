@@ -134,6 +134,8 @@ FP8_KEYS = (
     Fp8Key("enable_fsdp_float8_all_gather", "1", _OF_AO),
 )
 _FP8_KEY_OF = {variable: key for key in FP8_KEYS for variable in key.variables}
+_FP8_DEFAULTS = {key.option: key.read(key.default or "") for key in FP8_KEYS if key.option}
+"""Option -> what it would be by what the launcher exports where the file is silent."""
 
 
 _BY_LAYER = "these scripts always shard by decoder layer; remove it"
@@ -249,10 +251,9 @@ def apply_launch_settings(
     scenario, mode = config.precision.fp8_scenario, settings.get("sharding_mode", config.parallel.sharding_mode)
     if scenario not in ("default", "delayed"):
         settings = _without_delayed_defaults(settings)
-    # What the launcher exports where the file is silent is no contradiction.
-    for key in FP8_KEYS:
-        if key.option and key.option in given and settings.get(key.option) == key.read(key.default or ""):
-            del settings[key.option]
+    for option in _FP8_DEFAULTS.keys() & given:
+        if settings.get(option) == _FP8_DEFAULTS[option]:
+            del settings[option]
     # The launcher's default for torchao; with another mode or recipe it means nothing.
     if "fp8_all_gather" in given or mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
         settings.pop("fp8_all_gather", None)
@@ -288,9 +289,12 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 def _without_delayed_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """`settings` without the defaults of delayed scaling, which mean nothing where a flag chose another recipe."""
-    defaults = {key.option: {key.read(key.default or "")} for key in FP8_KEYS if key.option}
-    defaults["amax_compute_algo"].add("max")  # our own default, which the files of configs/ name
-    return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
+    ours = {"amax_compute_algo": "max"}  # which the files of configs/ name
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in _FP8_DEFAULTS or value not in (_FP8_DEFAULTS[name], ours.get(name))
+    }
 
 
 def _take(environ: MutableMapping[str, str], prefix: str) -> dict[str, str]:

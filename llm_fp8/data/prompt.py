@@ -476,15 +476,13 @@ def _begin(
         raise _changed(until, 0, before)
     if text.startswith(before):
         return len(before), len(before)
-    told = len(_apply_template(tokenizer, history).removesuffix(str(tokenizer.eos_token))) if history.messages else None
+    told = _apply_template(tokenizer, history).removesuffix(str(tokenizer.eos_token)) if history.messages else before
     for same, at in (("", 0), seen):
-        if told is None or not before.startswith(same):
-            continue
         shown = len(same) + len(os.path.commonprefix([before[len(same) :], text[at:]]))
         if shown < len(before):
             # Qwen3.5's prompt ends with a line "<think>", which it shows in the last turns only.
             shown = before.rfind("\n", 0, shown) + 1
-        if shown >= told:
+        if before.startswith(same) and shown >= len(told):
             return at + shown - len(same), shown
     raise _changed(text, 0, before)
 

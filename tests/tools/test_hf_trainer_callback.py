@@ -335,10 +335,13 @@ def test_axolotls_plugin_adds_the_callback(monkeypatch):
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["one process", "wrapped as by DDP"])
 def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path, is_wrapped):
+    prepare = Accelerator.prepare_model
+
+    def prepare_and_wrap(*arguments, **options):
+        return torch.nn.DataParallel(prepare(*arguments, **options))
+
     if is_wrapped:
-        prepare = Accelerator.prepare_model
-        wrapped = lambda *arguments, **options: torch.nn.DataParallel(prepare(*arguments, **options))  # noqa: E731
-        monkeypatch.setattr(Accelerator, "prepare_model", wrapped)
+        monkeypatch.setattr(Accelerator, "prepare_model", prepare_and_wrap)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(callback_module, "can_record", lambda: True)
     monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
