@@ -4,7 +4,8 @@ The peak is at the start of the last micro-batch's backward pass: every layer's 
 gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of
 recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
 micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients and no activations,
-may be the peak instead. With CUDA graphs gradients always exist, and activations exist twice where a micro-batch runs
+may be the peak instead; under fsdp_full so may the reduction of the outermost unit's gradients, the last. With CUDA
+graphs gradients always exist, and activations exist twice where a micro-batch runs
 eagerly.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
@@ -87,6 +88,14 @@ def _standing_bytes(work: StepWorkload, outermost: int, with_gradients: bool) ->
     `outermost`: bytes of embedding and head, FSDP's outermost unit. Under fsdp_full it is gathered at the peak, and the
     last layer ahead of its backward pass.
     """
+    gathered: float = 0.0
+    if work.mode == "fsdp_full":
+        gathered = outermost + (1 if work.fp8_weights else _BF16) * work.model.layer_linear
+    return gathered + _kept_bytes(work, with_gradients)
+
+
+def _kept_bytes(work: StepWorkload, with_gradients: bool) -> float:
+    """`_standing_bytes` without what fsdp_full gathers for a unit."""
     config, parameters = work.config(), work.model.num_parameters
     kept = bytes_per_parameter(work.optimizer)
     total: float = state_bytes(work.mode, work.optimizer, work.num_gpus, config) * parameters
@@ -101,10 +110,19 @@ def _standing_bytes(work: StepWorkload, outermost: int, with_gradients: bool) ->
     total += work.fp8_weights / work.num_gpus  # beside their masters
     if work.mode == "fsdp_grad":
         total -= (_BF16 - 1) * work.fp8_weights  # unsharded ones in one byte
-    gathered: float = 0.0
-    if work.mode == "fsdp_full":
-        gathered = outermost + (1 if work.fp8_weights else _BF16) * work.model.layer_linear
-    return total + gathered
+    return total
+
+
+def _reduction_bytes(work: StepWorkload, outermost: int) -> float:
+    """The peak under fsdp_full as the outermost unit's gradients are reduced, with a single micro-batch.
+
+    FSDP2's `foreach_reduce` lays them out in fp32 before it drops them and before it allocates their shards. Then its
+    loop variable still holds the last one, lm_head's, beside the shards.
+    """
+    parameters, laid_out = outermost / _BF16, _FP32 * outermost / _BF16
+    before_shards = outermost - _FP32 * parameters / work.num_gpus
+    last = 0 if work.model.spec.tied_embeddings else _BF16 * work.model.head
+    return _kept_bytes(work, with_gradients=True) + laid_out + max(before_shards, last)
 
 
 def peak_memory(work: StepWorkload) -> Memory:
@@ -139,6 +157,8 @@ def peak_memory(work: StepWorkload) -> Memory:
         all_gradients = _standing_bytes(work, outermost, with_gradients=True)
         if all_gradients + tokens * per_layer > state + activations + head:
             state, activations, head = all_gradients, tokens * per_layer, 0.0
+        if work.mode == "fsdp_full" and (reduction := _reduction_bytes(work, outermost)) > state + activations + head:
+            state, activations, head = reduction, 0.0, 0.0
     # Beside the outermost unit as it is gathered, this GPU's part of it before.
     stream = outermost * (1 + 1 / work.num_gpus) if work.sharded else 0.0
     return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, stream / GIB)
