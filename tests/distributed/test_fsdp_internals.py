@@ -63,7 +63,9 @@ OF_NOW = torch.zeros(2)
     ],
     ids=["input", "input of a later micro-batch", "kept shards", "shards that are added", "shards that are cast"],
 )
-def test_buffers_are_the_backward_passes_and_kept_while_the_reduce_scatter_uses_them(shards, current, recorded, streams):
+def test_buffers_are_the_backward_passes_and_kept_while_the_reduce_scatter_uses_them(
+    shards, current, recorded, streams
+):
     reduce_scatter = MemorySavingReduceScatter(Unit(), BACKWARD)
     reduce_scatter._entries = [entry_of(*shard) for shard in shards]
     with streams.use(current):
