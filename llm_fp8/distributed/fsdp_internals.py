@@ -6,7 +6,6 @@
       _fsdp_param_group (2.11), .fsdp_params,
       entry._module_info
     entry._unsharded_param                     the gathered weight and its .grad
-    entry.sharded_param                        the shard's dtype and .grad
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
 
 Without them (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate with kernels of
@@ -84,18 +83,10 @@ class MemorySavingReduceScatter:
         current = torch.cuda.current_stream(device)
         with torch.cuda.stream(self._stream):
             found = torch.empty(*size, dtype=dtype, device=device)
-        if current != self._stream and self._frees_shards(dtype):
+        if current != self._stream:
+            # Shards that are added to earlier ones are freed while that stream still reads them.
             found.record_stream(current)
         return found
-
-    def _frees_shards(self, dtype: torch.dtype) -> bool:
-        """Whether FSDP2 adds the new shards to earlier ones or casts them, and frees them while its stream still reads.
-
-        All others it keeps to the end of the backward pass, which waits for that stream. Nothing must be recorded of
-        them: after the step the allocator would not reuse their memory until the GPU has caught up with the host.
-        """
-        shards = (entry.sharded_param for entry in self._entries)
-        return any(shard.grad is not None or (shard.requires_grad and shard.dtype != dtype) for shard in shards)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -1,8 +1,8 @@
-"""Trains a model for three steps on two GPUs with our reduce-scatter (`llm_fp8.distributed.fsdp_internals`) and FSDP2's.
+"""Trains 1B for three steps on two GPUs with our reduce-scatter (`llm_fp8.distributed.fsdp_internals`) and FSDP2's.
 
 Rank 0 prints losses and memory of each as JSON.
 
-    torchrun --nproc_per_node=2 tests/support/reduce_scatter_check.py fsdp_grad:delayed Llama-3.2-1B:2x512x2
+    torchrun --nproc_per_node=2 tests/support/reduce_scatter_check.py fsdp_grad:delayed
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from llm_fp8.utils.ranks import LaunchRanks
 
+WORKLOAD = "Llama-3.2-1B:2x512x2"
 NUM_STEPS = 3
 
 
@@ -41,11 +42,11 @@ class Fsdp2s(DefaultReduceScatter):
 
 
 def main() -> None:
-    """Measure the arm and workload of the command line both ways."""
+    """Measure the arm of the command line both ways."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     device = torch.device("cuda", torch.cuda.current_device())
-    work, found = Workload.parse(sys.argv[2], NUM_STEPS), {}
+    work, found = Workload.parse(WORKLOAD, NUM_STEPS), {}
     for name, of_unit in (("ours", reduce_scatter.MemorySavingReduceScatter), ("fsdp2s", Fsdp2s)):
         reduce_scatter.MemorySavingReduceScatter = of_unit  # type: ignore[misc]
         measured = measure(work, parse_variant(sys.argv[1]), 1, device)

@@ -23,7 +23,8 @@ in elements:
 
 Under FSDP the allocator reserves more than that. It keeps memory by stream, and free memory of one stream serves no
 other: the buffer of the largest gather, on the stream of the gathers, is empty at the peak. The gradients' shards are
-allocated after the peak, in what the backward pass freed (llm_fp8/distributed/fsdp_internals.py).
+allocated after the peak, in what the backward pass freed (llm_fp8/distributed/fsdp_internals.py). With a single
+micro-batch that is activations alone, whose gaps are too small for some of the shards.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ from te_llama import DecoderSpec
 _BF16, _FP32 = 2, 4
 _BLOCK_SCALE = 1 / 32
 """Bytes per element of an fp32 scale for 128 elements."""
+_SHARDS_WITHOUT_ROOM = 0.4
+"""Share of the gradients' shards. Of the rows with one micro-batch under fsdp_full 0.30 and 0.42 in
+multi_gpu_throughput_14b_x2.json, 0.37 and 0.40 in speed_table_h100.json, where fsdp_grad fills the GPU."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Memory:
     """Logits, final hidden states and the gradient of the lm_head; or a recomputed layer, where that is more."""
     gather_stream_gib: float = 0.0
     """What the allocator reserves for FSDP2's stream of gathers and holds empty at the peak."""
+    shards_without_room_gib: float = 0.0
+    """What it reserves anew for shards of gradients while it holds as much in gaps."""
 
     @property
     def total_gib(self) -> float:
@@ -65,8 +71,8 @@ class Memory:
 
     @property
     def reserved_gib(self) -> float:
-        """What the allocator takes from the GPU, its gaps left out."""
-        return self.total_gib + self.gather_stream_gib
+        """What the allocator takes from the GPU, other gaps left out."""
+        return self.total_gib + self.gather_stream_gib + self.shards_without_room_gib
 
 
 def saved_bytes(spec: DecoderSpec, recipe: str) -> float:
@@ -161,4 +167,6 @@ def peak_memory(work: StepWorkload) -> Memory:
             state, activations, head = reduction, 0.0, 0.0
     # Beside the outermost unit as it is gathered, this GPU's part of it before.
     stream = outermost * (1 + 1 / work.num_gpus) if work.sharded else 0.0
-    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, stream / GIB)
+    alone = work.sharded and work.micro_batches == 1
+    new = _SHARDS_WITHOUT_ROOM * _FP32 * work.model.num_parameters / work.num_gpus if alone else 0.0
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, stream / GIB, new / GIB)

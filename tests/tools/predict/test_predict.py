@@ -70,6 +70,8 @@ of the decoder before, which was slower.
 TIME_ERROR_SEVERAL = 0.035
 """On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the arm flash4 took 2.37 s in row
 8b_x2 and 2.25 s in row 8b_s8192_x2, and constants of either are wrong for the other."""
+TIME_ERROR_ONE_MICRO_BATCH = 0.08
+"""On several GPUs: communication, whose constant is of eight micro-batches, lengthened the two rows by less."""
 ONE_POOL_SINCE = "2026-11-22T16"
 """Of a row's time: those before took the gradients' rows from another stream's memory than the backward pass's."""
 MEMORY_ERROR = 0.005
@@ -89,6 +91,7 @@ RESERVED_BEYOND = ("multi_gpu_throughput_8b_b4_x2.json", "multi_gpu_throughput_8
 """Their rows, with 4,096 tokens in a micro-batch under fsdp_full, have 6 to 9 GiB reserved beyond what is counted:
 rows for which whole gradients made no room.
 """
+ONE_MICRO_BATCH = "multi_gpu_throughput_14b_x2.json"
 SUMS_LET_GO = ("levers_8b_x2_sums_let_go.json", "levers_8b_x2_recompute.json")
 """Rows of such shapes whose whole gradients are let go of: nothing of theirs is beyond the count."""
 
@@ -144,6 +147,8 @@ def test_recorded_row(record):
         assert record.time_error < -0.05, "the allocator's work is in no prediction, nor is a host that is late"
         return
     allowed = TIME_ERROR if record.num_gpus == 1 else TIME_ERROR_SEVERAL
+    if record.num_gpus > 1 and record.prediction.scenario.micro_batches == 1:
+        allowed = TIME_ERROR_ONE_MICRO_BATCH
     least, most = (-allowed, allowed) if record.todays else TIME_ERRORS_BEFORE
     assert least <= record.time_error <= most
 
@@ -170,10 +175,13 @@ def test_what_the_allocator_reserves_under_fsdp():
             assert record.memory_was_full == record.prediction.tight
         else:
             assert not record.prediction.tight and record.memory_was_full == (max(times) > 1.1 * min(times))
-        beside = record.prediction.memory.gather_stream_gib
+        beside = record.prediction.memory.reserved_gib - record.prediction.peak_memory_gib
         if record.measured_utc < ONE_POOL_SINCE:
             beside += 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
         gaps = record.reserved_gib - record.row["peak_memory_gib"] - beside
+        if record.file == ONE_MICRO_BATCH:
+            assert gaps < 0 if record.memory_was_full else -3 < gaps < 1.2, "the share of shards is a mean"
+            continue
         if record.file in RESERVED_BEYOND:
             assert 5.5 < gaps < 8.5 < 4 / record.num_gpus * record.prediction.scenario.model.num_parameters / 2**30
             continue
@@ -182,8 +190,9 @@ def test_what_the_allocator_reserves_under_fsdp():
         assert gaps < 0 if record.memory_was_full else 0 < gaps < most < FITS_RESERVE_GIB
     full = [record for record in rows if record.memory_was_full]
     filling = ("fsdp_grad:delayed", "fsdp_grad:delayed:fp8_params:fp8head_all:flash4")
-    assert {(r.row["row"], r.variant) for r in full} == {
-        (row, arm) for row in ("8b_x2", "8b_s8192_x2") for arm in filling
+    assert {(r.row.get("row", r.row["model"]), r.variant) for r in full} == {
+        *((row, arm) for row in ("8b_x2", "8b_s8192_x2") for arm in filling),
+        ("Qwen2.5-14B", "fsdp_grad:delayed:fp8_params"),
     }
     one_gpu = [r for r in recorded_rows() if r.num_gpus == 1 and (r.reserved_gib or 0) > 137]
     assert one_gpu and not any(r.memory_was_full for r in one_gpu), (
@@ -352,9 +361,9 @@ def test_the_slowest_gpu_is_the_farther_off_the_more_there_are():
         if record.todays and record.prediction.scenario.mode in ("ddp", "fsdp_grad") and not record.out_of_memory:
             work = record.measured["recorded_step"]["work_s_by_rank"]
             more[record.num_gpus].append(max(work) / statistics.mean(work) - 1)
-    assert {n: len(rows) for n, rows in more.items()} == {2: 14, 4: 4}
+    assert {n: len(rows) for n, rows in more.items()} == {2: 15, 4: 4}
     for n, rows in more.items():
-        # Two GPUs are either much alike or not: a mean of fourteen rows says little.
+        # Two GPUs are either much alike or not: a mean of fifteen rows says little.
         assert statistics.mean(rows) == pytest.approx(idle_share(n), abs=0.007) and max(rows) < 0.03
 
 
@@ -389,7 +398,16 @@ def test_the_records_hold_every_kind_of_row():
     by_row = {(row.row.get("row", row.file), row.held_out) for row in several}
     held_out = {
         (name, True)
-        for name in ("8b_x2", "8b_s8192_x2", "8b_s8192_x4", "3b_x2", "1b_x2", *RESERVED_BEYOND, *SUMS_LET_GO)
+        for name in (
+            "8b_x2",
+            "8b_s8192_x2",
+            "8b_s8192_x4",
+            "3b_x2",
+            "1b_x2",
+            *RESERVED_BEYOND,
+            *SUMS_LET_GO,
+            ONE_MICRO_BATCH,
+        )
     }
     assert by_row == {("8b_x4", False), *held_out}, "others are news to the notes and to calibration.py"
     for row in several:  # that no note calls a recorded run unrecorded
