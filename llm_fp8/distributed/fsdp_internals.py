@@ -84,7 +84,8 @@ class MemorySavingReduceScatter:
         with torch.cuda.stream(self._stream):
             found = torch.empty(*size, dtype=dtype, device=device)
         if current != self._stream:
-            # Shards that are added to earlier ones are freed while that stream still reads them.
+            # Shards that are added to earlier ones, or that the scale warm-up drops, are freed while that stream still
+            # uses them.
             found.record_stream(current)
         return found
 
