@@ -171,7 +171,8 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     if not file.is_file():
         raise UserError(f"--config {path}: no such file.")
     try:
-        entries = yaml.safe_load(file.read_bytes())
+        text = file.read_bytes()
+        entries, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, *YAML_ERRORS) as error:
         raise UserError(
             f"--config {path} is not valid YAML that can be read: {' '.join(str(error).split())}"
@@ -180,6 +181,9 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
         return []
     if not isinstance(entries, dict):
         raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
+    keys = [str(key.value).replace("-", "_") for key, _ in node.value]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):  # YAML would take the last
+        raise UserError(f"--config {path}: '{twice}' is given twice; remove one of them.")
     fields = [each for section in parser.sections.values() for each in dataclasses.fields(section)]
     known = {name for each in fields for name in (f"--{each.name}", *each.metadata["aliases"])}
     words: list[str] = []

@@ -332,6 +332,9 @@ def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
 
 
 def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
+    for path in _local_files(source, split):
+        if not os.access(path, os.R_OK, effective_ids=True):
+            raise UserError(f"{source.flag} {source.name}: this user may not read {path}; change its permissions.")
     for path in _local_json(source, split):
         with open(path, "rb") as file:
             if file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"null"):
@@ -428,9 +431,10 @@ def _local_json(source: DatasetSource, split: str) -> list[Path]:
 
 
 def _local_files(source: DatasetSource, split: str, *suffixes: str) -> list[Path]:
+    """The files of a split that are on this machine, of any kind or with one of `suffixes`."""
     root = Path(source.path) if Path(source.path).is_dir() else Path()
     paths = [root / file for file in source.files[split]]
-    return [path for path in paths if path.suffix in suffixes and path.is_file()]
+    return [path for path in paths if path.is_file() and (not suffixes or path.suffix in suffixes)]
 
 
 def _broken_line(path: Path) -> tuple[int, str] | None:

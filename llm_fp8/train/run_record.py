@@ -259,6 +259,8 @@ def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, 
         say(f"  {'PEFT adapter           ' if exports_adapter(setup) else 'Hugging Face checkpoint'} {exported}")
         if best:
             say(f"  weights in final/       of step {summary['exported_step']}")
+    elif (folder / "final").exists():
+        say(f"  {folder / 'final'} is of an earlier end of this run: --no_export left it as it was")
 
 
 def memory_advice(plan: RunPlan, results: RunResults) -> str:

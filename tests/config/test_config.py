@@ -268,6 +268,8 @@ def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
         ("a: [1\n", "not valid YAML"),
         ("data:\n  batch_size: 4\n", "'data' is not an option"),
         (b"\xff\xfe\xfa: 1\n", "not valid YAML"),
+        ("batch_size: 4\nseed: 1\nbatch_size: 8\n", "'batch_size' is given twice"),
+        ("learning-rate: 1e-4\nlearning_rate: 1e-5\n", "'learning_rate' is given twice"),
     ],
 )
 def test_a_bad_yaml_file_is_named(tmp_path, content, named):

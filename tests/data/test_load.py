@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from llm_fp8.config.options import DataConfig
 from llm_fp8.data.load import find_splits, iterate, load_split, open_source, open_split_stream
 from llm_fp8.utils.errors import UserError
 
+NOBODY = 65534
 ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
 
 
@@ -240,6 +242,24 @@ def test_a_first_row_that_is_null_does_not_end_the_process(tmp_path: Path, conte
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(UserError, match=r"a\.jsonl: its first row is null"):
         (open_split_stream if streaming else load_split)(open_source(str(tmp_path / "a.jsonl")), "train")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_file_that_this_user_may_not_read_is_named(name: str, streaming: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to other users
+        Path(folder).chmod(0o755)
+        path = Path(folder, name)
+        path.write_text('{"text": "a"}\n')
+        path.chmod(0)
+        source, user = open_source(str(path)), os.geteuid()
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(NOBODY)
+            with pytest.raises(UserError, match=rf"--dataset_name .*: this user may not read {path}; change its perm"):
+                (open_split_stream if streaming else load_split)(source, "train")
+        finally:
+            os.seteuid(user)
 
 
 @pytest.mark.parametrize(

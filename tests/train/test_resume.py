@@ -505,6 +505,16 @@ def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options)
     assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
 
 
+def test_a_longer_run_without_export_says_that_what_is_there_is_older(tmp_path, options, capsys):
+    train(*options, f"--output_dir={tmp_path}")
+    assert "earlier end" not in capsys.readouterr().out
+    before = (tmp_path / "final" / "model.safetensors").read_bytes()
+    longer = ["--max_steps=12", "--allow_changed=total_steps", "--no_export"]
+    assert train(*options, *longer, f"--output_dir={tmp_path}", "--resume_from=latest") == 0
+    assert f"{tmp_path / 'final'} is of an earlier end of this run: --no_export left it" in capsys.readouterr().out
+    assert (tmp_path / "final" / "model.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize("older", ["--save_minutes=0.0001", "--keep_best"])
 def test_a_finished_run_whose_checkpoint_is_older_than_its_end(tmp_path, options, tell_eval_losses, older):
     """It does not repeat its last steps, nor change what it left."""
