@@ -5,8 +5,7 @@ gradient of the lm_head exist at once, beside weights, optimizer state and the g
 recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
 micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients and no activations,
 may be the peak instead; under fsdp_full so may the reduction of the outermost unit's gradients, the last. With CUDA
-graphs gradients always exist, and activations exist twice where a micro-batch runs
-eagerly.
+graphs gradients always exist, and activations exist twice where a micro-batch runs eagerly.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
 in elements:
@@ -120,15 +119,15 @@ def _kept_bytes(work: StepWorkload, with_gradients: bool) -> float:
 
 
 def _reduction_bytes(work: StepWorkload, outermost: int) -> float:
-    """The peak under fsdp_full as the outermost unit's gradients are reduced, with a single micro-batch.
+    """The peak as the gradients of embedding and head are reduced, under fsdp_full with a single micro-batch.
 
-    FSDP2's `foreach_reduce` lays them out in fp32 before it drops them and before it allocates their shards. Then its
-    loop variable still holds the last one, lm_head's, beside the shards.
+    FSDP2's `foreach_reduce` (torch 2.11) lays the bf16 gradients out in fp32, drops them and allocates their shards.
+    The peak is before it drops them, or behind it: its loop variable still holds the last one, which is the head's.
     """
-    parameters, laid_out = outermost / _BF16, _FP32 * outermost / _BF16
-    before_shards = outermost - _FP32 * parameters / work.num_gpus
-    last = 0 if work.model.spec.tied_embeddings else _BF16 * work.model.head
-    return _kept_bytes(work, with_gradients=True) + laid_out + max(before_shards, last)
+    in_fp32 = _FP32 / _BF16 * outermost
+    before = outermost - in_fp32 / work.num_gpus  # bf16 gradients, and no shards yet
+    behind = 0 if work.model.spec.tied_embeddings else _BF16 * work.model.head
+    return _kept_bytes(work, with_gradients=True) + in_fp32 + max(before, behind)
 
 
 def peak_memory(work: StepWorkload) -> Memory:
@@ -167,6 +166,6 @@ def peak_memory(work: StepWorkload) -> Memory:
             state, activations, head = reduction, 0.0, 0.0
     # Beside the outermost unit as it is gathered, this GPU's part of it before.
     stream = outermost * (1 + 1 / work.num_gpus) if work.sharded else 0.0
-    alone = work.sharded and work.micro_batches == 1
-    new = _SHARDS_WITHOUT_ROOM * _FP32 * work.model.num_parameters / work.num_gpus if alone else 0.0
-    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, stream / GIB, new / GIB)
+    shards = _FP32 * work.model.num_parameters / work.num_gpus if work.sharded else 0.0
+    without_room = _SHARDS_WITHOUT_ROOM * shards if work.micro_batches == 1 else 0.0
+    return Memory(state / GIB, casts / GIB, activations / GIB, head / GIB, stream / GIB, without_room / GIB)
