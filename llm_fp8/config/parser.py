@@ -179,7 +179,7 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
         ) from error
     if entries is None:
         return []
-    if not isinstance(entries, dict):
+    if not isinstance(entries, dict) or not isinstance(node, yaml.MappingNode):
         raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
     keys = [str(key.value).replace("-", "_") for key, _ in node.value]
     if twice := next((key for key in keys if keys.count(key) > 1), None):  # YAML would take the last

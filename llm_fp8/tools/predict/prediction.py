@@ -165,7 +165,7 @@ class Prediction:
             ),
             (
                 several and work.micro_batches == 1,
-                "several GPUs and one micro-batch: the two recorded steps, of 14B, were 5 and 7% shorter than predicted",
+                "several GPUs and one micro-batch: two recorded steps of 14B were 5 and 7% shorter than predicted",
             ),
             *(
                 (several and unrecorded, f"{what} on several GPUs is worked out, no recorded run has it")
