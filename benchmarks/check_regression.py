@@ -214,11 +214,13 @@ def _compare_variant(
     elif not is_measured(rows[variant]):
         found.num_compared += 1
         found.regressions.append(
-            f"{workload} {variant} failed ({_reason(rows[variant])}), and was {before.value:.3f} times {against} "
+            f"{workload} {variant} failed ({rows[variant]['failed']}), and was {before.value:.3f} times {against} "
             f"({before.source})."
         )
     elif now is None:
-        found.notes.append(f"{workload} {variant}: {against} failed ({_reason(rows[against])}), so it is not compared.")
+        found.notes.append(
+            f"{workload} {variant}: {against} failed ({rows[against]['failed']}), so it is not compared."
+        )
     else:
         scatter = math.hypot(now.spread, before.spread)
         tolerance = minimum + scatter
@@ -240,10 +242,6 @@ def _compare_variant(
                 found.notes.append(
                     f"{workload} {variant} and {against} come from more than one call in {ratio.source}."
                 )
-
-
-def _reason(row: Row) -> str:
-    return str(row.get("failed") or "out of memory")  # files of before rows gave their reason
 
 
 def main() -> int:

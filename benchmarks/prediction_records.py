@@ -150,7 +150,7 @@ class Recorded:
 
 
 def _ran_out(row: dict[str, Any]) -> bool:
-    return bool(row.get("out_of_memory")) or str(row.get("failed", "")).startswith("out of memory")
+    return str(row.get("failed", "")).startswith("out of memory")
 
 
 @functools.cache
@@ -175,7 +175,7 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     if mode not in MODES or recipe not in PREDICTED or unknown:
         return None
     mean_length = row["seq_length"]
-    if {"text", "dataset"} & set(row):
+    if "text" in row:
         step = row["rounds"][0].get("step_tokens")
         if step is None or step["num_tokens"] != row["batch_size"] * row["seq_length"] * row["micro_batches"]:
             return None
@@ -202,25 +202,25 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     )
 
 
-def recorded_rows(folder: Path = RESULTS, gpu: str = CALIBRATED_GPU) -> tuple[Recorded, ...]:
+def recorded_rows(gpu: str = CALIBRATED_GPU) -> tuple[Recorded, ...]:
     """Every row of `FILES` that a time is predicted for, on GPUs of that name, that was measured or ran out of memory.
 
     Those on several GPUs that are not today's are left out: they did other work, not the same in more time.
     """
-    return tuple(record for record in _all_rows(folder, gpu) if record.todays or record.num_gpus == 1)
+    return tuple(record for record in _all_rows(gpu) if record.todays or record.num_gpus == 1)
 
 
-def rows_for_memory_alone(folder: Path = RESULTS) -> tuple[Recorded, ...]:
+def rows_for_memory_alone() -> tuple[Recorded, ...]:
     """The rows that `recorded_rows` leaves out although their memory is that of today's code."""
-    rows = _all_rows(folder, CALIBRATED_GPU)
+    rows = _all_rows(CALIBRATED_GPU)
     return tuple(r for r in rows if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory)
 
 
 @functools.cache
-def _all_rows(folder: Path, name: str) -> tuple[Recorded, ...]:
+def _all_rows(name: str) -> tuple[Recorded, ...]:
     gpu, found = known_gpu(name), []
     assert gpu is not None
-    for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
+    for path in sorted(path for pattern in FILES for path in RESULTS.glob(pattern)):
         record = json.loads(path.read_text())
         if record["provenance"]["gpus"][0]["name"] != name:
             continue
