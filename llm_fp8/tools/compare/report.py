@@ -53,9 +53,7 @@ def compare(
     variant_order: Sequence[str] = (),
     quality_margin: float = QUALITY_MARGIN,
 ) -> Comparison:
-    """Compare finished runs. Raises `UserError` without a run, or for two of the same variant and seed."""
-    if not runs:
-        raise UserError("no run finished, so there is nothing to compare.")
+    """Compare finished runs, at least one. Raises `UserError` for two of the same variant and seed."""
     seen: dict[str, str] = {}
     for run in runs:
         if label(run) in seen:
