@@ -16,7 +16,7 @@ from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.tools.bench.variants import HEADS, OFFLOAD, REMOVED_OPTIONS
-from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, FULL_SHARE, MODES, WAITED_SHARE
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 
@@ -42,6 +42,15 @@ TODAYS_SINCE = "2026-11-22"
 """Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels
 (benchmarks/LOG.md), and those on several GPUs also before GEMMs added up their gradients and `fsdp_grad` kept
 weights for a step."""
+
+FULL_SHARE = 0.98
+"""Of a GPU's memory: where the allocator reserved as much, recorded FSDP steps freed blocks of other streams and mapped
+them anew, which takes longer (in rows 8b_x2 and 8b_s8192_x2 with `flash4` in some steps). No sum of kernels can say by
+how much, and such steps are neither fitted nor scored."""
+
+WAITED_SHARE = 0.15
+"""Of a recorded step on several GPUs: where communication ran alone for as long, GPUs waited for hosts that launched
+kernels too slowly, which differs from machine to machine. These steps are neither fitted nor scored."""
 
 _FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
     **{("speed_table_h200.json", name): ("bf16", "delayed") for name in ("1b", "8b", "8b_s8192")},
@@ -97,7 +106,7 @@ class Recorded:
     @property
     def memory_was_full(self) -> bool:
         """Whether FSDP's allocator had nothing left to reserve, so that its work is in the steps' times: see
-        `calibration.FULL_SHARE`.
+        `FULL_SHARE`.
         """
         memory, reserved = self.prediction.gpu.memory_gib, self.reserved_gib
         if not self.prediction.scenario.sharded or reserved is None:
@@ -117,7 +126,7 @@ class Recorded:
 
     @property
     def waited(self) -> bool:
-        """Whether GPUs waited for each other for a large part of the recorded step: see `calibration.WAITED_SHARE`."""
+        """Whether GPUs waited for each other for a large part of the recorded step: see `WAITED_SHARE`."""
         step = self.measured.get("recorded_step", {})
         if self.num_gpus == 1 or "exposed_communication_s" not in step:
             return False
