@@ -34,7 +34,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variants import BASELINES, OLD_NAMES, REFERENCE, Baseline, recorded_variant
+from benchmarks.recorded_variants import OLD_NAMES, recorded_variant
+from llm_fp8.tools.bench.variants import BASELINES, REFERENCE, Baseline
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.packages import REPOSITORY
 

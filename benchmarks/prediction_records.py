@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recorded_variants import REMOVED_OPTIONS
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.tools.bench.variants import HEADS, OFFLOAD, REMOVED_OPTIONS
+from llm_fp8.tools.bench.variants import HEADS, OFFLOAD
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
