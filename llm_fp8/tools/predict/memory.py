@@ -5,8 +5,7 @@ gradient of the lm_head exist at once, beside weights, optimizer state and the g
 recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
 micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients and no activations,
 may be the peak instead; under fsdp_full so may the reduction of the outermost unit's gradients, the last. With CUDA
-graphs gradients always exist, and activations exist twice where a micro-batch runs
-eagerly.
+graphs gradients always exist, and activations exist twice where a micro-batch runs eagerly.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
 in elements:
