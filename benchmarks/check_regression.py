@@ -34,7 +34,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.variants import BASELINES, OLD_NAMES, REFERENCE, Baseline, recorded_variant
+from benchmarks.recorded_variants import OLD_NAMES, recorded_variant
+from llm_fp8.tools.bench.variants import BASELINES, REFERENCE, Baseline
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -214,11 +215,13 @@ def _compare_variant(
     elif not is_measured(rows[variant]):
         found.num_compared += 1
         found.regressions.append(
-            f"{workload} {variant} failed ({_reason(rows[variant])}), and was {before.value:.3f} times {against} "
+            f"{workload} {variant} failed ({rows[variant]['failed']}), and was {before.value:.3f} times {against} "
             f"({before.source})."
         )
     elif now is None:
-        found.notes.append(f"{workload} {variant}: {against} failed ({_reason(rows[against])}), so it is not compared.")
+        found.notes.append(
+            f"{workload} {variant}: {against} failed ({rows[against]['failed']}), so it is not compared."
+        )
     else:
         scatter = math.hypot(now.spread, before.spread)
         tolerance = minimum + scatter
@@ -240,10 +243,6 @@ def _compare_variant(
                 found.notes.append(
                     f"{workload} {variant} and {against} come from more than one call in {ratio.source}."
                 )
-
-
-def _reason(row: Row) -> str:
-    return str(row.get("failed") or "out of memory")  # files of before rows gave their reason
 
 
 def main() -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.colors import to_rgb
 
+from benchmarks.recorded_variants import OLD_NAMES
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.tools.bench.variants import OLD_NAMES
 
 PRECISION_COLOURS = {"bf16": "#444444", "delayed": "#d1495b", "current": "#00798c", "block": "#edae49"}
 """Of our precisions with Transformer Engine."""

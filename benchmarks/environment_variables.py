@@ -107,9 +107,8 @@ def measure_all(
     """Measure every setting and `NONE`, round by round; the rows, which `output` holds after each measurement as well.
 
     Returns: per setting the row of `scripts.benchmark.summarise` with setting, num_gpus, variables, judged, and for all
-        but NONE, where both were
-    measured, speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle eight tenths of the steps
-    do), first_loss_difference (relative) and on a GPU memory_ratio (of the peaks).
+    but NONE, where both were measured, speed_ratio (tokens/s over those of NONE), speeds_overlap (whether the middle
+    eight tenths of the steps do), first_loss_difference (relative) and on a GPU memory_ratio (of the peaks).
     """
     names = [NONE, *(setting for setting in settings if setting != NONE)]
     every = {name for setting in names for name in variables_of(setting)}

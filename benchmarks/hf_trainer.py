@@ -74,57 +74,26 @@ def write_full_rows(path: Path, num_rows: int, seq_length: int) -> None:
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, weights_dtype: str) -> list[str]:
     """The training of a variant."""
-    steps = [
-        "--max_steps",
-        str(work.num_steps),
-        "--gradient_accumulation_steps",
-        str(work.micro_batches),
-        "--learning_rate",
-        "1e-5",
+    shared = [
+        *("--model_name", str(model), "--dataset_name", str(rows), "--max_seq_length", str(work.seq_length)),
+        *("--max_steps", str(work.num_steps), "--gradient_accumulation_steps", str(work.micro_batches)),
+        *("--learning_rate", "1e-5", "--output_dir", str(folder)),
     ]
-    shared = ["--model_name", str(model), "--dataset_name", str(rows), "--max_seq_length", str(work.seq_length), *steps]
-    shared += ["--output_dir", str(folder)]
     if variant in TRAINER_VARIANTS:
         launch = ("--config_file", f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml")
         own = [
-            "--random_init",
-            "true",
-            "--weights_dtype",
-            weights_dtype,
-            "--per_device_train_batch_size",
-            str(work.batch_size),
-        ]
-        own += [
-            "--logging_steps",
-            "1",
-            "--save_strategy",
-            "no",
-            "--report_to",
-            "none",
-            "--lr_scheduler_type",
-            "constant",
+            *("--random_init", "true", "--weights_dtype", weights_dtype),
+            *("--per_device_train_batch_size", str(work.batch_size), "--logging_steps", "1"),
+            *("--save_strategy", "no", "--report_to", "none", "--lr_scheduler_type", "constant"),
         ]
         return started_by(launch, ["examples/hf_trainer_fp8.py", *shared, *own])
     own = [
-        "--random_init",
-        "--use_te",
-        "--mixed_precision",
-        OUR_VARIANTS[variant],
-        "--batch_size",
-        str(work.batch_size),
-        "--no_packing",
+        *("--random_init", "--use_te", "--mixed_precision", OUR_VARIANTS[variant]),
+        *("--batch_size", str(work.batch_size), "--no_packing", "--overlong", "truncate", "--train_on_prompt"),
+        *("--validation_fraction", "0", "--log_every", "1", "--no_export"),
+        *("--lr_scheduler", "constant", "--num_warmup_steps", "0"),
     ]
-    own += [
-        "--overlong",
-        "truncate",
-        "--train_on_prompt",
-        "--validation_fraction",
-        "0",
-        "--log_every",
-        "1",
-        "--no_export",
-    ]
-    return [sys.executable, "train_fp8.py", *shared, *own, "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
+    return [sys.executable, "train_fp8.py", *shared, *own]
 
 
 def read_trainer(folder: Path, work: Workload, warmup: int) -> dict[str, Any]:

@@ -134,12 +134,11 @@ def text_batch(base: Path, data: Path, seed: int, vocab_size: int) -> Batch:
     )
 
 
-def build(folder: Path, built_config: PretrainedConfig | None = None, lora: bool = False, files: bool = True) -> Any:
+def build(folder: Path, built_config: PretrainedConfig | None = None, lora: bool = False) -> Any:
     """A TE model in bf16 with the folder's weights; `built_config`: what the decoder is built from in its place."""
     config = AutoConfig.from_pretrained(folder)
     model = te_llama.build_te_model(built_config or config, torch.bfloat16, DEVICE, unfused_mlp=lora)
-    if files:
-        fill_te_model(model, [folder / "model.safetensors"])
+    fill_te_model(model, [folder / "model.safetensors"])
     model.config = config
     if lora:
         add_adapters(model, LoraConfig(lora_rank=16), torch.float32)
@@ -152,11 +151,11 @@ def build(folder: Path, built_config: PretrainedConfig | None = None, lora: bool
 # what is done to the built model.
 
 
-def _parameter(model: Any, name: str, layer: int = LAYER) -> Tensor:
-    """The Hugging Face tensor of a layer as a view of the TE model's."""
+def _parameter(model: Any, name: str) -> Tensor:
+    """The Hugging Face tensor of layer `LAYER` as a view of the TE model's."""
     spec = te_llama.spec_of(model)
     tensors = te_llama.hf_state_dict(spec, {key: value.data for key, value in te_llama.te_parameters(model).items()})
-    return tensors[f"model.layers.{layer}.{name}"]
+    return tensors[f"model.layers.{LAYER}.{name}"]
 
 
 def _exchange(model: Any, first: str, second: str) -> None:

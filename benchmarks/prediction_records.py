@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recorded_variants import REMOVED_OPTIONS
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.tools.bench.variants import HEADS, OFFLOAD, REMOVED_OPTIONS
-from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, FULL_SHARE, MODES, WAITED_SHARE
+from llm_fp8.tools.bench.variants import HEADS, OFFLOAD
+from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 
@@ -42,6 +43,15 @@ TODAYS_SINCE = "2026-11-22"
 """Of a row's `time_utc`. Those before it were recorded with the decoder as it was before its fused kernels
 (benchmarks/LOG.md), and those on several GPUs also before GEMMs added up their gradients and `fsdp_grad` kept
 weights for a step."""
+
+FULL_SHARE = 0.98
+"""Of a GPU's memory: where the allocator reserved as much, recorded FSDP steps freed blocks of other streams and mapped
+them anew, which takes longer (in rows 8b_x2 and 8b_s8192_x2 with `flash4` in some steps). No sum of kernels can say by
+how much, and such steps are neither fitted nor scored."""
+
+WAITED_SHARE = 0.15
+"""Of a recorded step on several GPUs: where communication ran alone for as long, GPUs waited for hosts that launched
+kernels too slowly, which differs from machine to machine. These steps are neither fitted nor scored."""
 
 _FITTED_RECIPES: dict[tuple[str, str | None], tuple[str, ...]] = {
     **{("speed_table_h200.json", name): ("bf16", "delayed") for name in ("1b", "8b", "8b_s8192")},
@@ -97,7 +107,7 @@ class Recorded:
     @property
     def memory_was_full(self) -> bool:
         """Whether FSDP's allocator had nothing left to reserve, so that its work is in the steps' times: see
-        `calibration.FULL_SHARE`.
+        `FULL_SHARE`.
         """
         memory, reserved = self.prediction.gpu.memory_gib, self.reserved_gib
         if not self.prediction.scenario.sharded or reserved is None:
@@ -117,7 +127,7 @@ class Recorded:
 
     @property
     def waited(self) -> bool:
-        """Whether GPUs waited for each other for a large part of the recorded step: see `calibration.WAITED_SHARE`."""
+        """Whether GPUs waited for each other for a large part of the recorded step: see `WAITED_SHARE`."""
         step = self.measured.get("recorded_step", {})
         if self.num_gpus == 1 or "exposed_communication_s" not in step:
             return False
@@ -150,7 +160,7 @@ class Recorded:
 
 
 def _ran_out(row: dict[str, Any]) -> bool:
-    return bool(row.get("out_of_memory")) or str(row.get("failed", "")).startswith("out of memory")
+    return str(row.get("failed", "")).startswith("out of memory")
 
 
 @functools.cache
@@ -175,7 +185,7 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     if mode not in MODES or recipe not in PREDICTED or unknown:
         return None
     mean_length = row["seq_length"]
-    if {"text", "dataset"} & set(row):
+    if "text" in row:
         step = row["rounds"][0].get("step_tokens")
         if step is None or step["num_tokens"] != row["batch_size"] * row["seq_length"] * row["micro_batches"]:
             return None
@@ -202,25 +212,25 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     )
 
 
-def recorded_rows(folder: Path = RESULTS, gpu: str = CALIBRATED_GPU) -> tuple[Recorded, ...]:
+def recorded_rows(gpu: str = CALIBRATED_GPU) -> tuple[Recorded, ...]:
     """Every row of `FILES` that a time is predicted for, on GPUs of that name, that was measured or ran out of memory.
 
     Those on several GPUs that are not today's are left out: they did other work, not the same in more time.
     """
-    return tuple(record for record in _all_rows(folder, gpu) if record.todays or record.num_gpus == 1)
+    return tuple(record for record in _all_rows(gpu) if record.todays or record.num_gpus == 1)
 
 
-def rows_for_memory_alone(folder: Path = RESULTS) -> tuple[Recorded, ...]:
+def rows_for_memory_alone() -> tuple[Recorded, ...]:
     """The rows that `recorded_rows` leaves out although their memory is that of today's code."""
-    rows = _all_rows(folder, CALIBRATED_GPU)
+    rows = _all_rows(CALIBRATED_GPU)
     return tuple(r for r in rows if not r.todays and r.num_gpus > 1 and r.same_memory and not r.out_of_memory)
 
 
 @functools.cache
-def _all_rows(folder: Path, name: str) -> tuple[Recorded, ...]:
+def _all_rows(name: str) -> tuple[Recorded, ...]:
     gpu, found = known_gpu(name), []
     assert gpu is not None
-    for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
+    for path in sorted(path for pattern in FILES for path in RESULTS.glob(pattern)):
         record = json.loads(path.read_text())
         if record["provenance"]["gpus"][0]["name"] != name:
             continue

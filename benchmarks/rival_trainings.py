@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import TrainerCallback
@@ -34,6 +33,7 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.observability.metrics import GIB
+from llm_fp8.optim.adamw_base import local_part
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import attention_library
 from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, write_json_atomic
@@ -130,7 +130,7 @@ class Probe:
 def storage_of(optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer's live tensors occupy right after a step, in bytes per parameter of this process, by dtype."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    num_parameters = sum(_local(parameter).numel() for parameter in parameters)
+    num_parameters = sum(local_part(parameter).numel() for parameter in parameters)
     found: dict[str, dict[str, int]] = {"parameters": {}, "gradients": {}, "state": {}}
 
     def add(kind: str, name: str, tensor: Tensor) -> None:
@@ -156,13 +156,9 @@ def storage_of(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor subclass holds, such as codes and scales."""
-    local = _local(tensor)
+    local = local_part(tensor)
     if type(local) in (Tensor, nn.Parameter) or not hasattr(local, "__tensor_flatten__"):
         return [local]
     return [part for name in local.__tensor_flatten__()[0] for part in _parts(getattr(local, name))]

@@ -268,10 +268,8 @@ def compare(row: TableRow, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     """The best of ours beside target and baselines; None where none of ours was measured.
 
     Returns: best (the variant), tokens_per_s_per_gpu, the targets; share_of_target; of ours: variant -> times (baseline
-    -> speed
-        over the baseline's, of real tokens
-    on real documents) and first_loss_differences (baseline -> relative, at equal weights), last_loss_differences on
-    real documents; same_run: whether all of it was measured by one call.
+    -> speed over the baseline's, of real tokens on real documents) and first_loss_differences (baseline -> relative, at
+    equal weights), last_loss_differences on real documents; same_run: whether all of it was measured by one call.
     """
     measured = {found["arm"]: found for found in rows if "failed" not in found}
     ours = [measured[variant.name] for variant in row.ours if variant.name in measured]

@@ -168,8 +168,7 @@ def measure_all(
     well.
 
     `earlier`: what `read_earlier` found. Its rounds count; its rows of other workloads and variants, failed ones too,
-    stay
-        and come first.
+    stay and come first.
     """
     earlier = earlier or {}
     kept = {(row["workload"], row["arm"]): row for row in earlier.get("rows", [])}
@@ -219,7 +218,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         speed_ratio: tokens/s of the first variant over the second's. speeds_overlap: whether the middle eight tenths of
             their steps do.
         first_loss_difference: relative, of the first step; later ones differ where a variant leaves a parameter
-        untrained.
+            untrained.
     """
     found = []
     for name in dict.fromkeys(row["workload"] for row in rows):

@@ -102,11 +102,12 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each workload, recipe and kind of adapters, full fine-tuning first, what fp8 gives over bf16.
 
     Returns:
-        speed_up: tokens/s at the median step of fp8 over those of bf16. speed_up_low, speed_up_high: from the slow end
-            of fp8's middle eight
-        tenths of steps over the fast end of bf16's, and the other way round. over_full: tokens/s over full
-        fine-tuning's in the same precision, by precision. guides: what the guides say, or None. failed: in place of
-        figures, the reason.
+        speed_up: tokens/s at the median step of fp8 over those of bf16.
+        speed_up_low, speed_up_high: from the slow end of fp8's middle eight tenths of steps over the fast end of
+            bf16's, and the other way round.
+        over_full: tokens/s over full fine-tuning's in the same precision, by precision.
+        guides: what the guides say, or None.
+        failed: in place of figures, the reason.
     """
     found = []
     by_arm = {(row["workload"], *_split(row["arm"])): row for row in rows}

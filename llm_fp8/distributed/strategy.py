@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+from llm_fp8.optim.adamw_base import local_part
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
 
@@ -105,8 +105,7 @@ class DistributedStrategy:
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter; all of it where it is not sharded."""
-        parameter = parameter.detach()
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local_part(parameter.detach())
 
     def state_bytes(self) -> int:
         """Bytes that `save_state` writes on all ranks together."""

@@ -107,8 +107,7 @@ def build_optimizer(
             raise ValueError(f"{kind} takes {wanted} parameters, and {name} is {parameter.dtype}.")
     groups, shared = parameter_groups(named, config.weight_decay), adamw_arguments(config)
     if kind == "adamw_fp32":
-        fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
-        return torch.optim.AdamW(groups, fused=fused, **shared)
+        return torch.optim.AdamW(groups, fused=True, **shared)
     if kind == "adamw_master":
         share = config.offload_optimizer
         return OffloadedMasterAdamW(groups, share=share, **shared) if share else MasterAdamW(groups, **shared)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.lora_names import is_adapter
-from llm_fp8.precision import torchao as torchao_fp8
+from llm_fp8.precision.torchao import converted_modules
 from llm_fp8.utils.te_import import require_te
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
@@ -67,13 +68,33 @@ def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[n
     """Replace the `nn.Linear` modules of `model` by torchao's in place, except in `bf16_modules`; returns name ->
     reason for each one left alone. `config`: a `Float8LinearConfig`.
     """
+    from torchao.float8 import convert_to_float8_training
+
+    left: dict[str, str] = {}
     kept = {inner for module in bf16_modules for inner in module.modules()}
     head = lm_head_of(model)
 
-    def reason(name: str, linear: nn.Linear) -> str | None:
-        return reason_to_leave(name, linear, head) or ("kept in bf16" if linear in kept else None)
+    def is_converted(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear:
+            return False
+        reason = reason_to_leave(name, module, head) or ("kept in bf16" if module in kept else None)
+        if reason:
+            left[name] = reason
+        return reason is None
 
-    return torchao_fp8.convert_linears(model, config, reason)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+    if config.emulate:
+        for module in converted_modules(model).values():
+            module.register_forward_pre_hook(_cast_input)
+    return left
+
+
+def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Cast the input to the CPU autocast's dtype; torchao itself looks at the GPU's autocast only."""
+    device_type = inputs[0].device.type
+    if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])
 
 
 def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +25,13 @@ class Fp8Coverage:
     """
     num_linear_weights: int
     """Elements of all linear weights, lm_head included (also where it is the tied embedding)."""
-    converted: dict[str, int] = field(default_factory=dict)
+    converted: dict[str, int]
     """Name pattern (layer numbers as *) -> number of modules in fp8."""
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str]
     """Name pattern -> number of modules, what they compute in, and why."""
-    fp8_flops_per_token: float = 0.0
+    fp8_flops_per_token: float
     """Of the GEMMs in fp8 of a micro-batch (3 per trained weight, fewer per frozen one)."""
-    linear_flops_per_token: float = 0.0
+    linear_flops_per_token: float
     """Of all linear weights' GEMMs."""
     num_head_weights: int = 0
     """Elements of lm_head's weight."""
@@ -41,8 +41,6 @@ class Fp8Coverage:
     @property
     def fp8_linear_flop_share(self) -> float:
         """Share of the linear layers' FLOPs that run in fp8, 0 to 1."""
-        if not self.linear_flops_per_token:
-            return self.num_fp8_weights / self.num_linear_weights
         return self.fp8_flops_per_token / self.linear_flops_per_token
 
     def to_dict(self) -> dict[str, Any]:

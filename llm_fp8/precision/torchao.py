@@ -1,4 +1,4 @@
-"""torchao's fp8 training (--fp8_backend torchao): recipes, conversion, compiled layers, the modules' state.
+"""torchao's fp8 training (--fp8_backend torchao): recipes, compiled layers, the modules' state.
 
 `Float8Linear` takes the place of `nn.Linear`. It keeps the weight and casts it, the input and the gradient of the
 output to fp8 for every GEMM; nothing is kept between steps. A cast is several small kernels, which torch.compile fuses
@@ -23,10 +23,9 @@ import dataclasses
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -57,46 +56,6 @@ def num_fp8_gemms_of(config: Any) -> int:
     """How many of the three GEMMs of a weight run in fp8: fprop, dgrad, wgrad."""
     operands = (config.cast_config_input, config.cast_config_grad_output, config.cast_config_input_for_grad_weight)
     return sum(operand.scaling_type.name != "DISABLED" for operand in operands)
-
-
-def convert_linears(
-    model: nn.Module, config: Any, reason_to_leave: Callable[[str, nn.Linear], str | None]
-) -> dict[str, str]:
-    """Replace linear layers of `model` by torchao's Float8Linear in place; parameters stay the same objects.
-
-    Args:
-        model: its `nn.Linear` modules are replaced.
-        config: a `Float8LinearConfig`.
-        reason_to_leave: (name, layer) -> None where the layer is to be converted.
-
-    Returns:
-        Name -> reason for each `nn.Linear` left alone.
-    """
-    from torchao.float8 import convert_to_float8_training
-
-    left: dict[str, str] = {}
-
-    def is_converted(module: nn.Module, name: str) -> bool:
-        if type(module) is not nn.Linear:
-            return False
-        reason = reason_to_leave(name, module)
-        if reason:
-            left[name] = reason
-        return reason is None
-
-    convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
-    if config.emulate:
-        for module in converted_modules(model).values():
-            module.register_forward_pre_hook(_cast_input)
-    return left
-
-
-def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Cast the input to the CPU autocast's dtype; torchao itself looks at the GPU's autocast only."""
-    device_type = inputs[0].device.type
-    if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
-        return None
-    return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])
 
 
 def is_converted(module: nn.Module) -> bool:

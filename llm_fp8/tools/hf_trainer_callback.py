@@ -5,8 +5,8 @@
 It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's
 or torchao's, and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the
 output folder, with the energy of the training at its end. A failed certificate ends the run with exit code 1. The
-evidence and its limits: docs/monitoring.md; what
-Accelerate does to a Trainer: docs/multi_gpu.md; TRL, LLaMA-Factory, axolotl and loops without a Trainer: docs/tools.md.
+evidence and its limits: docs/monitoring.md; what Accelerate does to a Trainer: docs/multi_gpu.md; TRL, LLaMA-Factory,
+axolotl and loops without a Trainer: docs/tools.md.
 """
 
 from __future__ import annotations

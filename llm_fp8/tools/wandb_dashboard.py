@@ -7,15 +7,12 @@ title and sections by name, and leaves everything else in it as it is.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS
 from llm_fp8.observability.tracker_labels import LABELS
-from llm_fp8.precision.certificate import Certificate
 from llm_fp8.utils.errors import UserError
 
 Axis = Literal["step", "tokens_seen"]
@@ -162,15 +159,6 @@ COLUMNS: tuple[str, ...] = (
     "eval_loss",
 )
 """Labels and summary figures beside each run's name in the list of runs."""
-
-SUMMARY_FIGURES: frozenset[str] = frozenset(
-    [
-        *METRICS,
-        *(f"median_{key}" for key in (*MEDIANS, *INTERVAL_MEDIANS)),
-        *(f"{CERTIFICATE}{field.name}" for field in dataclasses.fields(Certificate)),
-    ]
-)
-"""What a run's summary can hold: the last of each metric, the medians, and the certificate's entries."""
 
 
 def panel_keys() -> dict[str, str]:

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.recorded_variants import recorded_variant
 from benchmarks.speed_table_rows import gemm_floor_s
 from benchmarks.trainers_certificate import VARIANTS
-from llm_fp8.tools.bench.variants import BASELINES, recorded_variant
+from llm_fp8.tools.bench.variants import BASELINES
 from llm_fp8.tools.gemm_rates import known_rates
 from tests.support.families import FAMILIES
 

@@ -24,12 +24,12 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import AORecipeKwargs
-from torchao.float8 import Float8LinearConfig
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import llm_fp8.tools.hf_trainer_callback as callback_module
 from examples.hf_trainer_fp8 import main as example_main
-from llm_fp8.precision.torchao import build_config, convert_linears, converted_modules, read_state
+from llm_fp8.precision.torchao import build_config, converted_modules, read_state
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
 from llm_fp8.utils.errors import UserError
 from tests.support import made_up_te
@@ -310,7 +310,7 @@ def test_with_a_torchao_recipe_of_ones_own_weights_stay_and_one_kernel_fewer_fai
 
 def test_a_torchao_recipe_with_wgrad_in_bf16_has_two_gemms_a_weight():
     model = AutoModelForCausalLM.from_config(tiny_config())
-    convert_linears(model, build_config("rowwise_with_gw_hp", emulate=False), lambda name, layer: None)
+    convert_to_float8_training(model, config=build_config("rowwise_with_gw_hp", emulate=False))
     layers = list(converted_modules(model).values())
     expected = callback_module._expected_in_fp8(model, layers, {}, read_state(layers))
     assert (expected.scenario, expected.num_fp8_gemms(1)) == ("rowwise_with_gw_hp", NUM_LINEARS * 2)

@@ -4,6 +4,7 @@ made offline.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,11 +22,13 @@ import wandb
 
 from benchmarks import plot_wandb_dashboard
 from llm_fp8.observability.metrics import METRICS
+from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS
 from llm_fp8.observability.tracker_labels import LABELS
+from llm_fp8.precision.certificate import Certificate
 from llm_fp8.tools.wandb_dashboard import (
+    CERTIFICATE,
     COLUMNS,
     SECTIONS,
-    SUMMARY_FIGURES,
     build_workspace,
     labels_used,
     missing_keys,
@@ -50,8 +53,13 @@ def the_spec(group: str | None = None) -> dict[str, Any]:
 
 
 def test_every_figure_of_the_layout_is_one_that_runs_have() -> None:
+    in_summary = {
+        *METRICS,  # the last of each
+        *(f"median_{key}" for key in (*MEDIANS, *INTERVAL_MEDIANS)),
+        *(f"{CERTIFICATE}{field.name}" for field in dataclasses.fields(Certificate)),
+    }
     for key, place in panel_keys().items():
-        assert key in (METRICS if place == "history" else SUMMARY_FIGURES), key
+        assert key in (METRICS if place == "history" else in_summary), key
     assert labels_used() <= set(LABELS)
     titles = [panel.title for section in SECTIONS for panel in section.panels]
     assert len(set(titles)) == len(titles)

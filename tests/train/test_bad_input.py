@@ -526,7 +526,8 @@ def test_out_of_memory_in_a_step_is_a_sentence(tmp_path, common, monkeypatch):
 
 WITHOUT_OPTIONS = {
     "container_requirements", "made_up_math", "colours", "moment_dtypes", "grad_accumulation", "prediction_records",
-    "speed_table_rows", "other_trainers", "rival_automodel", "rival_torchtitan", "rival_trainings", "rival_unsloth",
+    "recorded_variants", "speed_table_rows", "other_trainers", "rival_automodel", "rival_torchtitan",
+    "rival_trainings", "rival_unsloth",
 }  # fmt: skip
 """Part of the image's build, modules, two computations that stand by themselves, and what benchmarks/rivals.py starts
 with a file.

@@ -33,8 +33,9 @@ from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
+from llm_fp8.precision.modules import te_linears
 from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.precision.torchao import build_config, compile_layers, is_converted
+from llm_fp8.precision.torchao import build_config, compile_layers, converted_modules
 from llm_fp8.tools.bench.variants import Baseline
 from llm_fp8.tools.bench.workload import OPTIMISATION, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import StepClock
@@ -199,10 +200,5 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
 
 
 def _coverage(model: PreTrainedModel) -> Fp8Coverage:
-    """Which linear layers were converted; told by their class, because the packages need not be installed."""
-    te_linears = [
-        module
-        for module in model.modules()
-        if type(module).__name__ == "Linear" and type(module).__module__.startswith("transformer_engine.")
-    ]
-    return measure_coverage(model, [*te_linears, *filter(is_converted, model.modules())], "bf16", {})
+    """Which linear layers were converted."""
+    return measure_coverage(model, [*te_linears(model), *converted_modules(model).values()], "bf16", {})

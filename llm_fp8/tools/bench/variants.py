@@ -90,11 +90,6 @@ def precisions(backend: Backend) -> dict[str, PrecisionConfig]:
     }
 
 
-OLD_NAMES = {"hf_ddp_bf16": "ddp:hf_bf16", "hf_fsdp2_bf16": "fsdp_full:hf_bf16"}
-"""Names in older results files -> names."""
-REMOVED_OPTIONS = {"flash3": "flash4"}
-"""In recorded files: flash-attn 3's attention, which is gone, -> the one that is within 1% of its step."""
-
 HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
 """Option -> --fp8_lm_head."""
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute", "graphs", "adamw_8bit", "flash4", "recast", *HEADS)
@@ -248,12 +243,6 @@ def parse_variant(name: str) -> Variant:
         ),
     )
     return Variant(name, ours, mode)
-
-
-def recorded_variant(name: str) -> Variant:
-    """The variant of a name in a recorded file, under that name; removed options stand for what replaced them."""
-    words = OLD_NAMES.get(name, name).split(":")
-    return dataclasses.replace(parse_variant(":".join(REMOVED_OPTIONS.get(word, word) for word in words)), name=name)
 
 
 def parse_variants(text: str) -> list[Variant]:

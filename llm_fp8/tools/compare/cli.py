@@ -128,10 +128,10 @@ def trained(
     slots = make_slots(usable_gpus(options.gpus), num_gpus, options.parallel or 1, options.share_gpus)
     with named_if_unwritable(folder):
         claim_folder(plan)
-    console.print(f"{len(plan.runs)} runs ({', '.join(names)}) in {folder}", markup=False, highlight=False)
+    console.print(f"{len(plan.runs)} runs ({', '.join(names)}) in {folder}")
     if REFERENCE not in names and not (folder / "runs").exists():
-        console.print(f"no variant is {REFERENCE}, so the variants get figures and no verdict", highlight=False)
-    failures, overlaps = launch(plan, slots, lambda text: console.print(text, markup=False, highlight=False))
+        console.print(f"no variant is {REFERENCE}, so the variants get figures and no verdict")
+    failures, overlaps = launch(plan, slots, console.print)
     failed = {(failure.arm, failure.seed) for failure in failures}
     records = [
         read_run_folder(plan.run_folder(run), "--train") for run in plan.runs if (run.variant, run.seed) not in failed
@@ -152,13 +152,13 @@ def main() -> int:
     """Train or read, compare, report."""
     options = parse(sys.argv[1:])
     check(options)
-    console = Console(soft_wrap=True, markup=False)
+    console = Console(soft_wrap=True, markup=False, highlight=False)
     if options.train is not None:
         folder = Path(options.output) if options.output else default_folder(options.train, options.num_gpus or 1)
         try:
             records, failures, overlaps = trained(options, folder, console)
         except Interrupted as signal_name:
-            console.print(f"stopped by {signal_name}; the same command again goes on from here", highlight=False)
+            console.print(f"stopped by {signal_name}; the same command again goes on from here")
             return exit_code(str(signal_name))
     else:
         folder = Path(options.output or "comparison")
@@ -168,12 +168,12 @@ def main() -> int:
         failures, overlaps = [], []
     order = list(variants()) if options.arms is None else parse_variants(options.arms)
     if not records:
-        console.print("every run failed, so there is nothing to compare", highlight=False)
+        console.print("every run failed, so there is nothing to compare")
         return EXIT_RUN_FAILED
     comparison = compare(records, failures, overlaps, order, options.quality_margin)
     print_comparison(comparison, console)
     with named_if_unwritable(folder):
         write_json_atomic(folder / "comparison.json", dataclasses.asdict(comparison))
         (folder / "comparison.html").write_text(render_page(comparison), encoding="utf-8")
-    console.print(f"\n{folder / 'comparison.html'}\n{folder / 'comparison.json'}", markup=False, highlight=False)
+    console.print(f"\n{folder / 'comparison.html'}\n{folder / 'comparison.json'}")
     return EXIT_RUN_FAILED if failures else 0

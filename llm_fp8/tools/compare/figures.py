@@ -38,9 +38,6 @@ class LossGap:
     high: float | None
     by_seed: dict[int, float]
     """Seed -> loss of the variant minus loss of the reference."""
-    reference_spread: float | None
-    """Largest minus smallest final loss of the reference's seeds; None with one seed."""
-    num_reference_seeds: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class EqualLossTime:
     """Which loss: 'held-out', or 'training' (trailing mean) where there is no evaluation during training."""
     by_seed_s: dict[int, float | None]
     """Seed -> seconds; None where the run never gets there."""
-    reference_by_seed_s: dict[int, float | None]
 
 
 @dataclass(frozen=True)
@@ -150,9 +146,8 @@ def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap 
     }
     if not gaps:
         return None
-    found, losses = t_interval(list(gaps.values())), reference.values()
-    spread = max(losses) - min(losses) if len(losses) > 1 else None
-    return LossGap(found.value, found.low, found.high, gaps, spread, len(reference))
+    found = t_interval(list(gaps.values()))
+    return LossGap(found.value, found.low, found.high, gaps)
 
 
 def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], common: list[int]) -> EqualLossTime | None:
@@ -160,13 +155,11 @@ def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], comm
         return None
     # A single evaluation, at the end, has no curve; then the training loss, on the same sequences, takes its place.
     from_evals = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
-    times, reference_times = {}, {}
+    times = {}
     for seed in common:
-        curve, reference_curve = (loss_by_time(run, from_evals) for run in (own[seed], base[seed]))
-        target = reference_curve[0][-1]
-        times[seed] = first_at_or_below(*curve, target)
-        reference_times[seed] = first_at_or_below(*reference_curve, target)
-    return EqualLossTime("held-out" if from_evals else "training", times, reference_times)
+        reference_losses, _ = loss_by_time(base[seed], from_evals)
+        times[seed] = first_at_or_below(*loss_by_time(own[seed], from_evals), reference_losses[-1])
+    return EqualLossTime("held-out" if from_evals else "training", times)
 
 
 def loss_by_time(run: RunRecord, from_evals: bool) -> tuple[list[float], list[float]]:

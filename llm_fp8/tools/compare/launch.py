@@ -61,8 +61,8 @@ class Plan:
     folder: Path
     num_gpus: int
     """GPUs of each run (processes on a machine without any)."""
-    train: str
-    """The options that all runs share, as they were given."""
+    shared: list[str]
+    """The words of the options that all runs share."""
 
     def run_folder(self, run: PlannedRun) -> Path:
         return self.folder / "runs" / run.name
@@ -121,13 +121,13 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
             if "wandb" in config.trackers:
                 own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{variant}-seed{seed}"]
             runs.append(PlannedRun(variant, seed, tuple(own)))
-    return Plan(tuple(runs), folder, num_gpus, train)
+    return Plan(tuple(runs), folder, num_gpus, words)
 
 
 def claim_folder(plan: Plan) -> None:
     """Make the folder of `plan`. Raises `UserError` where it holds another comparison."""
     path = plan.folder / "plan.json"
-    shared = {"train": train_words(plan.train), "num_gpus": plan.num_gpus}
+    shared = {"train": plan.shared, "num_gpus": plan.num_gpus}
     if path.is_file():
         held = read_json(path, {"train": list, "num_gpus": int})
         if differing := [f"--{name}" for name in shared if held[name] != shared[name]]:

@@ -53,9 +53,7 @@ def compare(
     variant_order: Sequence[str] = (),
     quality_margin: float = QUALITY_MARGIN,
 ) -> Comparison:
-    """Compare finished runs. Raises `UserError` without a run, or for two of the same variant and seed."""
-    if not runs:
-        raise UserError("no run finished, so there is nothing to compare.")
+    """Compare finished runs, at least one. Raises `UserError` for two of the same variant and seed."""
     seen: dict[str, str] = {}
     for run in runs:
         if label(run) in seen:
@@ -271,19 +269,18 @@ def table_rows(variants: Sequence[VariantFigures]) -> list[list[str]]:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print it on a console that takes words as they are, without markup."""
     for verdict in comparison.verdicts.values():
-        console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}", markup=False, highlight=False)
+        console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}")
     console.print()
     # Figures down, variants across: a table of ten columns does not fit a terminal.
     table = Table("", *(variant.name for variant in comparison.arms))
     rows = table_rows(comparison.arms)
     for number, column in enumerate(COLUMNS[1:], start=1):
         table.add_row(column.title, *(row[number] for row in rows))
-    console.print(table, highlight=False, markup=False)
+    console.print(table)
     for failure in comparison.failures:
-        console.print(
-            f"FAILED {failure.arm} seed {failure.seed}: {failure.reason} ({failure.log})", markup=False, highlight=False
-        )
+        console.print(f"FAILED {failure.arm} seed {failure.seed}: {failure.reason} ({failure.log})")
     for difference in comparison.differences:
         values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in difference.values.items())
-        console.print(f"flag [{difference.effect}] {difference.field}: {values}", markup=False, highlight=False)
+        console.print(f"flag [{difference.effect}] {difference.field}: {values}")

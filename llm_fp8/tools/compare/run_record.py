@@ -13,7 +13,8 @@ from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.step_stats import RESUMES, measured_steps
-from llm_fp8.tools.compare.variants import describe_variant, requested_variant
+from llm_fp8.precision.plan import precision_name
+from llm_fp8.tools.compare.variants import requested_variant
 from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, require_entries, with_floats
@@ -70,8 +71,7 @@ class RunRecord:
     @property
     def effective_name(self) -> str:
         """What ran, as 'bf16' or 'fp8 delayed'."""
-        effective = str(self.precision["effective"])
-        return f"fp8 {self.precision['effective_scenario']}" if effective == "fp8" else describe_variant(effective)
+        return precision_name(self.precision["effective"], self.precision.get("effective_scenario"))
 
     @property
     def seed(self) -> int:

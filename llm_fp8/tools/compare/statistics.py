@@ -70,7 +70,6 @@ class PairedAnswers:
     """Answers of two models to the same problems. A problem counts once per seed, but for the `_better` ones."""
 
     num_problems: int
-    num_both_right: int
     num_only_reference_right: int
     num_only_other_right: int
     num_problems_reference_better: int
@@ -125,7 +124,6 @@ def pair_answers(reference: Sequence[dict[str, bool]], other: Sequence[dict[str,
         high=over_seeds.high,
         worse_in_every_seed=max(differences) < 0,
         num_problems=len(pairs),
-        num_both_right=sum(ours and theirs for _, ours, theirs in pairs),
         num_only_reference_right=sum(ours and not theirs for _, ours, theirs in pairs),
         num_only_other_right=sum(theirs and not ours for _, ours, theirs in pairs),
         num_problems_reference_better=sum(value < 0 for value in lead.values()),

@@ -60,20 +60,12 @@ of fsdp_grad: the slowest of four is 1.9% to 2.4% over the mean. Under fsdp_full
 record cannot tell."""
 
 MEASURED_TOKENS = (4096, 65536)
-"""Fewest and most tokens of a micro-batch in the records that predictions are compared with (records.py)."""
+"""Fewest and most tokens of a micro-batch in the records that predictions are compared with
+(benchmarks/prediction_records.py)."""
 
 FITS_RESERVE_GIB = 2.0
 """Beyond the peak of the tensors, and what FSDP's stream of gathers holds beside it: CUDA's context and the allocator's
 gaps. The fullest recorded run (speed_table_h200.json, 8b, delayed:fp8head_all) peaked at 137.5 of 139.8 GiB."""
-
-FULL_SHARE = 0.98
-"""Of a GPU's memory: where the allocator reserved as much, recorded FSDP steps freed blocks of other streams and mapped
-them anew, which takes longer (in rows 8b_x2 and 8b_s8192_x2 with `flash4` in some steps). No sum of kernels can say by
-how much, and such steps are neither fitted nor scored."""
-
-WAITED_SHARE = 0.15
-"""Of a recorded step on several GPUs: where communication ran alone for as long, GPUs waited for hosts that launched
-kernels too slowly, which differs from machine to machine. These steps are neither fitted nor scored."""
 
 MODES = ("single", "ddp", "fsdp_grad", "fsdp_full")
 """One GPU and the sharding modes, with recorded runs that the constants were fitted to."""

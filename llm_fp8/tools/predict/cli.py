@@ -261,29 +261,19 @@ def main() -> int:
         f"{options.model_name}, {scenario.micro_batches} x {tokens:,} tokens a step on each GPU, "
         f"{scenario.optimizer}\n{where} ({gpu.memory_gib:.1f} GiB): predicted"
     )
-    console = Console(markup=False)  # names may hold brackets
-    console.print(table(predictions, title))
+    console = Console(markup=False, highlight=False, soft_wrap=True)  # names may hold brackets
+    console.print(table(predictions, title), soft_wrap=False)
     for note in dict.fromkeys(note for found in predictions for note in found.notes):
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}")
     for name, multiple in odd.items():
-        console.print(
-            f"note: {name} needs a multiple of {multiple} tokens in a micro-batch", highlight=False, soft_wrap=True
-        )
-    console.print(
-        f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/tools.md",
-        highlight=False,
-        soft_wrap=True,
-    )
+        console.print(f"note: {name} needs a multiple of {multiple} tokens in a micro-batch")
+    console.print(f"the constants were fitted to runs on {CALIBRATED_GPU}; how far to trust them: docs/tools.md")
     if scenario.fp8_params:
         console.print(
-            f"note: --fp8_params is of {' and '.join(fp8_params_recipes())} alone; bf16 is predicted without it",
-            highlight=False,
-            soft_wrap=True,
+            f"note: --fp8_params is of {' and '.join(fp8_params_recipes())} alone; bf16 is predicted without it"
         )
     if missing := [name for name in PREDICTED if not can_predict(gpu, name)]:
-        console.print(
-            f"note: nothing was measured for {', '.join(missing)} on {gpu.name}", highlight=False, soft_wrap=True
-        )
+        console.print(f"note: nothing was measured for {', '.join(missing)} on {gpu.name}")
     if options.json is not None:
         content = {
             "options": vars(options),
@@ -294,5 +284,5 @@ def main() -> int:
             "rows": figures(predictions),
         }
         write_json_atomic(options.json, {"provenance": collect_provenance(sys.argv), **content})
-        console.print(f"figures in {options.json}", highlight=False, soft_wrap=True)
+        console.print(f"figures in {options.json}")
     return 0

@@ -89,6 +89,7 @@ class MadeUpTransformerEngine:
 
         def __init__(self, in_features, out_features, bias, params_dtype, device):
             super().__init__(in_features, out_features, bias, dtype=params_dtype, device=device)
+            self.fp8_meta = {}
 
         def forward(self, inputs):
             rounded = inputs.to(torch.float8_e4m3fn).to(inputs.dtype) if MadeUpTransformerEngine.recipe else inputs

@@ -135,7 +135,7 @@ def made_up(**changes) -> dict:
         config=Config(),
         device="NVIDIA H200 (compute capability 9.0)",
         plan=FP8,
-        coverage=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (lm_head)"}),
+        coverage=Fp8Coverage(900, 1000, {"model.layers.*.qkv": 32}, {"lm_head": "1 bf16 (lm_head)"}, 5400.0, 6000.0),
         notes=[],
         modules=[module(f"model.layers.{n}.qkv", kind="LayerNormLinear") for n in range(32)],
         attention="fused (cuDNN)",

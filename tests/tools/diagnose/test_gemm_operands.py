@@ -243,6 +243,8 @@ def test_reasons_outside_fp8():
             "lm_head": "1 bf16 (lm_head)",
             "odd": "1 bf16 (size 20 x 24 is not a multiple of 16)",
         },
+        0.0,
+        6.0,
     )
     why = reasons_outside_fp8(census, PrecisionConfig(mixed_precision="fp8", fp8_last_bf16_layers=2), FP8)
     assert why["model.layers.*.qkv"] == "2 bf16 (kept by --fp8_last_bf16_layers 2)"
