@@ -27,6 +27,7 @@ from llm_fp8.train.checkpoint import (
     CheckpointManager,
     bytes_needed,
     check_compatible,
+    load_checkpoint,
     read_meta,
     restore_rng_state,
     rng_state,
@@ -254,7 +255,7 @@ class RunState:
         tensors, other = self._tensors(optimizer) | rng, _other_scale_options(path, self.options)
         if "fp8_format" in other:  # a scale holds the largest number of its format
             tensors = {n: t for n, t in tensors.items() if not (n.startswith(_SCALES) and n.endswith(".scale"))}
-        meta = self.checkpoints.load(path, tensors, _SCALES if other else None)
+        meta = load_checkpoint(path, tensors, _SCALES if other else None)
         if not self.strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             requantise_(self.model)
