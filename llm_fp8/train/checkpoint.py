@@ -159,7 +159,7 @@ class CheckpointManager:
         return self.of_step(step) in self._newest_first()
 
     def finish(self) -> None:
-        """Wait for a save in the background; raises what it raised."""
+        """Wait for a save in the background, which is collective; raises what it raised."""
         background, self._background = self._background, None
         if background is not None:
             background.wait()

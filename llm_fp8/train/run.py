@@ -68,7 +68,7 @@ from llm_fp8.train.train_state import (
     RunState,
     changed_options,
     find_checkpoint,
-    keeps_other_scales,
+    other_scale_options,
     run_fingerprint,
     run_options,
     total_steps,
@@ -157,7 +157,7 @@ def run_training(
             try:
                 loop.train(callbacks, stop.agreed)
             finally:
-                state.finish_save()
+                checkpoints.finish()
             if not loop.is_complete:
                 stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
                 figures = summary_of(setup, loop, results, None, predictor)
@@ -173,7 +173,7 @@ def run_training(
                     exported = export_final(setup, tokenizer, holds, results.certificate)
                 if loop.evaluated_step != loop.step and loop.evaluate(callbacks):
                     loop.save(callbacks)
-                    state.finish_save()
+                    checkpoints.finish()
                 best = _best_record(state, loop)
                 if config.run.export and exported is None:
                     holds = _restore_best(plan, state, loop)
@@ -218,7 +218,7 @@ def build_loop(
     optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, training_model.named_parameters())
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
-    begins = resume_path is None or keeps_other_scales(resume_path, options)
+    begins = resume_path is None or other_scale_options(resume_path, options)
     prepared, optimizer = prepare_with_scales(
         strategy, training_model, optimizer, lambda: _warm_up_scales(setup, data) if begins else None
     )

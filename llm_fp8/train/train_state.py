@@ -169,12 +169,8 @@ _SCALES = "fp8."
 """Begins the names of delayed scaling's tensors."""
 
 
-def keeps_other_scales(path: Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run with these options keeps scales or amax histories that the checkpoint lacks, or has others of."""
-    return bool(_other_scale_options(path, options))
-
-
-def _other_scale_options(path: Path, options: Mapping[str, Any]) -> set[str]:
+def other_scale_options(path: Path, options: Mapping[str, Any]) -> set[str]:
+    """The options by which a run keeps scales or amax histories that the checkpoint lacks, or has others of."""
     saved = read_meta(path).get("options", {})  # absent in checkpoints of earlier versions
     return {name for name in SCALE_OPTIONS if name in saved and saved[name] != options[name]}
 
@@ -235,10 +231,6 @@ class RunState:
         strategy = self.strategy if self.strategy.saves_itself else None
         return self.checkpoints.save(loop.step, tensors, meta, strategy, best_step)
 
-    def finish_save(self) -> None:
-        """Wait for a checkpoint that is being written in the background; collective."""
-        self.checkpoints.finish()
-
     def restore(self, path: Path, optimizer: Any) -> dict[str, Any]:
         """Restore everything in place; returns the checkpoint's `step`, `tokens_seen`, `evaluation_due` and, for
         `EvalHistory`, `evaluations`, which checkpoints of earlier versions lack.
@@ -252,7 +244,7 @@ class RunState:
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
-        tensors, other = self._tensors(optimizer) | rng, _other_scale_options(path, self.options)
+        tensors, other = self._tensors(optimizer) | rng, other_scale_options(path, self.options)
         if "fp8_format" in other:  # a scale holds the largest number of its format
             tensors = {n: t for n, t in tensors.items() if not (n.startswith(_SCALES) and n.endswith(".scale"))}
         meta = load_checkpoint(path, tensors, _SCALES if other else None)
