@@ -19,7 +19,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -42,7 +42,6 @@ KernelClass = Literal[
 gradient norm and clipping. copy: also fills, concatenation and casts between floating-point types. elementwise: all
 other pointwise, reducing and indexing kernels of PyTorch.
 """
-KERNEL_CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """The operand type of a GEMM (not of its result); fp32 includes TF32."""
