@@ -76,12 +76,11 @@ def run_fingerprint(
 def _lora_fingerprint(config: Config) -> dict[str, Any]:
     """The adapters, and the frozen model that a checkpoint does not hold."""
     options = config.lora
-    base = Path(config.model.model_name).name
+    base, weights = Path(config.model.model_name).name, {}
     source = resolve_source(config.model)
     if has_random_weights(config.model, source):
         base += f" with random weights of seed {config.optim.seed}"
-    weights = {}
-    if source.is_local and not has_random_weights(config.model, source):
+    elif source.is_local:
         weights["frozen_weights"] = weights_digest(weight_files(config.model, source))
     return weights | {
         "lora": {
