@@ -150,7 +150,7 @@ def run_training(
         with GracefulStop() as stop, loop.reporter as reporter:
             record_run(setup, data, loop, results)
             plan.say(f"training {loop.options.total_steps} steps on {_device_name(plan)}, results in {plan.folder}")
-            callbacks = RunCallbacks(setup, state, loop, data, exact_match, results, SaveTimer(config.run.save_minutes))
+            callbacks = RunCallbacks(setup, state, loop, exact_match, results, SaveTimer(config.run.save_minutes))
             if plan.device.type == "cuda":
                 results.resident_gib = torch.cuda.memory_allocated(plan.device) / GIB
             phase_ends("records")
@@ -222,17 +222,7 @@ def build_loop(
     prepared, optimizer = prepare_with_scales(
         strategy, training_model, optimizer, lambda: _warm_up_scales(setup, data) if begins else None
     )
-    state = RunState(
-        accelerator,
-        checkpoints,
-        setup.precision,
-        fingerprint,
-        options,
-        setup.model,
-        data,
-        strategy,
-        background=config.parallel.async_save,
-    )
+    state = RunState(setup, data, checkpoints, fingerprint, options)
     num_steps = options["total_steps"]
     done: dict[str, Any] = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
     eval_data = None if data.eval is None else data.eval.data

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config
 from llm_fp8.data import PreparedData
@@ -19,7 +18,6 @@ from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import has_random_weights, resolve_source
 from llm_fp8.models.weights import weight_files, weights_digest
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
-from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import (
@@ -34,6 +32,7 @@ from llm_fp8.train.checkpoint import (
     saved_names,
 )
 from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.utils.errors import UserError
 
 ARCHITECTURE_KEYS = (
@@ -181,37 +180,33 @@ _LOOP_STATE = ("step", "tokens_seen", "evaluation_due", "evaluations")
 class RunState:
     """Saves and restores a run."""
 
-    accelerator: Accelerator
+    setup: TrainingSetup
+    data: PreparedData
     checkpoints: CheckpointManager
-    precision: Precision
     fingerprint: dict[str, Any]
     options: dict[str, Any]
-    model: PreTrainedModel
-    data: PreparedData
-    strategy: DistributedStrategy
-    background: bool = False
-    """Write checkpoints while training goes on (--async_save)."""
 
     def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
-        tensors: dict[str, Tensor] = {}
-        if not self.strategy.saves_itself:
+        setup, tensors = self.setup, dict[str, Tensor]()
+        if not setup.plan.strategy.saves_itself:
             trained = [
-                (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+                (name, parameter) for name, parameter in setup.model.named_parameters() if parameter.requires_grad
             ]
             named = [(name, master_of(parameter)) for name, parameter in trained]
             tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
-        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in self.precision.state_tensors().items()}
+        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
         return tensors
 
     def checkpoint_bytes(self, loop: TrainingLoop) -> int:
         """Room that a checkpoint needs on its disk, all ranks together."""
-        return bytes_needed(self._tensors(loop.optimizer), self.strategy)
+        return bytes_needed(self._tensors(loop.optimizer), self.setup.plan.strategy)
 
     def save(self, loop: TrainingLoop) -> Path:
-        """Write a checkpoint after `loop.step`; returns its folder."""
-        scaler = self.accelerator.scaler
+        """Write a checkpoint after `loop.step`, with --async_save while training goes on; returns its folder."""
+        plan = self.setup.plan
+        scaler, saves_itself = plan.accelerator.scaler, plan.strategy.saves_itself
         meta = {
             "step": loop.step,
             "tokens_seen": loop.tokens_seen,
@@ -220,25 +215,25 @@ class RunState:
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
-            "optimizer": None if self.strategy.saves_itself else optimizer_scalars(loop.optimizer),
+            "optimizer": None if saves_itself else optimizer_scalars(loop.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
-        tensors = self._tensors(loop.optimizer) | rng_state(self.accelerator.process_index)
+        tensors = self._tensors(loop.optimizer) | rng_state(plan.accelerator.process_index)
         best_step = loop.history.best_step
-        if self.background:
+        if plan.config.parallel.async_save:
             return self.checkpoints.save_in_background(loop.step, tensors, meta, best_step)
-        strategy = self.strategy if self.strategy.saves_itself else None
-        return self.checkpoints.save(loop.step, tensors, meta, strategy, best_step)
+        return self.checkpoints.save(loop.step, tensors, meta, plan.strategy if saves_itself else None, best_step)
 
     def restore(self, path: Path, optimizer: Any) -> dict[str, Any]:
         """Restore everything in place; returns the checkpoint's `step`, `tokens_seen`, `evaluation_due` and, for
         `EvalHistory`, `evaluations`, which checkpoints of earlier versions lack.
         """
-        if self.strategy.saves_itself:
-            self.strategy.load_state(path / STRATEGY_STATE)
+        accelerator, strategy = self.setup.plan.accelerator, self.setup.plan.strategy
+        if strategy.saves_itself:
+            strategy.load_state(path / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
-        rank = self.accelerator.process_index
+        rank = accelerator.process_index
         rng = rng_state(rank)
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         known = set(saved_names(path))
@@ -247,13 +242,13 @@ class RunState:
         if "fp8_format" in other:  # a scale holds the largest number of its format
             tensors = {n: t for n, t in tensors.items() if not (n.startswith(_SCALES) and n.endswith(".scale"))}
         meta = load_checkpoint(path, tensors, _SCALES if other else None)
-        if not self.strategy.saves_itself:
+        if not strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
-            requantise_(self.model)
-            refresh_scales_(self.model)
+            requantise_(self.setup.model)
+            refresh_scales_(self.setup.model)
         self.data.train.load_state_dict(meta["loader"])
-        if self.accelerator.scaler is not None and meta["fp16_scaler"]:
-            self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        if accelerator.scaler is not None and meta["fp16_scaler"]:
+            accelerator.scaler.load_state_dict(meta["fp16_scaler"])
         if rng:
             restore_rng_state(rng, rank)
         return {"evaluation_due": False} | {name: meta[name] for name in meta if name in _LOOP_STATE}
