@@ -178,7 +178,7 @@ _LOOP_STATE = ("step", "tokens_seen", "evaluation_due", "evaluations")
 
 @dataclass(frozen=True)
 class RunState:
-    """Saves and restores a run."""
+    """Saves and restores a run. `fingerprint` and `options`: of `run_fingerprint` and `run_options`."""
 
     setup: TrainingSetup
     data: PreparedData
