@@ -185,7 +185,7 @@ def compare_layers(
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
-    full_tensor: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+    full_tensor: Callable[[Tensor], Tensor],
 ) -> ParityReport:
     """Tests 2 and 3, unjudged; the arguments are those of `check_parity`. Leaves no gradients behind."""
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)

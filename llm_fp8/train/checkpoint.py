@@ -520,7 +520,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def rng_state(rank: int = 0) -> dict[str, Tensor]:
+def rng_state(rank: int) -> dict[str, Tensor]:
     """The states of the random generators that training draws from: Python's, numpy's, torch's CPU and current GPU's.
 
     Integer tensors of fixed shape on the CPU, loaded in place like any other. Names carry the rank: each has its own.
@@ -540,7 +540,7 @@ def rng_state(rank: int = 0) -> dict[str, Tensor]:
     return states
 
 
-def restore_rng_state(states: Mapping[str, Tensor], rank: int = 0) -> None:
+def restore_rng_state(states: Mapping[str, Tensor], rank: int) -> None:
     """Put every random generator into the state that `rng_state` gave."""
     prefix = f"{RNG_PREFIX}rank-{rank}/"
     version, has_gauss, gauss_bits, *internal = states[f"{prefix}python"].tolist()
