@@ -28,7 +28,7 @@ from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, named_errors
 from llm_fp8.models.weight_shards import stored_names
-from llm_fp8.models.weights import fill_weights, stored_tensors, weight_files
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights, weight_files
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import supports_attention
@@ -192,7 +192,7 @@ def _load_by_transformers(
     options: ModelConfig, source: ModelSource, attention: str, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """A model whose files hold tensors in another layout than its modules (a mixture of experts)."""
-    stored_tensors(weight_files(options, source), device)  # names what is missing or truncated
+    StoredCheckpoint(weight_files(options, source))  # names what is missing or truncated
     with named_errors("weights", options.model_name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import te_llama
 from llm_fp8.data.collate import Batch
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.weights import stored_tensors
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.cuda_environment import TF32_VARIABLE
 from llm_fp8.utils.errors import UserError
@@ -185,7 +185,7 @@ def compare_layers(
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
-    full_tensor: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+    full_tensor: Callable[[Tensor], Tensor],
 ) -> ParityReport:
     """Tests 2 and 3, unjudged; the arguments are those of `check_parity`. Leaves no gradients behind."""
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
@@ -258,11 +258,11 @@ def check_weights(
             f"model's lm_head is {'' if tied else 'not '}its embedding. Report this with the model's config.json."
         )
     parameters, compared = te_llama.te_parameters(model), 0
-    read = stored_tensors(files, embedding.weight.device, model)
+    checkpoint = StoredCheckpoint(files, model)
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:
-            stored = read(part.hf_name)
+            stored = checkpoint.read(part.hf_name, embedding.weight.device)
             if stored.dtype != full.dtype == torch.bfloat16:
                 stored = split_master(stored.float())[0]  # as it was loaded
             stored = stored.to(full)

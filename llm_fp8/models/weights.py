@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,14 @@ class StoredCheckpoint:
         self.fp8 = None if model is None else fp8_format(model.config)
         self._scales = scales_of(self.fp8, self.stored)
 
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        """Tensor `name`, whole; `UserError` where no file holds it."""
+        if name not in self.stored:
+            raise UserError(f"{self.files[0].parent} holds no tensor {name}; fetch the model again.")
+        with open_weights(self.stored[name].path, device) as tensors:
+            found: torch.Tensor = self.rows(name, tensors, device)[:]
+            return found
+
     def rows(self, name: str, tensors: Any, device: torch.device) -> Any:
         """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
         rows = tensors.get_slice(name)
@@ -148,24 +156,6 @@ class StoredCheckpoint:
         if not scale.isfinite().all() or (scale < 0).any():
             raise UserError(f"{path}: '{name}' holds a scale that is negative or not finite; fetch the model again.")
         return scale
-
-
-def stored_tensors(
-    files: list[Path], device: torch.device, model: PreTrainedModel | None = None
-) -> Callable[[str], torch.Tensor]:
-    """Reads the tensors of the checkpoint of `model` (default: an unquantised one) to `device` by name, fp8 ones as
-    fp32; `UserError` for one that no file holds.
-    """
-    checkpoint = StoredCheckpoint(files, model)
-
-    def read(name: str) -> torch.Tensor:
-        if name not in checkpoint.stored:
-            raise UserError(f"{files[0].parent} holds no tensor {name}; fetch the model again.")
-        with open_weights(checkpoint.stored[name].path, device) as tensors:
-            found: torch.Tensor = checkpoint.rows(name, tensors, device)[:]
-            return found
-
-    return read
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
     with record_kernels() as recorded:
         ...one step...
-    time_by_class(recorded)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
-    gemm_kernels(recorded)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
+    times = kernel_times(recorded)
+    time_by_class(times)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
+    gemm_kernels(times)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
 The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on an H200. A GEMM whose name
 does not tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. A norm or
@@ -18,7 +19,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -41,7 +42,6 @@ KernelClass = Literal[
 gradient norm and clipping. copy: also fills, concatenation and casts between floating-point types. elementwise: all
 other pointwise, reducing and indexing kernels of PyTorch.
 """
-KERNEL_CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """The operand type of a GEMM (not of its result); fp32 includes TF32."""
@@ -197,9 +197,7 @@ def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
 
 
 def kernel_times(recorded: Any) -> KernelTimes:
-    """Count and seconds of each kernel in a finished `torch.profiler.profile`; such a mapping is returned as it is."""
-    if isinstance(recorded, Mapping):
-        return recorded
+    """Count and seconds of each kernel in a finished `torch.profiler.profile`."""
     times: dict[str, tuple[int, float]] = {}
     for name, (start, end) in kernel_intervals(recorded):
         count, time_s = times.get(name, (0, 0.0))
@@ -207,14 +205,14 @@ def kernel_times(recorded: Any) -> KernelTimes:
     return times
 
 
-def time_by_class(recorded: Any) -> dict[KernelClass, KernelTime]:
-    """Everything that ran in `recorded` (as in `kernel_times`) by class, the longest first."""
-    return _grouped((kernel_class(name), name, *counted) for name, counted in kernel_times(recorded).items())
+def time_by_class(times: KernelTimes) -> dict[KernelClass, KernelTime]:
+    """All kernels by class, the longest first."""
+    return _grouped((kernel_class(name), name, *counted) for name, counted in times.items())
 
 
-def gemm_kernels(recorded: Any) -> dict[GemmKind, KernelTime]:
-    """The GEMM kernels of `recorded` (as in `kernel_times`) by operand type, the longest first."""
-    kinds = ((gemm_kind(name), name, *counted) for name, counted in kernel_times(recorded).items())
+def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
+    """The GEMM kernels by operand type, the longest first."""
+    kinds = ((gemm_kind(name), name, *counted) for name, counted in times.items())
     return _grouped(found for found in kinds if found[0] is not None)
 
 

@@ -309,12 +309,14 @@ class RunReporter:
         return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process with the figures of the summary; empty on other processes than the main one. Read
-        back from metrics.jsonl: kept in memory they would grow with the run.
+        """The steps of this process with the figures of the summary; empty on other processes than the main one. An
+        earlier process of the run may have had other GPUs. Read back from metrics.jsonl: kept in memory they would grow
+        with the run.
         """
         if not self._accelerator.is_main_process:
             return []
-        used = (*MEDIANS, *INTERVAL_MEDIANS, RECORDED_STEP, "energy_j")
+        others = (RECORDED_STEP, "energy_j", "peak_memory_gib", "peak_memory_gib_max_rank")
+        used = (*MEDIANS, *INTERVAL_MEDIANS, *others)
         self._file.seek(0)
         records = map(json.loads, self._file)
         steps = [

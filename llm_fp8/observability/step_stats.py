@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
-from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
-from llm_fp8.utils.json_files import read_json, read_metrics
 
 WARMUP_STEPS = 10
 """Steps at the start of a process that medians leave out (compilation, autotuning, allocator); at most half of all."""
@@ -30,14 +27,6 @@ RESUMES = {"resumes": list | None, "resumes.*": dict, "resumes.*.resumed_after_s
 
 INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
 """The same for figures that only some steps have."""
-
-
-def own_steps(metrics_path: Path) -> list[dict[str, Any]]:
-    """The optimizer steps of the last process that wrote a metrics.jsonl: an earlier one may have had other GPUs."""
-    run_record = metrics_path.with_name("run.json")
-    resumes = read_json(run_record, RESUMES).get("resumes") if run_record.exists() else None
-    begun = resumes[-1]["resumed_after_step"] if resumes else 0
-    return [record for record in read_metrics(metrics_path) if "step_time_s" in record and record["step"] > begun]
 
 
 def measured_steps(steps: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -25,6 +25,7 @@ Why not math-verify: version 0.9.0 disagrees on 22 of the 123 pairs in tests/tra
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -152,8 +153,7 @@ def _read(text: str) -> _Answer:
     text = _without_look(text)
     named = _NAME.fullmatch(text)
     if named is not None:
-        value = _read_value(named[2].strip())
-        return _Answer(value.number, value.elements, value.brackets, value.text, value.unit, named[1].replace(" ", ""))
+        return dataclasses.replace(_read_value(named[2].strip()), name=named[1].replace(" ", ""))
     return _read_value(text)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list, gather_object
 
 import te_llama
-from llm_fp8.data import PreparedData
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
@@ -49,7 +48,6 @@ class RunCallbacks:
     setup: TrainingSetup
     state: RunState
     loop: TrainingLoop
-    data: PreparedData
     exact_match: ExactMatchEvaluation | None
     results: RunResults
     timer: SaveTimer
@@ -58,7 +56,7 @@ class RunCallbacks:
         """Print the attention backend, and warn of the slow one."""
         if not self.setup.plan.config.model.use_te:
             return
-        backend = self.results.attention_backend = te_llama.attention_backend(self.state.model)
+        backend = self.results.attention_backend = te_llama.attention_backend(self.setup.model)
         if backend == "unfused":
             self.loop.reporter.print(
                 "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable "
@@ -87,10 +85,10 @@ class RunCallbacks:
 
     def evaluate(self, step: int) -> float | None:
         """Eval loss and, where asked for, exact match, reported; returns the main rank's eval loss."""
-        if self.data.eval is None:
+        if self.state.data.eval is None:
             return None
         loop = self.loop
-        figures = evaluate_loss(loop.accelerator, loop.model, loop.precision, self.data.eval)
+        figures = evaluate_loss(loop.accelerator, loop.model, loop.precision, self.state.data.eval)
         if self.exact_match is not None:
             figures |= self.exact_match.evaluate(step)
         loop.reporter.evaluation({"step": step, **figures})
@@ -119,7 +117,8 @@ class RunCallbacks:
         """Write a checkpoint."""
         path = self.state.save(self.loop)
         self.timer.restart()
-        self.loop.reporter.print(f"saving {path} in the background" if self.state.background else f"saved {path}")
+        in_background = self.setup.plan.config.parallel.async_save
+        self.loop.reporter.print(f"saving {path} in the background" if in_background else f"saved {path}")
         return path
 
     def _judge(self, profile: StepProfile, num_micro_batches: int) -> None:

@@ -11,7 +11,7 @@
 A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic), points `latest` to it and deletes
 the oldest checkpoints beyond the limit. Loading checks the manifest all the same: a copied checkpoint may be truncated.
 
-Each rank writes its own shards, and another number of ranks can read them: `save` and `load` are collective, with the
+Each rank writes its own shards, and another number of ranks can read them: saving and loading are collective, with the
 same names on every rank. DCP's writer runs with one thread: with several it loses the exceptions of all but the first.
 Background saves don't use `dcp.async_save`: its future covers the writing alone, and the manifest, the rename and the
 pruning must follow after all ranks have written.
@@ -79,7 +79,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class CheckpointManager:
-    """Writes, finds, prunes and reads the checkpoints of one run.
+    """Writes, finds and prunes the checkpoints of one run.
 
     Args:
         output_dir: folder of the run; checkpoints go to its subfolder `checkpoints`.
@@ -159,7 +159,7 @@ class CheckpointManager:
         return self.of_step(step) in self._newest_first()
 
     def finish(self) -> None:
-        """Wait for a save in the background; raises what it raised."""
+        """Wait for a save in the background, which is collective; raises what it raised."""
         background, self._background = self._background, None
         if background is not None:
             background.wait()
@@ -319,34 +319,31 @@ class CheckpointManager:
             logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0], error)
             return candidates[0]
 
-    def load(
-        self, path: str | os.PathLike[str], tensors: Mapping[str, Tensor], optional_prefix: str | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint into the given tensors, in place and bit for bit; collective.
 
-        Args:
-            path: 'latest' or a checkpoint's folder.
-            tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`)
-                of other ranks and devices may be left out.
-            optional_prefix: tensors with such names are read where both sides have them alike, else left as they are.
+def load_checkpoint(folder: Path, tensors: Mapping[str, Tensor], optional_prefix: str | None = None) -> dict[str, Any]:
+    """Read the checkpoint in `folder` into the given tensors, in place and bit for bit; collective.
 
-        Returns the contents of meta.json. Raises `UserError`, before anything changes, where a file is missing or
-        truncated, or names, shapes or dtypes differ.
-        """
-        folder = self.find(os.fspath(path))
-        saved = _verify(folder)["tensors"]
-        if optional_prefix is not None:
-            unlike = {
-                name
-                for name in saved.keys() | tensors.keys()
-                if name.startswith(optional_prefix)
-                and (name not in saved or name not in tensors or _shown(saved[name]) != _shown(tensors[name]))
-            }
-            saved = {name: described for name, described in saved.items() if name not in unlike}
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in unlike}
-        _require_same_tensors(folder, saved, tensors)
-        dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
-        return read_json(folder / _META)
+    Args:
+        tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`) of
+            other ranks and devices may be left out.
+        optional_prefix: tensors with such names are read where both sides have them alike, else left as they are.
+
+    Returns the contents of meta.json. Raises `UserError`, before anything changes, where a file is missing or
+    truncated, or names, shapes or dtypes differ.
+    """
+    saved = _verify(folder)["tensors"]
+    if optional_prefix is not None:
+        unlike = {
+            name
+            for name in saved.keys() | tensors.keys()
+            if name.startswith(optional_prefix)
+            and (name not in saved or name not in tensors or _shown(saved[name]) != _shown(tensors[name]))
+        }
+        saved = {name: described for name, described in saved.items() if name not in unlike}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in unlike}
+    _require_same_tensors(folder, saved, tensors)
+    dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
+    return read_json(folder / _META)
 
 
 def bytes_needed(tensors: Mapping[str, Tensor], strategy: DistributedStrategy | None) -> int:
@@ -360,15 +357,15 @@ def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
     return bool(CheckpointManager(output_dir, limit=1)._newest_first())
 
 
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
     """meta.json of a complete checkpoint; `UserError` where it is not one."""
-    _verify(Path(path))
-    return read_json(Path(path) / _META)
+    _verify(folder)
+    return read_json(folder / _META)
 
 
-def saved_names(path: str | os.PathLike[str]) -> list[str]:
+def saved_names(folder: Path) -> list[str]:
     """The names of the tensors in a complete checkpoint; `UserError` where it is not one."""
-    return list(_verify(Path(path))["tensors"])
+    return list(_verify(folder)["tensors"])
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -523,7 +520,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def rng_state(rank: int = 0) -> dict[str, Tensor]:
+def rng_state(rank: int) -> dict[str, Tensor]:
     """The states of the random generators that training draws from: Python's, numpy's, torch's CPU and current GPU's.
 
     Integer tensors of fixed shape on the CPU, loaded in place like any other. Names carry the rank: each has its own.
@@ -543,7 +540,7 @@ def rng_state(rank: int = 0) -> dict[str, Tensor]:
     return states
 
 
-def restore_rng_state(states: Mapping[str, Tensor], rank: int = 0) -> None:
+def restore_rng_state(states: Mapping[str, Tensor], rank: int) -> None:
     """Put every random generator into the state that `rng_state` gave."""
     prefix = f"{RNG_PREFIX}rank-{rank}/"
     version, has_gauss, gauss_bits, *internal = states[f"{prefix}python"].tolist()

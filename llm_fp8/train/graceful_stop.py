@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType, TracebackType
 from typing import Any
 
 from llm_fp8.distributed.process_group import largest
@@ -53,13 +52,11 @@ class GracefulStop:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _: object) -> None:
         name = signal.Signals(number).name
         if self.requested is not None:
             if number == signal.SIGINT:

@@ -68,7 +68,7 @@ from llm_fp8.train.train_state import (
     RunState,
     changed_options,
     find_checkpoint,
-    keeps_other_scales,
+    other_scale_options,
     run_fingerprint,
     run_options,
     total_steps,
@@ -141,7 +141,8 @@ def run_training(
         context.connected(plan.device.type).attach(decoder_layers(setup.model))
         _check_export(setup, tokenizer)
         held.enter_context(run_lock(config, ranks))  # nothing is written before
-        loop, state = build_loop(setup, data, checkpoints, fingerprint, options, resume_path)
+        state = RunState(setup, data, checkpoints, fingerprint, options)
+        loop = build_loop(state, resume_path)
         plan.accelerator.wait_for_everyone()  # with loading: the checkpoint may be one that gets its name back
         checkpoints.clean_up()
         exact_match = _exact_match(setup, tokenizer, data, loop.reporter)
@@ -150,14 +151,14 @@ def run_training(
         with GracefulStop() as stop, loop.reporter as reporter:
             record_run(setup, data, loop, results)
             plan.say(f"training {loop.options.total_steps} steps on {_device_name(plan)}, results in {plan.folder}")
-            callbacks = RunCallbacks(setup, state, loop, data, exact_match, results, SaveTimer(config.run.save_minutes))
+            callbacks = RunCallbacks(setup, state, loop, exact_match, results, SaveTimer(config.run.save_minutes))
             if plan.device.type == "cuda":
                 results.resident_gib = torch.cuda.memory_allocated(plan.device) / GIB
             phase_ends("records")
             try:
                 loop.train(callbacks, stop.agreed)
             finally:
-                state.finish_save()
+                checkpoints.finish()
             if not loop.is_complete:
                 stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
                 figures = summary_of(setup, loop, results, None, predictor)
@@ -173,10 +174,10 @@ def run_training(
                     exported = export_final(setup, tokenizer, holds, results.certificate)
                 if loop.evaluated_step != loop.step and loop.evaluate(callbacks):
                     loop.save(callbacks)
-                    state.finish_save()
+                    checkpoints.finish()
                 best = _best_record(state, loop)
                 if config.run.export and exported is None:
-                    holds = _restore_best(plan, state, loop)
+                    holds = _restore_best(state, loop)
                     exported = export_final(setup, tokenizer, holds, results.certificate)
                 if exported is not None:
                     best["exported_step"] = holds.step
@@ -201,42 +202,21 @@ def first_step(loader: TrainLoader) -> list[Batch]:
     return batches
 
 
-def build_loop(
-    setup: TrainingSetup,
-    data: PreparedData,
-    checkpoints: CheckpointManager,
-    fingerprint: dict[str, Any],
-    options: dict[str, Any],
-    resume_path: Path | None,
-) -> tuple[TrainingLoop, RunState]:
-    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed; and what saves them.
-
-    `fingerprint` and `options`: of `run_fingerprint` and `run_options`.
-    """
+def build_loop(state: RunState, resume_path: Path | None) -> TrainingLoop:
+    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed."""
+    setup, data = state.setup, state.data
     plan, training_model = setup.plan, setup.training_model
     config, accelerator, strategy = plan.config, plan.accelerator, plan.strategy
     optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, training_model.named_parameters())
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
-    begins = resume_path is None or keeps_other_scales(resume_path, options)
+    begins = resume_path is None or other_scale_options(resume_path, state.options)
     prepared, optimizer = prepare_with_scales(
         strategy, training_model, optimizer, lambda: _warm_up_scales(setup, data) if begins else None
     )
-    state = RunState(
-        accelerator,
-        checkpoints,
-        setup.precision,
-        fingerprint,
-        options,
-        setup.model,
-        data,
-        strategy,
-        background=config.parallel.async_save,
-    )
-    num_steps = options["total_steps"]
+    num_steps = state.options["total_steps"]
     done: dict[str, Any] = {"step": 0} if resume_path is None else state.restore(resume_path, optimizer)
-    eval_data = None if data.eval is None else data.eval.data
-    history = _restored_history(plan, checkpoints, done.pop("evaluations", None), eval_data)
+    history = _restored_history(state, done.pop("evaluations", None))
     step = done["step"]
     if resume_path is not None:
         plan.say(f"resumed from {resume_path} after step {step}")
@@ -250,7 +230,7 @@ def build_loop(
                 f"--resume_from {resume_path}: that run stopped early and is finished: {history.describe_stop()}; to "
                 "train on, raise --early_stopping_patience or drop it."
             )
-    loop = TrainingLoop(
+    return TrainingLoop(
         accelerator=accelerator,
         strategy=strategy,
         model=prepared,
@@ -283,14 +263,12 @@ def build_loop(
         last_checkpoint=resume_path,
         **done,
     )
-    return loop, state
 
 
-def _restored_history(
-    plan: RunPlan, checkpoints: CheckpointManager, saved: dict[str, Any] | None, eval_data: str | None
-) -> EvalHistory:
+def _restored_history(state: RunState, saved: dict[str, Any] | None) -> EvalHistory:
     """What the evaluations before the checkpoint came to, of which a new run and earlier versions have nothing."""
-    history = EvalHistory.of_run(plan.config.run, eval_data)
+    plan, checkpoints, held_out = state.setup.plan, state.checkpoints, state.data.eval
+    history = EvalHistory.of_run(plan.config.run, None if held_out is None else held_out.data)
     if saved is not None and not history.load_state_dict(saved) and (history.keeps_best or history.patience):
         plan.say(
             "evaluation is on other data than before this checkpoint: for --keep_best and --early_stopping_patience "
@@ -312,14 +290,14 @@ def _is_held(checkpoints: CheckpointManager, step: int) -> bool:
     return not largest(not checkpoints.holds(step))
 
 
-def _restore_best(plan: RunPlan, state: RunState, loop: TrainingLoop) -> Progress:
+def _restore_best(state: RunState, loop: TrainingLoop) -> Progress:
     """Put the best step's weights into the model where --keep_best kept them; returns what the model holds then."""
     best = loop.history.best_step
     last = Progress(loop.step, loop.tokens_seen)
     if best is None or best == loop.step:
         return last
     if not _is_held(state.checkpoints, best):
-        plan.say(
+        state.setup.plan.say(
             f"WARNING: {state.checkpoints.of_step(best)}, the checkpoint with the lowest eval loss, is gone or "
             f"damaged: final/ will hold the weights of the last step, {loop.step}"
         )

@@ -21,7 +21,7 @@ from llm_fp8.models.lora import scaling_of
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
-from llm_fp8.observability.step_stats import RESUMES, own_steps
+from llm_fp8.observability.step_stats import RESUMES
 from llm_fp8.optim.schedule import effective_warmup_steps
 from llm_fp8.optim.state import bytes_on_host
 from llm_fp8.precision.certificate import Certificate
@@ -200,9 +200,7 @@ def summary_of(
     setup: TrainingSetup, loop: TrainingLoop, results: RunResults, exported: Path | None, predictor: Predictor | None
 ) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
-    plan = setup.plan
-    on_gpu = plan.device.type == "cuda" or results.recorded is not None
-    steps = own_steps(plan.folder / "metrics.jsonl") if on_gpu and plan.accelerator.is_main_process else []
+    plan, steps = setup.plan, loop.reporter.own_steps()
     return {
         "precision": _precision_record(setup, results),
         "recipe_inside_modules": setup.precision.recipe_inside_modules,

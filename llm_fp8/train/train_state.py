@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config
 from llm_fp8.data import PreparedData
@@ -19,7 +18,6 @@ from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import has_random_weights, resolve_source
 from llm_fp8.models.weights import weight_files, weights_digest
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
-from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import (
@@ -27,12 +25,14 @@ from llm_fp8.train.checkpoint import (
     CheckpointManager,
     bytes_needed,
     check_compatible,
+    load_checkpoint,
     read_meta,
     restore_rng_state,
     rng_state,
     saved_names,
 )
 from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.utils.errors import UserError
 
 ARCHITECTURE_KEYS = (
@@ -75,12 +75,11 @@ def run_fingerprint(
 def _lora_fingerprint(config: Config) -> dict[str, Any]:
     """The adapters, and the frozen model that a checkpoint does not hold."""
     options = config.lora
-    base = Path(config.model.model_name).name
+    base, weights = Path(config.model.model_name).name, {}
     source = resolve_source(config.model)
     if has_random_weights(config.model, source):
         base += f" with random weights of seed {config.optim.seed}"
-    weights = {}
-    if source.is_local and not has_random_weights(config.model, source):
+    elif source.is_local:
         weights["frozen_weights"] = weights_digest(weight_files(config.model, source))
     return weights | {
         "lora": {
@@ -168,12 +167,8 @@ _SCALES = "fp8."
 """Begins the names of delayed scaling's tensors."""
 
 
-def keeps_other_scales(path: Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run with these options keeps scales or amax histories that the checkpoint lacks, or has others of."""
-    return bool(_other_scale_options(path, options))
-
-
-def _other_scale_options(path: Path, options: Mapping[str, Any]) -> set[str]:
+def other_scale_options(path: Path, options: Mapping[str, Any]) -> set[str]:
+    """The options by which a run keeps scales or amax histories that the checkpoint lacks, or has others of."""
     saved = read_meta(path).get("options", {})  # absent in checkpoints of earlier versions
     return {name for name in SCALE_OPTIONS if name in saved and saved[name] != options[name]}
 
@@ -183,39 +178,35 @@ _LOOP_STATE = ("step", "tokens_seen", "evaluation_due", "evaluations")
 
 @dataclass(frozen=True)
 class RunState:
-    """Saves and restores a run."""
+    """Saves and restores a run. `fingerprint` and `options`: of `run_fingerprint` and `run_options`."""
 
-    accelerator: Accelerator
+    setup: TrainingSetup
+    data: PreparedData
     checkpoints: CheckpointManager
-    precision: Precision
     fingerprint: dict[str, Any]
     options: dict[str, Any]
-    model: PreTrainedModel
-    data: PreparedData
-    strategy: DistributedStrategy
-    background: bool = False
-    """Write checkpoints while training goes on (--async_save)."""
 
     def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
-        tensors: dict[str, Tensor] = {}
-        if not self.strategy.saves_itself:
+        setup, tensors = self.setup, dict[str, Tensor]()
+        if not setup.plan.strategy.saves_itself:
             trained = [
-                (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+                (name, parameter) for name, parameter in setup.model.named_parameters() if parameter.requires_grad
             ]
             named = [(name, master_of(parameter)) for name, parameter in trained]
             tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in named}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, named).items()}
-        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in self.precision.state_tensors().items()}
+        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
         return tensors
 
     def checkpoint_bytes(self, loop: TrainingLoop) -> int:
         """Room that a checkpoint needs on its disk, all ranks together."""
-        return bytes_needed(self._tensors(loop.optimizer), self.strategy)
+        return bytes_needed(self._tensors(loop.optimizer), self.setup.plan.strategy)
 
     def save(self, loop: TrainingLoop) -> Path:
-        """Write a checkpoint after `loop.step`; returns its folder."""
-        scaler = self.accelerator.scaler
+        """Write a checkpoint after `loop.step`, with --async_save while training goes on; returns its folder."""
+        plan = self.setup.plan
+        scaler, saves_itself = plan.accelerator.scaler, plan.strategy.saves_itself
         meta = {
             "step": loop.step,
             "tokens_seen": loop.tokens_seen,
@@ -224,44 +215,40 @@ class RunState:
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
-            "optimizer": None if self.strategy.saves_itself else optimizer_scalars(loop.optimizer),
+            "optimizer": None if saves_itself else optimizer_scalars(loop.optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
-        tensors = self._tensors(loop.optimizer) | rng_state(self.accelerator.process_index)
+        tensors = self._tensors(loop.optimizer) | rng_state(plan.accelerator.process_index)
         best_step = loop.history.best_step
-        if self.background:
+        if plan.config.parallel.async_save:
             return self.checkpoints.save_in_background(loop.step, tensors, meta, best_step)
-        strategy = self.strategy if self.strategy.saves_itself else None
-        return self.checkpoints.save(loop.step, tensors, meta, strategy, best_step)
-
-    def finish_save(self) -> None:
-        """Wait for a checkpoint that is being written in the background; collective."""
-        self.checkpoints.finish()
+        return self.checkpoints.save(loop.step, tensors, meta, plan.strategy if saves_itself else None, best_step)
 
     def restore(self, path: Path, optimizer: Any) -> dict[str, Any]:
         """Restore everything in place; returns the checkpoint's `step`, `tokens_seen`, `evaluation_due` and, for
         `EvalHistory`, `evaluations`, which checkpoints of earlier versions lack.
         """
-        if self.strategy.saves_itself:
-            self.strategy.load_state(path / STRATEGY_STATE)
+        accelerator, strategy = self.setup.plan.accelerator, self.setup.plan.strategy
+        if strategy.saves_itself:
+            strategy.load_state(path / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
-        rank = self.accelerator.process_index
+        rank = accelerator.process_index
         rng = rng_state(rank)
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         known = set(saved_names(path))
         rng = {name: tensor for name, tensor in rng.items() if name in known}
-        tensors, other = self._tensors(optimizer) | rng, _other_scale_options(path, self.options)
+        tensors, other = self._tensors(optimizer) | rng, other_scale_options(path, self.options)
         if "fp8_format" in other:  # a scale holds the largest number of its format
             tensors = {n: t for n, t in tensors.items() if not (n.startswith(_SCALES) and n.endswith(".scale"))}
-        meta = self.checkpoints.load(path, tensors, _SCALES if other else None)
-        if not self.strategy.saves_itself:
+        meta = load_checkpoint(path, tensors, _SCALES if other else None)
+        if not strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
-            requantise_(self.model)
-            refresh_scales_(self.model)
+            requantise_(self.setup.model)
+            refresh_scales_(self.setup.model)
         self.data.train.load_state_dict(meta["loader"])
-        if self.accelerator.scaler is not None and meta["fp16_scaler"]:
-            self.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        if accelerator.scaler is not None and meta["fp16_scaler"]:
+            accelerator.scaler.load_state_dict(meta["fp16_scaler"])
         if rng:
             restore_rng_state(rng, rank)
         return {"evaluation_due": False} | {name: meta[name] for name in meta if name in _LOOP_STATE}

@@ -269,8 +269,9 @@ def test_additions_are_gone_and_no_gemm_is_added(kind, scenario, device, record_
         warm_up(engine, model, precision, batches)
         with record_kernels() as recorded:
             backward(engine, model, precision, batches)
-        gemms[summed_by] = {name: kernels.count for name, kernels in gemm_kernels(recorded).items()}
-        additions[summed_by] = sum(count for name, (count, _) in kernel_times(recorded).items() if ADDITION in name)
+        times = kernel_times(recorded)
+        gemms[summed_by] = {name: kernels.count for name, kernels in gemm_kernels(times).items()}
+        additions[summed_by] = sum(count for name, (count, _) in times.items() if ADDITION in name)
         num_weights = len(te_weights(model))
     record_property("gemm_kernels", gemms)
     record_property("additions", additions)

@@ -21,7 +21,7 @@ from llm_fp8.models.fp8_export import export_fp8
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.models.weights import weight_files
 from llm_fp8.observability.reporter import truncate_metrics
-from llm_fp8.observability.step_stats import own_steps
+from llm_fp8.observability.step_stats import RESUMES, throughput_summary
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import compare
 from llm_fp8.tools.compare.run_record import read_run_folder
@@ -31,7 +31,7 @@ from llm_fp8.train.checkpoint import LATEST, CheckpointManager, has_checkpoint, 
 from llm_fp8.train.machine import model_facts
 from llm_fp8.train.run_dir import is_finished, refuse_finished
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import write_json_atomic, write_jsonl_atomic
+from llm_fp8.utils.json_files import read_json, read_metrics, write_json_atomic, write_jsonl_atomic
 from scripts.wandb_dashboard import read_offline_run
 from tests.faults.fuzz import Reader
 from tests.support.fp8_files import write_fp8_model
@@ -146,7 +146,7 @@ def _metrics(folder: Path) -> None:
     """A resumed run cuts what it repeats, and sums up the rest."""
     path = folder / RUN / "metrics.jsonl"
     truncate_metrics(path, NUM_STEPS)
-    own_steps(path)
+    throughput_summary(read_metrics(path))
 
 
 def _rows(folder: Path, names: str, **options: Any) -> None:
@@ -238,7 +238,7 @@ READERS: dict[str, Reader] = {
         f"{CHECKPOINTS}/step-00000002/meta.json", lambda folder: read_meta(folder / CHECKPOINTS / "step-00000002")
     ),
     "run.json": Reader(f"{RUN}/run.json", _compared),
-    "run.json resumed": Reader(f"{RUN}/run.json", lambda folder: own_steps(folder / RUN / "metrics.jsonl")),
+    "run.json resumed": Reader(f"{RUN}/run.json", lambda folder: read_json(folder / RUN / "run.json", RESUMES)),
     "run.json evaluated": Reader(f"{RUN}/run.json", lambda folder: data_options(folder / RUN / "final", {})),
     "run.json offline": Reader(f"{RUN}/run.json", lambda folder: read_offline_run(folder / OFFLINE)),
     "summary.json": Reader(f"{RUN}/summary.json", _compared),

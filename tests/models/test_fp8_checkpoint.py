@@ -18,7 +18,7 @@ from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import fill_weights, stored_tensors
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, set_quantization, write_fp8_model
 from tests.support.ranks import on_ranks
@@ -114,11 +114,11 @@ def test_a_scale_in_another_file_is_found(tmp_path):
     assert_same_bits(loaded(fp8), loaded(plain))
 
 
-def test_stored_tensors_reads_fp8_as_fp32(tmp_path):
+def test_a_stored_fp8_tensor_is_read_as_fp32(tmp_path):
     fp8, plain = write_fp8_model(tmp_path, "channel")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(fp8))
     name = "model.layers.0.mlp.up_proj.weight"
-    ours = stored_tensors([Path(fp8) / "model.safetensors"], CPU, model)(name)
+    ours = StoredCheckpoint([Path(fp8) / "model.safetensors"], model).read(name, CPU)
     assert torch.equal(ours, load_file(Path(plain) / "model.safetensors")[name])
 
 

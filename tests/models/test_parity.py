@@ -22,7 +22,7 @@ from llm_fp8.models.parity import (
     check_parity,
     check_weights,
 )
-from llm_fp8.models.weights import fill_te_model, stored_tensors
+from llm_fp8.models.weights import StoredCheckpoint, fill_te_model
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
@@ -88,10 +88,10 @@ def test_a_stored_tensor_is_found_in_whichever_file_holds_it(tmp_path):
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for number, path in enumerate(files):
         save_file({f"weight.{number}": torch.full((2, 3), float(number))}, path)
-    read = stored_tensors(files, torch.device("cpu"))
-    assert torch.equal(read("weight.1"), torch.ones(2, 3))
+    checkpoint, cpu = StoredCheckpoint(files), torch.device("cpu")
+    assert torch.equal(checkpoint.read("weight.1", cpu), torch.ones(2, 3))
     with pytest.raises(UserError, match="holds no tensor weight.2"):
-        read("weight.2")
+        checkpoint.read("weight.2", cpu)
 
 
 @pytest.fixture

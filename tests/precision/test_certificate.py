@@ -17,7 +17,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
 from llm_fp8.observability.step_profile import WORTH_A_WORD, StepProfile, describe_gpu_idle, gpu_idle
-from llm_fp8.observability.step_stats import own_steps, throughput_summary
+from llm_fp8.observability.step_stats import throughput_summary
 from llm_fp8.precision.certificate import ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.modules import ModuleState, read_te_state
@@ -392,14 +392,11 @@ def test_figures_of_a_recorded_step():
     assert "kernels" not in two.to_dict()
 
 
-def test_how_much_of_a_step_the_gpu_waits(tmp_path):
-    metrics, two = tmp_path / "metrics.jsonl", step_profile(FP8_STEP, num_ranks=2)
+def test_how_much_of_a_step_the_gpu_waits():
+    two = step_profile(FP8_STEP, num_ranks=2)
 
     def waiting(step_time_s: float, profile=two):
-        metrics.write_text(
-            "".join(json.dumps({"step": number, "step_time_s": step_time_s}) + "\n" for number in range(1, 5))
-        )
-        return gpu_idle(profile, own_steps(metrics))
+        return gpu_idle(profile, [{"step": number, "step_time_s": step_time_s} for number in range(1, 5)])
 
     two.work_s_by_rank = [0.04, 0.06]
     late = waiting(0.1)
@@ -412,8 +409,7 @@ def test_how_much_of_a_step_the_gpu_waits(tmp_path):
         "recorded kernels may take longer than a step that was not recorded"
     )
     assert waiting(0.1, StepProfile()) is None
-    metrics.write_text("")
-    assert gpu_idle(two, own_steps(metrics)) is None
+    assert gpu_idle(two, []) is None
 
 
 def test_the_recorded_step_is_in_no_median():

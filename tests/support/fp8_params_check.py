@@ -42,7 +42,6 @@ from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.train import run as run_module
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.json_files import read_jsonl
 from llm_fp8.utils.ranks import LaunchRanks
@@ -87,12 +86,11 @@ INSPECTED: list[InspectedRun] = []
 _build_loop = run_module.build_loop
 
 
-def _build_inspected_loop(setup: TrainingSetup, *args: Any) -> tuple[TrainingLoop, RunState]:
-    loop, state = _build_loop(setup, *args)
-    local_tensor = setup.plan.strategy.local_tensor
+def _build_inspected_loop(state: RunState, resume_path: Path | None) -> TrainingLoop:
+    loop, local_tensor = _build_loop(state, resume_path), state.setup.plan.strategy.local_tensor
     initial = {name: local_tensor(parameter).clone() for name, parameter in loop.model.named_parameters()}
     INSPECTED[:] = [InspectedRun(loop, CountedAllGather(loop.model), initial)]
-    return loop, state
+    return loop
 
 
 class CountedSums:

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llm_fp8.train.checkpoint import CheckpointManager, check_compatible, read_meta, restore_rng_state, rng_state
+from llm_fp8.train.checkpoint import (
+    CheckpointManager,
+    check_compatible,
+    load_checkpoint,
+    read_meta,
+    restore_rng_state,
+    rng_state,
+)
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import CONTEXT
 
@@ -50,10 +57,10 @@ def test_round_trip_is_exact_and_in_place(tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000120\n"
     targets = blank_like(saved)
     addresses = {name: tensor.data_ptr() for name, tensor in targets.items()}
-    for source in ("latest", path, str(path)):
+    for source in (manager.find("latest"), path):
         for tensor in targets.values():
             tensor.data.zero_()
-        assert manager.load(source, targets) == {"data_position": {"epoch": 1, "row": 17}, "step": 120}
+        assert load_checkpoint(source, targets) == {"data_position": {"epoch": 1, "row": 17}, "step": 120}
         for name, tensor in saved.items():
             assert torch.equal(targets[name], tensor) and targets[name].dtype == tensor.dtype, name
     assert {name: tensor.data_ptr() for name, tensor in targets.items()} == addresses
@@ -67,8 +74,8 @@ def test_optional_tensors_are_read_where_both_sides_have_them_alike(tmp_path):
     wanted = {"weight": (2,), "fp8.a": (2,), "fp8.longer": (3,), "fp8.new": (2,)}
     targets = {name: torch.zeros(shape) for name, shape in wanted.items()}
     with pytest.raises(UserError, match="fp8.new is not in the checkpoint"):
-        manager.load("latest", targets)
-    assert manager.load("latest", targets, "fp8.")["step"] == 1
+        load_checkpoint(manager.find("latest"), targets)
+    assert load_checkpoint(manager.find("latest"), targets, "fp8.")["step"] == 1
     assert {name: tensor.sum().item() for name, tensor in targets.items()} == {
         "weight": 2.0,
         "fp8.a": 2.0,
@@ -76,7 +83,7 @@ def test_optional_tensors_are_read_where_both_sides_have_them_alike(tmp_path):
         "fp8.new": 0.0,
     }
     with pytest.raises(UserError, match="other is not in the checkpoint"):
-        manager.load("latest", {**targets, "other": torch.zeros(1)}, "fp8.")
+        load_checkpoint(manager.find("latest"), {**targets, "other": torch.zeros(1)}, "fp8.")
 
 
 def test_the_thread_that_writes_stays_on_its_ranks_gpu(tmp_path, monkeypatch):
@@ -122,7 +129,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     manager.save(7, make_tensors(1), {"try": 1})
     manager.save(7, make_tensors(2), {"try": 2})
     targets = blank_like(make_tensors())
-    assert manager.load("latest", targets)["try"] == 2
+    assert load_checkpoint(manager.find("latest"), targets)["try"] == 2
     assert torch.equal(targets["model/weight"], make_tensors(2)["model/weight"])
     assert names_in(manager) == ["latest", "step-00000007"]
 
@@ -163,7 +170,7 @@ def test_a_background_save_is_what_was_there_when_it_was_asked_for(tmp_path):
             tensor.zero_()
     manager.finish()
     loaded = blank_like(tensors)
-    assert manager.load(path, loaded)["entry"] == 5
+    assert load_checkpoint(path, loaded)["entry"] == 5
     assert all(torch.equal(loaded[name], before[name]) for name in before)
 
 
@@ -231,7 +238,7 @@ def test_damage_is_named_and_changes_nothing(tmp_path, name, damage, sentence):
     damage(path / name)
     targets = blank_like(make_tensors())
     with pytest.raises(UserError, match=sentence):
-        manager.load(path, targets)
+        load_checkpoint(path, targets)
     with pytest.raises(UserError, match=sentence):
         read_meta(path)
     assert not any(tensor.any() for tensor in targets.values())
@@ -246,7 +253,7 @@ def test_other_tensors_are_refused_by_name(tmp_path):
             name: tensor for name, tensor in {**blank_like(make_tensors()), **changes}.items() if tensor is not None
         }
         with pytest.raises(UserError, match=sentence):
-            manager.load(path, targets)
+            load_checkpoint(path, targets)
         assert not any(tensor.any() for tensor in targets.values())
 
     load({"model/bf16": None}, "model/bf16 is in the checkpoint only")
@@ -299,7 +306,7 @@ def test_random_states_round_trip(tmp_path, odd_number_of_gauss):
     manager.save(1, rng_state(rank=3), {})
     want = [draw() for _ in range(3)]
     targets = rng_state(rank=3)
-    manager.load("latest", targets)
+    load_checkpoint(manager.find("latest"), targets)
     restore_rng_state(targets, rank=3)
     assert [draw() for _ in range(3)] == want
 
@@ -308,7 +315,7 @@ def test_random_states_of_other_ranks_may_stay_in_the_checkpoint(tmp_path):
     manager = CheckpointManager(tmp_path, limit=1)
     manager.save(1, {"weight": torch.ones(2), **rng_state(rank=0), **rng_state(rank=1)}, {})
     targets = {"weight": torch.zeros(2), **rng_state(rank=1)}
-    manager.load("latest", targets)
+    load_checkpoint(manager.find("latest"), targets)
     assert torch.equal(targets["weight"], torch.ones(2))
 
 
@@ -330,7 +337,7 @@ def resume_and_save_forever(output_dir, connection):
     step = 0
     if (manager.folder / "latest").exists():
         tensors = blank_like(state_at(0))
-        step = manager.load("latest", tensors)["step"]
+        step = load_checkpoint(manager.find("latest"), tensors)["step"]
         assert all(torch.equal(tensors[name], want) for name, want in state_at(step).items())
     connection.send(step)
     while True:
@@ -369,7 +376,7 @@ def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 
         path = manager.find("latest")
         tensors = blank_like(state_at(0))
-        meta = manager.load(path, tensors)
+        meta = load_checkpoint(path, tensors)
         assert meta["step"] == meta["value"] >= last_reported
         assert all(torch.equal(tensors[name], want) for name, want in state_at(meta["step"]).items())
         complete = [name for name in names_in(manager) if name.startswith("step-")]
@@ -434,7 +441,7 @@ def save_sharded(output_dir, rendezvous, rank):
         else:
             manager.save(step, tensors, {"from_rank": rank})
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    assert manager.load("latest", targets) == {"from_rank": 0, "step": 2}
+    assert load_checkpoint(manager.find("latest"), targets) == {"from_rank": 0, "step": 2}
     assert torch.equal(targets["sharded"].full_tensor(), tensors["sharded"].full_tensor())
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors if name != "sharded")
     dist.destroy_process_group()
@@ -454,7 +461,7 @@ def test_two_ranks_save_what_one_can_read(tmp_path):
     manager = CheckpointManager(output_dir, limit=1)
     assert names_in(manager) == ["latest", "step-00000002"]
     targets = {"sharded": torch.zeros(5, 2), "replicated": torch.zeros(3)}
-    manager.load("latest", targets)
+    load_checkpoint(manager.find("latest"), targets)
     assert torch.equal(targets["sharded"], torch.arange(10.0).reshape(5, 2) * 2)
     assert torch.equal(targets["replicated"], torch.full((3,), 2.0))
 
@@ -493,7 +500,7 @@ def test_full_disk(small_disk, too_much):
         manager.save(2, too_much, {})
     assert names_in(manager) == ["latest", "step-00000001"]
     targets = blank_like(good)
-    manager.load("latest", targets)
+    load_checkpoint(manager.find("latest"), targets)
     assert torch.equal(targets["weight"], good["weight"])
     assert manager.save(3, good, {}) != path, "a save that fits works again"
 
@@ -510,7 +517,7 @@ def test_file_size_limit(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names_in(manager) == ["latest", "step-00000001"]
-    manager.load("latest", blank_like(make_tensors()))
+    load_checkpoint(manager.find("latest"), blank_like(make_tensors()))
 
 
 def test_other_errors_keep_their_type(tmp_path):

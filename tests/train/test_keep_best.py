@@ -58,7 +58,7 @@ def test_final_has_the_weights_that_the_best_step_had(tmp_path, options, eval_lo
 
     def remember(self, callbacks):
         save(self, callbacks)
-        seen[self.step] = {name: tensor.clone() for name, tensor in callbacks.state.model.state_dict().items()}
+        seen[self.step] = {name: tensor.clone() for name, tensor in callbacks.setup.model.state_dict().items()}
 
     monkeypatch.setattr(TrainingLoop, "save", remember)
     train(*options, f"--output_dir={tmp_path}")

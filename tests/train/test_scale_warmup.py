@@ -271,7 +271,8 @@ def test_scales_of_another_format_are_not_taken(tmp_path, tiny_model, sixteen_ro
         *("--no_export", "--save_every=1", "--max_steps=2"),
     ]
     train(*options, "--output_dir", tmp_path / "first")
-    monkeypatch.setattr(train_state, "_other_scale_options", lambda path, options: {"fp8_format"})
+    for module in (run_module, train_state):
+        monkeypatch.setattr(module, "other_scale_options", lambda path, options: {"fp8_format"})
     checkpoint = tmp_path / "first" / "checkpoints" / "step-00000001"
     assert train(*options, "--output_dir", tmp_path / "second", "--resume_from", checkpoint) == 0
     assert [set(tensor.flatten().tolist()) for tensor in kept[1].values()] == [{2.0}, {1.0}]

@@ -20,6 +20,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llm_fp8.optim.optimizers import unwrap
 
 HOW_FOUND = {
     "weights": "parameters of the model, walked",
@@ -64,11 +67,11 @@ def held_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> i
     return total
 
 
-def known_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
+def known_bytes(model: nn.Module, optimizer: Optimizer, device: torch.device) -> dict[str, int]:
     """Bytes of everything that can be walked to. `optimizer` may be wrapped by Accelerate."""
     parameters = list(model.parameters())
     seen: set[int] = {0}  # the address of tensors without memory
-    state = getattr(optimizer, "optimizer", optimizer).state
+    state = unwrap(optimizer).state
     casts = (cast for module in model.modules() for cast in getattr(module, "_fp8_workspaces", {}).values())
     return {
         "weights": held_bytes(parameters, device, seen),
@@ -137,7 +140,7 @@ def memory_marks(
     training_model: nn.Module,
     decoder: nn.Module,
     layers: nn.ModuleList,
-    optimizer: Any,
+    optimizer: Optimizer,
     device: torch.device,
     meter: Meter,
 ) -> Iterator[list[Mark]]:
@@ -158,7 +161,7 @@ def memory_marks(
         training_model.register_forward_pre_hook(enter("forward")),
         decoder.register_forward_hook(enter("loss")),
         training_model.register_forward_hook(enter("loss_backward")),
-        getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(enter("step")),
+        unwrap(optimizer).register_step_pre_hook(enter("step")),
     ]
     for layer in layers:
         handles.append(layer.register_forward_pre_hook(enter("forward")))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_fp8.tools.verify.processes import Ended, start_probe
-from llm_fp8.tools.verify.result import Problems, Result, Setup, model_config
+from llm_fp8.tools.verify.result import Result, Setup, model_config
 from llm_fp8.utils.packages import VERIFY
 
 if TYPE_CHECKING:
@@ -134,25 +134,24 @@ def parse_debug(text: str) -> tuple[str | None, dict[str, list[str]]]:
 
 def judge_attention(ended: Ended, seen: dict[str, Any] | None, shape: str) -> Result:
     """A fast kind must have run."""
-    problems, (selected, reasons) = Problems(), parse_debug(ended.output)
-    details = [f"{kind}: {reason}" for kind, given in reasons.items() for reason in given]
+    selected, reasons = parse_debug(ended.output)
+    details = tuple(f"{kind}: {reason}" for kind, given in reasons.items() for reason in given)
     facts = {"seen": seen, "selected": selected, "reasons": reasons, "shape": shape, **ended.facts}
     if seen is None or ended.code != 0:
         again = f"{VERIFY} --only attention --verbose"
-        problems.fail(f"no attention ran ({shape}): {ended.why()}", again)
-        return problems.result("", ended.evidence, facts)
+        return Result("failed", f"no attention ran ({shape}): {ended.why()}", ended.evidence, (again,), facts)
     backend = seen["backend"]
     if backend not in FAST:
-        fixes = [
+        fixes: tuple[str, ...] = (
             f"{VERIFY} --only cudnn --verbose",
             "MAX_JOBS=4 python -m pip install --no-build-isolation flash-attn==2.8.3.post2",
-        ]
+        )
         if any("NVTE_" in reason for reason in details):
-            fixes = ["unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN"]
-        problems.fail(f"attention is {backend or 'unknown'}, several times slower than cuDNN's ({shape})", *fixes)
-        return problems.result("", details, facts)
+            fixes = ("unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN",)
+        summary = f"attention is {backend or 'unknown'}, several times slower than cuDNN's ({shape})"
+        return Result("failed", summary, details, fixes, facts)
     others = "; ".join(f"not {kind}: {given[0]}" for kind, given in reasons.items())
-    return problems.result(f"{backend} for {shape}{f' ({others})' if others else ''}", details, facts)
+    return Result("passed", f"{backend} for {shape}{f' ({others})' if others else ''}", details, facts=facts)
 
 
 def check_attention(setup: Setup) -> Result:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,8 @@ class ShardedRun:
     mode: str
     command: list[str]
     ended: Ended
-    summary: dict[str, Any] | None = None
-    losses: list[float] = field(default_factory=list)
+    summary: dict[str, Any] | None
+    losses: list[float]
 
 
 def judge_run(run: ShardedRun, problems: Problems) -> str:

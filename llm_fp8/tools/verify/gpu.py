@@ -220,7 +220,10 @@ def throttle_reasons(bits: int) -> list[str]:
 def judge_rates(
     measured: MeasuredRates, known: KnownRates | None, gpu_name: str, throttling: list[str], others: list[str]
 ) -> Result:
-    """A rate below 85% of the recorded one is a warning. Without a record nothing is judged."""
+    """A rate below 85% of the recorded one is a warning. Without a record nothing is judged.
+
+    `throttling`, `others`: of `state_under_load`, which is asked for slow GPUs alone.
+    """
     from llm_fp8.tools.gemm_rates import shares
 
     figures = ", ".join(
@@ -232,21 +235,19 @@ def judge_rates(
     facts = {"measured": asdict(measured), "shares": found, "throttling": throttling, "other_processes": others}
     if known is None:
         summary = f"{figures}; no rates of another {gpu_name} are recorded for comparison"
-        return Result("info", summary, tuple(others), facts=facts)
+        return Result("info", summary, facts=facts)
     facts["known"] = {**asdict(known.ceilings), "source": known.source}
     listed = ", ".join(f"{_LABELS[name]} {share:.0%}" for name, share in found.items())
-    problems = Problems()
     if min(found.values(), default=1.0) >= LEAST_SHARE:
-        summary = f"{figures}: {listed} of the recorded rates ({known.source})"
-        return problems.result(summary, [*throttling, *others], facts)
+        return Result("passed", f"{figures}: {listed} of the recorded rates ({known.source})", facts=facts)
     fixes = ["nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # run it while the GPU is busy"]
     if others:
         query = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
         fixes.insert(0, f"{query}   # end what should not be there")
     if _APPLICATION_CLOCKS in throttling:
         fixes.insert(0, "sudo nvidia-smi --reset-applications-clocks")
-    problems.warn(f"this GPU reaches {listed} of the rates recorded of an {gpu_name} ({known.source})", *fixes)
-    return problems.result(figures, [*throttling, *others], facts)
+    summary = f"this GPU reaches {listed} of the rates recorded of an {gpu_name} ({known.source})"
+    return Result("warning", summary, (figures, *throttling, *others), tuple(fixes), facts)
 
 
 def state_under_load(device: torch.device) -> tuple[list[str], list[str]]:

@@ -21,15 +21,16 @@ NUM_SEQUENCES = 64
 def judge_output_folder(folder: Path, error: str | None, free_gib: float) -> Result:
     """Not writable fails; little free space is a warning."""
     facts = {"folder": str(folder), "error": error, "free_gib": free_gib}
-    problems, elsewhere = Problems(), "python train_fp8.py --output_dir /path/with/room ..."
+    elsewhere = "python train_fp8.py --output_dir /path/with/room ..."
     if error is not None:
         quoted = shlex.quote(str(folder))
-        problems.fail(f"{folder} cannot be written: {error}", f"mkdir -p {quoted} && chmod u+rwx {quoted}", elsewhere)
-        return problems.result("", facts=facts)
+        fixes = (f"mkdir -p {quoted} && chmod u+rwx {quoted}", elsewhere)
+        return Result("failed", f"{folder} cannot be written: {error}", fixes=fixes, facts=facts)
     summary = f"{folder} can be written, {free_gib:,.0f} GiB free"
     if free_gib < LITTLE_GIB:
-        problems.warn(f"{summary}, less than one checkpoint of an 8B model", elsewhere)
-    return problems.result("" if problems.warnings else summary, facts=facts)
+        summary += ", less than one checkpoint of an 8B model"
+        return Result("warning", summary, fixes=(elsewhere,), facts=facts)
+    return Result("passed", summary, facts=facts)
 
 
 def try_to_write(folder: Path) -> str | None:

@@ -196,7 +196,7 @@ def take_steps(
     from accelerate.state import AcceleratorState
 
     from llm_fp8.config.options import Config, ModelConfig
-    from llm_fp8.observability.kernel_trace import gemm_kernels, record_kernels
+    from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
     from llm_fp8.tools.bench.ours import OurTraining
     from llm_fp8.tools.bench.workload import Workload
     from llm_fp8.utils.te_import import forget_delayed_scales
@@ -226,7 +226,7 @@ def take_steps(
     if batch.input_ids.device.type == "cuda":
         with record_kernels() as recorded:
             losses.append(forward_backward())
-        kernels = {kind: found.count for kind, found in gemm_kernels(recorded).items()}
+        kernels = {kind: found.count for kind, found in gemm_kernels(kernel_times(recorded)).items()}
     else:
         losses.append(forward_backward())
     parameters = dict(training.model.named_parameters())

@@ -19,7 +19,6 @@ from llm_fp8.models.architectures import bundled_architectures, bundled_config
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.metrics import DecoderSize, StepTokens, speed_metrics
-from llm_fp8.observability.step_stats import own_steps
 from llm_fp8.tools import gemm_rates
 from llm_fp8.tools.gemm_rates import MeasuredRates
 from llm_fp8.tools.predict import cli as command
@@ -58,6 +57,8 @@ from llm_fp8.tools.predict.step_time import (
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
 from llm_fp8.train.prediction import RunDescription
 from llm_fp8.utils.errors import UserError, run_script
+from llm_fp8.utils.json_files import json_line
+from tests.support.reports import a_config, a_reporter
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -816,21 +817,17 @@ def test_head_sizes_beside_the_measured_ones():
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def write_steps(
-    path: Path, step_time_s: float, lengths: list[list[int]], positions: int, peak_gib: float
-) -> DecoderSize:
-    """A metrics.jsonl of steps on `positions` positions that hold documents of these lengths, as the loop reports
-    them.
-    """
+def steps_taken(
+    step_time_s: float, lengths: list[list[int]], positions: int, peak_gib: float
+) -> list[dict[str, float]]:
+    """Steps on `positions` positions that hold documents of these lengths, as the loop reports them."""
     size = DecoderSize.from_config(hf_config("Llama-3.2-1B"))
-    lines = []
+    steps = []
     for number, step in enumerate(lengths, start=1):
         tokens = StepTokens(positions, sum(step), sum(step), sum(n * n for n in step))
         figures = speed_metrics(tokens, step_time_s * (1 if number > 2 else 3), size, 1, None, fp8=True)
-        lines.append(json.dumps({"step": number, "loss": 1.0, **figures, "peak_memory_gib": peak_gib}))
-    lines.append(json.dumps({"step": len(lengths), "eval_loss": 1.0}))
-    path.write_text("\n".join(lines) + "\n")
-    return size
+        steps.append({"step": number, "loss": 1.0, **figures, "peak_memory_gib": peak_gib})
+    return steps
 
 
 def run_config(**more) -> Config:
@@ -839,7 +836,7 @@ def run_config(**more) -> Config:
 
 
 def outcome(
-    path: Path,
+    steps: list[dict[str, float]],
     config: Config,
     recipe: str = "delayed",
     mode: str = "single",
@@ -848,15 +845,14 @@ def outcome(
 ):
     shape = hf_config("Llama-3.2-1B")
     run = RunDescription(config, shape, recipe, "adamw_master", mode, num_gpus, gpu)
-    found = compare_with_prediction(run, own_steps(path))
+    found = compare_with_prediction(run, steps)
     return None if found is None else found[0]
 
 
-def test_a_run_is_held_against_the_tokens_it_had(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_run_is_held_against_the_tokens_it_had():
     documents = [400, 200, 200, 224] * 64  # 65,536 positions in 4 micro-batches
-    size = write_steps(path, 0.7, [documents] * 6, 65536, 36.9)
-    found = outcome(path, run_config())
+    size = DecoderSize.from_config(hf_config("Llama-3.2-1B"))
+    found = outcome(steps_taken(0.7, [documents] * 6, 65536, 36.9), run_config())
     mean = sum(n * n for n in documents) / sum(documents)
     assert found["micro_batch_tokens"] == 16384 and found["mean_length"] == pytest.approx(mean)
     assert mean_length(
@@ -891,70 +887,60 @@ def test_what_a_dry_run_is_told_is_what_the_predictor_says():
 
 
 def test_a_resumed_run_is_held_against_its_own_steps(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 5.0, [[1024] * 64] * 12, 65536, 36.9)
-    (tmp_path / "run.json").write_text(json.dumps({"resumes": [{"resumed_after_step": 2}, {"resumed_after_step": 6}]}))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text(
-        "\n".join(
-            json.dumps({**line, "step_time_s": 0.7} if line["step"] > 6 and "step_time_s" in line else line)
-            for line in lines
-        )
-    )
-    found = outcome(path, run_config())
+    steps = steps_taken(5.0, [[1024] * 64] * 12, 65536, 36.9)
+    (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, steps)))
+    with a_reporter(a_config(tmp_path), resume_step=6) as reporter:
+        assert outcome(reporter.own_steps(), run_config()) is None, "it took no step of its own"
+        reporter.steps([{**step, "step_time_s": 0.7} for step in steps[6:]])
+        reporter.evaluation({"step": 12, "eval_loss": 1.0})
+        found = outcome(reporter.own_steps(), run_config())
     assert found["measured_step_time_s"] == 0.7
-    path.write_text("\n".join(map(json.dumps, lines[:6])))
-    assert outcome(path, run_config()) is None, "it took no step of its own"
 
 
-def test_padded_rows_have_their_shorter_documents(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0.7, [[256] * 64] * 4, 65536, 36.9)  # rows of 1,024 positions, a quarter of them real
-    found = outcome(path, run_config())
+def test_padded_rows_have_their_shorter_documents():
+    steps = steps_taken(0.7, [[256] * 64] * 4, 65536, 36.9)  # rows of 1,024 positions, a quarter of them real
+    found = outcome(steps, run_config())
     assert found["micro_batch_tokens"] == 16384 and found["mean_length"] == pytest.approx(256 / 4)
 
 
-def test_what_is_not_predicted_gives_nothing(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0.7, [[1024] * 64] * 4, 65536, 36.9)
+def test_what_is_not_predicted_gives_nothing():
+    steps = steps_taken(0.7, [[1024] * 64] * 4, 65536, 36.9)
     config = run_config()
-    assert outcome(path, config) is not None
-    assert outcome(path, config, gpu="NVIDIA Imaginary 1") is None
-    assert outcome(path, config, recipe="mxfp8") is None
-    assert outcome(path, config, mode="deepspeed_2", num_gpus=2) is None
-    assert outcome(path, config, mode="deepspeed_3") is None, "nor on one GPU"
-    assert outcome(path, config, mode="ddp") == outcome(path, config)
-    assert outcome(path, config, mode="fsdp_full") is None
-    assert outcome(path, config, mode="fsdp_full", num_gpus=8) is not None
-    assert outcome(path, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
+    assert outcome(steps, config) is not None
+    assert outcome(steps, config, gpu="NVIDIA Imaginary 1") is None
+    assert outcome(steps, config, recipe="mxfp8") is None
+    assert outcome(steps, config, mode="deepspeed_2", num_gpus=2) is None
+    assert outcome(steps, config, mode="deepspeed_3") is None, "nor on one GPU"
+    assert outcome(steps, config, mode="ddp") == outcome(steps, config)
+    assert outcome(steps, config, mode="fsdp_full") is None
+    assert outcome(steps, config, mode="fsdp_full", num_gpus=8) is not None
+    assert outcome(steps, config, mode="fsdp_full", num_gpus=16) is None, "several hosts"
     assert (
-        outcome(path, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2)
+        outcome(steps, run_config(parallel=ParallelConfig(context_parallel_size=2)), mode="fsdp_full", num_gpus=2)
         is None
     )
-    assert outcome(path, dataclasses.replace(config, model=ModelConfig())) is None
-    path.write_text("")
-    assert outcome(path, config) is None
+    assert outcome(steps, dataclasses.replace(config, model=ModelConfig())) is None
+    assert outcome([], config) is None
 
 
-def test_options_of_a_run_reach_its_prediction(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0.7, [[1024] * 64] * 4, 65536, 36.9)
-    plain = outcome(path, run_config())
+def test_options_of_a_run_reach_its_prediction():
+    steps = steps_taken(0.7, [[1024] * 64] * 4, 65536, 36.9)
+    plain = outcome(steps, run_config())
     recomputed = outcome(
-        path, dataclasses.replace(run_config(), model=ModelConfig(use_te=True, gradient_checkpointing=True))
+        steps, dataclasses.replace(run_config(), model=ModelConfig(use_te=True, gradient_checkpointing=True))
     )
     assert recomputed["predicted_peak_memory_gib"] < plain["predicted_peak_memory_gib"]
     outer = run_config(
         precision=PrecisionConfig(mixed_precision="fp8", fp8_first_bf16_layers=2, fp8_last_bf16_layers=2)
     )
-    assert outcome(path, outer)["predicted_step_time_s"] > plain["predicted_step_time_s"]
+    assert outcome(steps, outer)["predicted_step_time_s"] > plain["predicted_step_time_s"]
     head = run_config(precision=PrecisionConfig(mixed_precision="fp8", fp8_lm_head="all"))
-    assert outcome(path, head)["predicted_step_time_s"] < plain["predicted_step_time_s"]
+    assert outcome(steps, head)["predicted_step_time_s"] < plain["predicted_step_time_s"]
     shards = {"mode": "fsdp_full", "num_gpus": 4}
-    fp8_params = outcome(path, run_config(parallel=ParallelConfig(fp8_params=True)), **shards)
-    assert fp8_params["predicted_step_time_s"] < outcome(path, run_config(), **shards)["predicted_step_time_s"]
+    fp8_params = outcome(steps, run_config(parallel=ParallelConfig(fp8_params=True)), **shards)
+    assert fp8_params["predicted_step_time_s"] < outcome(steps, run_config(), **shards)["predicted_step_time_s"]
     flash = dataclasses.replace(run_config(), model=ModelConfig(use_te=True, attn_implementation="flash_attention_4"))
-    assert outcome(path, flash)["predicted_step_time_s"] < plain["predicted_step_time_s"]
+    assert outcome(steps, flash)["predicted_step_time_s"] < plain["predicted_step_time_s"]
 
 
 def test_notes_are_printed_with_the_outcome():
