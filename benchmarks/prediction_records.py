@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import statistics
@@ -236,8 +237,6 @@ def _all_rows(name: str) -> tuple[Recorded, ...]:
             continue
         for row in record["rows"]:
             measured = "tokens_per_s" in row and "peak_memory_gib" in row
-            if row.get("num_gpus", 1) > 1 and not gpu.calibrated:
-                continue  # its communication was not measured
             if (measured or _ran_out(row)) and (scenario := workload_of(row)):
                 runs = record.get("runs", [record["provenance"]])
                 first = (row.get("rounds") or [{}])[0].get("run", 0)
@@ -255,11 +254,8 @@ _MARKED = re.compile(r"(<!-- errors of the prediction -->\n).*?(<!-- end -->)", 
 def errors() -> str:
     """A table of the held-out rows on one GPU and on several, the times of those that are not scored left out."""
     rows = []
-    for name, gpu, several in (
-        ("one H200", CALIBRATED_GPU, False),
-        ("several H200s", CALIBRATED_GPU, True),
-        *((f"one {name.split()[1]}", name, False) for name in CHECKED_GPUS if name != CALIBRATED_GPU),
-    ):
+    for gpu, several in itertools.product(CHECKED_GPUS, (False, True)):
+        short = gpu.split()[1]
         measured = [record for record in recorded_rows(gpu=gpu) if not record.out_of_memory]
         records = [r for r in measured if r.todays and r.held_out and (r.num_gpus > 1) == several]
         times = [record.time_error for record in records if not record.not_scored]
@@ -270,7 +266,7 @@ def errors() -> str:
             f"{statistics.median(memory):.1%}",
             f"{max(memory):.1%}",
         ]
-        rows.append([name, str(len(times)), *figures])
+        rows.append([f"several {short}s" if several else f"one {short}", str(len(times)), *figures])
     header = ["", "rows", "time: median error", "from, to", "memory: median error", "worst"]
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *rows))
 

@@ -86,7 +86,7 @@ def has_times(work: StepWorkload, gpu: Gpu) -> bool:
 
 def _knows_communication(work: StepWorkload, gpu: Gpu) -> bool:
     """Whether there are constants for communication: for this GPU, and beside a backward pass that hides it."""
-    return gpu.calibrated and not work.cuda_graphs
+    return gpu.has_communication and not work.cuda_graphs
 
 
 def settle(run: RunDescription, machine: Machine) -> tuple[Config, list[str]]:

@@ -41,6 +41,11 @@ class Gpu:
         """Whether the constants were fitted to runs on this GPU, not scaled to it."""
         return self.name == CALIBRATED_GPU
 
+    @property
+    def has_communication(self) -> bool:
+        """Whether steps on several of these were recorded. They have the calibrated GPU's NVLink, so its constants."""
+        return self.name in CHECKED_GPUS
+
 
 def known_gpu(name: str) -> Gpu | None:
     """The GPU that `torch.cuda.get_device_name` calls so; None for one without records."""
@@ -160,12 +165,12 @@ class Prediction:
             ),
             (
                 several,
-                "several GPUs: the constants of communication come from one row of Llama-3.1-8B on four GPUs under "
+                "several GPUs: the constants of communication come from one row of Llama-3.1-8B on four H200s under "
                 "fsdp modes; rows of ddp, of two GPUs and of longer documents check them",
             ),
             (
                 several and work.micro_batches == 1,
-                "several GPUs and one micro-batch: two recorded steps of 14B were 5 and 7% shorter than predicted",
+                "several GPUs and one micro-batch: recorded steps of 8B and 14B were 5 to 9% shorter than predicted",
             ),
             *(
                 (several and unrecorded, f"{what} on several GPUs is worked out, no recorded run has it")
@@ -196,10 +201,10 @@ def can_predict(gpu: Gpu, recipe: str) -> bool:
 
 def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
     """Time and memory of a step. Raises `UserError` where communication or the recipe was not measured on this GPU."""
-    if scenario.num_gpus > 1 and not gpu.calibrated:
+    if scenario.num_gpus > 1 and not gpu.has_communication:
         raise UserError(
-            f"--num_gpus {scenario.num_gpus}: communication was measured on {CALIBRATED_GPU} only; leave it "
-            f"out for {gpu.name}."
+            f"--num_gpus {scenario.num_gpus}: communication was measured on {' and '.join(CHECKED_GPUS)} only; leave "
+            f"it out for {gpu.name}."
         )
     if not can_predict(gpu, scenario.recipe):
         raise UserError(f"recipe {scenario.recipe} was never measured on {gpu.name}, so there is no prediction for it.")

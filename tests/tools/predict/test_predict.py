@@ -809,6 +809,18 @@ def test_runs_on_gpus_with_checked_predictions_are_on_record():
         assert all(abs(record.time_error) < 0.06 for record in records if record.num_gpus == 1), name
 
 
+def test_several_h100s_are_predicted_with_an_h200s_communication():
+    h100 = known_gpu("NVIDIA H100 80GB HBM3")
+    records = [r for r in recorded_rows(gpu=h100.name) if r.num_gpus > 1 and not r.out_of_memory]
+    assert {r.variant for r in records} == {"fsdp_full:bf16", "fsdp_full:delayed", "fsdp_grad:delayed:fp8_params"}
+    (scored,) = (r for r in records if not r.not_scored)
+    assert 0 < scored.time_error < 0.1 and all(-0.015 < r.memory_error < 0 for r in records)
+    many = predict(scenario(mode="fsdp_full", num_gpus=8, optimizer="adamw_fp32"), h100)
+    own = predict(scenario(mode="fsdp_full", num_gpus=8, optimizer="adamw_fp32"), known_gpu(CALIBRATED_GPU))
+    assert many.step_time_s > own.step_time_s
+    assert any("four H200s" in note for note in many.notes)
+
+
 def test_head_sizes_beside_the_measured_ones():
     rates = Rates()
     assert rates.attention_rate(32) == rates.attention_rate(64) < rates.attention_rate(112) == rates.attention_rate(256)
