@@ -239,6 +239,15 @@ def test_several_gpus_are_told_to_shard():
     assert str(refused.value).endswith("--sharding_mode fsdp_offload (slow).")
 
 
+def test_memory_that_the_streams_of_fsdp_fill_makes_steps_slow():
+    """Of two H200s a recorded step took 0.84 to 1.42 s, and 0.61 were predicted (multi_gpu_throughput_14b_x2.json)."""
+    words = "--model_name Qwen2.5-14B --mixed_precision fp8 --sharding_mode fsdp_grad --fp8_params"
+    [full] = settle(described(f"{words} --batch_size 4", 2), H200)[1]
+    assert full.startswith("WARNING: a step is predicted to take 147.") and "so steps will be slow, or it" in full
+    [more] = settle(described(f"{words} --batch_size 8", 2), H200)[1]
+    assert "so it will probably run out of memory" in more
+
+
 # --- precision -------------------------------------------------------------------------------------------------------
 
 SLOW = "fp8 will be slower than bf16: launching its kernels takes the fastest recorded host "
