@@ -10,6 +10,7 @@ import pytest
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import build_parser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
+from llm_fp8.observability.kernel_trace import kernel_times
 from llm_fp8.precision import recipes as te_recipes
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.modules import ModuleState
@@ -94,6 +95,7 @@ def test_the_certificate_compares_its_classes(quantizer, verdict):
         precision="fp8 made_up", compute="bf16", scenario="made_up", num_fp8_weights=1, fp8_linear_flop_share=1.0
     )
     state = ModuleState(num_modules=1, num_in_fp8=1, recipes={"MadeUpScaling": 1}, quantizers={quantizer: 1})
-    kernels = recorded(*(("nvjet_qqtst_128x128_64x6_2x1_v_bz_TNN", start, start + 50) for start in (0, 100, 200)))
+    gemm = "nvjet_qqtst_128x128_64x6_2x1_v_bz_TNN"
+    kernels = kernel_times(recorded(*((gemm, start, start + 50) for start in (0, 100, 200))))
     found = certify(expected, kernels, state, num_micro_batches=1, recipe_inside_modules="MadeUpScaling")
     assert found.verdict == verdict, dataclasses.asdict(found)
