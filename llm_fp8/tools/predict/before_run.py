@@ -86,7 +86,7 @@ def has_times(work: StepWorkload, gpu: Gpu) -> bool:
 
 def _knows_communication(work: StepWorkload, gpu: Gpu) -> bool:
     """Whether there are constants for communication: for this GPU, and beside a backward pass that hides it."""
-    return gpu.has_communication and not work.cuda_graphs
+    return gpu.checked and not work.cuda_graphs
 
 
 def settle(run: RunDescription, machine: Machine) -> tuple[Config, list[str]]:
@@ -103,7 +103,7 @@ def settle(run: RunDescription, machine: Machine) -> tuple[Config, list[str]]:
         run, sentence = _fill_memory(run, memory_gib)
         said.append(sentence)
     elif (work := _intended(run)) and peak_gib(work) + FITS_RESERVE_GIB > memory_gib:
-        # Of full memory FSDP's allocator takes back what its streams hold, within steps, as long as the tensors fit.
+        # As long as the tensors fit, the allocator takes back, within steps, what it holds for FSDP's other streams.
         tensors_fit = peak_memory(work).total_gib + FITS_RESERVE_GIB <= memory_gib
         outcome = "steps will be slow, or it will run" if tensors_fit else "it will probably run"
         said.append(

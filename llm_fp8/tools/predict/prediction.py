@@ -42,8 +42,10 @@ class Gpu:
         return self.name == CALIBRATED_GPU
 
     @property
-    def has_communication(self) -> bool:
-        """Whether steps on several of these were recorded. They have the calibrated GPU's NVLink, so its constants."""
+    def checked(self) -> bool:
+        """Whether recorded runs on one and on several of these were held against their predictions. They have the
+        calibrated GPU's NVLink, and so its constants of communication.
+        """
         return self.name in CHECKED_GPUS
 
 
@@ -131,7 +133,7 @@ class Prediction:
             (
                 not self.gpu.calibrated,
                 f"the constants are those of {CALIBRATED_GPU}, scaled by measured rates"
-                + ("" if self.gpu.name in CHECKED_GPUS else f"; no run on {self.gpu.name} checked them"),
+                + ("" if self.gpu.checked else f"; no run on {self.gpu.name} checked them"),
             ),
             (
                 not fewest <= work.micro_batch_tokens <= most,
@@ -201,7 +203,7 @@ def can_predict(gpu: Gpu, recipe: str) -> bool:
 
 def predict(scenario: StepWorkload, gpu: Gpu) -> Prediction:
     """Time and memory of a step. Raises `UserError` where communication or the recipe was not measured on this GPU."""
-    if scenario.num_gpus > 1 and not gpu.has_communication:
+    if scenario.num_gpus > 1 and not gpu.checked:
         raise UserError(
             f"--num_gpus {scenario.num_gpus}: communication was measured on {' and '.join(CHECKED_GPUS)} only; leave "
             f"it out for {gpu.name}."
