@@ -21,8 +21,10 @@ T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
-START_TIMEOUT = datetime.timedelta(seconds=45)
-"""How long the processes may start after each other. One that died before it joined cannot be told from a late one."""
+START_TIMEOUT = datetime.timedelta(minutes=5)
+"""How long the processes may start after each other, torch's default for its stores: on a busy host, imports of one took
+45 s longer than another's. One that died before it joined cannot be told from a late one.
+"""
 
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|"

@@ -172,7 +172,7 @@ class Prediction:
             ),
             (
                 several and work.micro_batches == 1,
-                "several GPUs and one micro-batch: recorded steps of 8B and 14B were 5 to 9% shorter than predicted",
+                "several GPUs and one micro-batch: recorded steps of 8B and 14B were 3 to 6% shorter than predicted",
             ),
             *(
                 (several and unrecorded, f"{what} on several GPUs is worked out, no recorded run has it")

@@ -9,7 +9,7 @@
     weights         bytes per parameter of the optimizer, gradients that no GEMM accumulates, FSDP's copies, weight
                     casts
     communication   bytes between GPUs by what they lengthen a step, and waiting for the slowest GPU
-    gap             a constant; none with CUDA graphs
+    gap             a constant, and another per layer and micro-batch; with CUDA graphs one per fp8 layer
 
 The GPU runs one kernel after the other, so a step is their sum; a host that launches too slowly is not in it. Bytes are
 counted from the kernels that Transformer Engine 2.20 and this project launch for a layer.
@@ -28,10 +28,11 @@ from llm_fp8.tools.predict.calibration import (
     ATTENTION_TILE,
     DIAGONAL_TOKENS,
     FLASH_ATTENTION_4_SPEED_UP,
-    GAP_S,
     GRAPH_GAP_S,
     HOST_S_PER_LAYER,
+    LAYER_GAP_S,
     SMALL_GEMM_TOKENS,
+    STEP_GAP_S,
     WAIT_SPREAD,
     Rates,
 )
@@ -218,6 +219,13 @@ def communicated_bytes(work: StepWorkload) -> float:
     return gathered + 4 * parameters * work.reductions
 
 
+def gap_seconds(work: StepWorkload) -> float:
+    """Seconds of a step in which the GPU runs no kernel, on a host that launches fast enough."""
+    if work.cuda_graphs:
+        return GRAPH_GAP_S * work.fp8_layers * work.micro_batches
+    return STEP_GAP_S + LAYER_GAP_S * work.model.spec.num_layers * work.micro_batches
+
+
 def idle_share(num_gpus: int) -> float:
     """How much longer than the mean the step of the slowest of `num_gpus` is, over it: the largest of as many normal
     numbers (Blom's approximation).
@@ -273,7 +281,7 @@ def step_time(work: StepWorkload, rates: Rates) -> StepTime:
         casts_s=casts_s,
         weights_s=weights_s + fsdp_bytes(work) / (rates.fsdp_tb_s * 1e12),
         communication_s=0.0,
-        gap_s=GRAPH_GAP_S * fp8_layers * work.micro_batches if work.cuda_graphs else GAP_S,
+        gap_s=gap_seconds(work),
     )
     if work.num_gpus == 1:
         return alone
