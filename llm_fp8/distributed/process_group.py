@@ -22,8 +22,8 @@ T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
 START_TIMEOUT = datetime.timedelta(minutes=5)
-"""How long the processes may start after each other, torch's default for its stores: on a busy host, imports of one took
-45 s longer than another's. One that died before it joined cannot be told from a late one.
+"""How long the processes may start after each other, torch's default for its stores: on a busy host one imported its
+packages for 45 s longer than another. One that died before it joined cannot be told from a late one.
 """
 
 _LOST_PEER = re.compile(
