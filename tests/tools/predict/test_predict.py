@@ -70,7 +70,7 @@ of the decoder before, which was slower.
 TIME_ERROR_SEVERAL = 0.035
 """On several GPUs. No sum of kernels knows which GPUs a run gets: the same GEMMs of the arm flash4 took 2.37 s in row
 8b_x2 and 2.25 s in row 8b_s8192_x2, and constants of either are wrong for the other."""
-TIME_ERROR_ONE_MICRO_BATCH = 0.08
+TIME_ERROR_ONE_MICRO_BATCH = 0.06
 """On several GPUs: communication, whose constant is of eight micro-batches, lengthened the two rows by less."""
 ONE_POOL_SINCE = "2026-11-22T16"
 """Of a row's time: those before took the gradients' rows from another stream's memory than the backward pass's."""
@@ -382,6 +382,17 @@ def test_the_parts_of_a_step_are_those_of_its_kernels(record):
     assert time.gemm_s == pytest.approx(classes["gemm"], rel=0.035)
     assert time.attention_s == pytest.approx(classes["attention"] * predicted_as_flash_4(record), rel=attention)
     assert time.passes_s + time.casts_s + time.weights_s == pytest.approx(others, rel=0.065)
+
+
+@pytest.mark.parametrize("row", ["1b", "8b", "8b_s8192", "3b", "14b", "8b_128k", "8b_256k"])
+def test_the_time_between_kernels_grows_with_layers_and_micro_batches(row):
+    """By 8 times from 64 layers of micro-batches to 1,024: a constant would be wrong by as much. Rows from the fourth
+    on are held out.
+    """
+    records = [r for r in recorded_rows() if r.file == "speed_table_h200.json" and r.row["row"] == row]
+    steps = [r.measured["recorded_step"] for r in records if not r.out_of_memory]
+    gaps = [step["span_s"] - sum(step["time_s_by_class"].values()) for step in steps]
+    assert statistics.mean(gaps) == pytest.approx(records[0].prediction.time.gap_s, rel=0.11)
 
 
 def test_the_records_hold_every_kind_of_row():
@@ -805,7 +816,7 @@ def test_runs_on_gpus_with_checked_predictions_are_on_record():
         assert len(records) >= 6 and {record.prediction.scenario.recipe for record in records} >= {"bf16", "delayed"}
         assert not any("checked them" in note for record in records for note in record.prediction.notes)
         # Single GPUs of one kind differ by 3%.
-        assert all(abs(record.time_error) < 0.06 for record in records if record.num_gpus == 1), name
+        assert all(abs(record.time_error) < 0.045 for record in records if record.num_gpus == 1), name
 
 
 def test_several_h100s_are_predicted_with_an_h200s_communication():
@@ -813,7 +824,7 @@ def test_several_h100s_are_predicted_with_an_h200s_communication():
     records = [r for r in recorded_rows(gpu=h100.name) if r.num_gpus > 1 and not r.out_of_memory]
     assert {r.variant for r in records} == {"fsdp_full:bf16", "fsdp_full:delayed", "fsdp_grad:delayed:fp8_params"}
     (scored,) = (r for r in records if not r.not_scored)
-    assert 0 < scored.time_error < 0.1 and all(-0.015 < r.memory_error < 0 for r in records)
+    assert 0 < scored.time_error < 0.065 and all(-0.015 < r.memory_error < 0 for r in records)
     many = predict(scenario(mode="fsdp_full", num_gpus=8, optimizer="adamw_fp32"), h100)
     own = predict(scenario(mode="fsdp_full", num_gpus=8, optimizer="adamw_fp32"), known_gpu(CALIBRATED_GPU))
     assert many.step_time_s > own.step_time_s
