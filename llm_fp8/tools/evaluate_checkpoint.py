@@ -1,7 +1,7 @@
 """Exact match of a model on disk, on the held-out problems of the run that made it, or of any dataset.
 
     result = evaluate_exact_match_folder(Path("runs/x/final"), num_problems=500)
-    result.share, result.interval(), result.row_ids, result.correct
+    result.share, result.interval(), result.answers
 
 Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of
 them was trained on. Models evaluated with the same options answer the same problems. A PEFT adapter is merged into its
