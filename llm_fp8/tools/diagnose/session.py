@@ -31,7 +31,7 @@ from llm_fp8.observability.kernel_trace import record_kernels
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.precision.plan import describe_device
 from llm_fp8.tools.bench.ours import OurTraining
-from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.bench.workload import Workload, in_rows
 from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, StepTime, step_time
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder, ModuleGemms, te_gemm_owners
 from llm_fp8.tools.diagnose.memory import cuda_meter, divide_peak, known_bytes, memory_marks
@@ -218,17 +218,7 @@ class ConfiguredWorkload(Workload):
         batches = super().batches(vocab_size, reader)
         if self.options.packing:
             return batches
-        return [
-            dataclasses.replace(
-                batch,
-                input_ids=(rows := batch.input_ids.view(self.batch_size, -1)),
-                labels=batch.labels.view_as(rows),
-                position_ids=batch.position_ids.view_as(rows),
-                attention_mask=torch.ones_like(rows, dtype=torch.bool),
-                cu_seqlens=None,
-            )
-            for batch in batches
-        ]
+        return [in_rows(batch, self.batch_size, num_real=self.seq_length) for batch in batches]
 
 
 def build_training(config: Config) -> OurTraining:
