@@ -221,28 +221,22 @@ def build_parser(prog: str | None = None, description: str | None = None, parall
     return parser
 
 
-def parse_config(
-    argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False
-) -> Config:
+def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
     `ParallelConfig`. `UserError` as `check_options`; argparse exits with code 2 on unknown options and choices.
     """
-    config, _ = _read(argv, prog, description, parallel)
+    config, _ = _read(argv, build_parser(prog, parallel=parallel))
     check_options(config)
     return config
 
 
 def parse_launch(
-    argv: list[str],
-    environ: MutableMapping[str, str],
-    prog: str | None = None,
-    description: str | None = None,
-    parallel: bool = False,
+    argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
     """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
     for each key of the launcher's fp8_config that has no effect here.
     """
-    config, given = _read(argv, prog, description, parallel)
+    config, given = _read(argv, build_parser(description=description, parallel=parallel))
     (require_launched if parallel else require_single_process)(environ)
     idle = [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
     config = apply_launch_settings(config, environ, given)
@@ -250,9 +244,8 @@ def parse_launch(
     return config, idle
 
 
-def _read(argv: list[str], prog: str | None, description: str | None, parallel: bool) -> tuple[Config, frozenset[str]]:
+def _read(argv: list[str], parser: _Parser) -> tuple[Config, frozenset[str]]:
     """The options, unchecked, and the names of those that were given."""
-    parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
     words = _yaml_arguments(path, parser) if path else []
     parser.origin = f"--config {path}: "
