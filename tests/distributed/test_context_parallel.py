@@ -322,13 +322,14 @@ def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
     readers = [lambda document=document: [document] for document in DOCUMENTS]
     share = Share(rank // size, world_size // size)
     loader = EvalLoader(readers, lambda sequences: group.split(collate(sequences)), 2, share)  # type: ignore[arg-type]
+    batches = list(loader)
     counts, row_ids = torch.zeros(len(COUNTS), dtype=torch.int64), []
-    for batch in loader:
+    for batch in batches:
         counts += torch.tensor([getattr(batch, name) for name in COUNTS])
         row_ids += batch.row_ids
     dist.all_reduce(counts)
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (group.rank, ranks, row_ids, len(loader)))
+    dist.all_gather_object(gathered, (group.rank, ranks, row_ids, len(batches)))
     if rank == 0:
         Path(f"{address}.result").write_text(json.dumps([counts.tolist(), gathered]))
     dist.destroy_process_group()
