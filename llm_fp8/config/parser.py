@@ -104,6 +104,7 @@ class _Parser(OneSentenceParser):
         usage = "%(prog)s [--option value ...]"
         super().__init__(usage=usage, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
         self.sections = sections
+        self.fields = [each for section in sections.values() for each in dataclasses.fields(section)]
         for section in sections.values():
             hints = get_type_hints(section)
             for each in dataclasses.fields(section):
@@ -184,8 +185,7 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     keys = [str(key.value).replace("-", "_") for key, _ in node.value]
     if twice := next((key for key in keys if keys.count(key) > 1), None):  # YAML would take the last
         raise UserError(f"--config {path}: '{twice}' is given twice; remove one of them.")
-    fields = [each for section in parser.sections.values() for each in dataclasses.fields(section)]
-    known = {name for each in fields for name in (f"--{each.name}", *each.metadata["aliases"])}
+    known = {name for each in parser.fields for name in (f"--{each.name}", *each.metadata["aliases"])}
     words: list[str] = []
     for key, value in entries.items():
         name = str(key).replace("-", "_")
@@ -200,16 +200,15 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     return words
 
 
-def _check_names(words: list[str], parser: _Parser, origin: str = "") -> None:
+def _check_names(words: list[str], parser: _Parser) -> None:
     """Raise `UserError` where an option is given by two of its names, of which the last would win; by one name twice
-    it may be, so that a script's options can be overridden. `origin` as in the parser.
+    it may be, so that a script's options can be overridden.
     """
     given = {f"--{word.partition('=')[0][2:].replace('-', '_')}" for word in words if word.startswith("--")}
-    for section in parser.sections.values():
-        for each in dataclasses.fields(section):
-            names = [name for name in (f"--{each.name}", *each.metadata["aliases"]) if name in given]
-            if len(names) > 1:
-                raise UserError(f"{origin}{' and '.join(names)} are the same option; give one of them.")
+    for each in parser.fields:
+        names = [name for name in (f"--{each.name}", *each.metadata["aliases"]) if name in given]
+        if len(names) > 1:
+            raise UserError(f"{parser.origin}{' and '.join(names)} are the same option; give one of them.")
 
 
 def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> _Parser:
@@ -221,28 +220,22 @@ def build_parser(prog: str | None = None, description: str | None = None, parall
     return parser
 
 
-def parse_config(
-    argv: list[str], prog: str | None = None, description: str | None = None, parallel: bool = False
-) -> Config:
+def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
     `ParallelConfig`. `UserError` as `check_options`; argparse exits with code 2 on unknown options and choices.
     """
-    config, _ = _read(argv, prog, description, parallel)
+    config, _ = _read(argv, build_parser(prog, parallel=parallel))
     check_options(config)
     return config
 
 
 def parse_launch(
-    argv: list[str],
-    environ: MutableMapping[str, str],
-    prog: str | None = None,
-    description: str | None = None,
-    parallel: bool = False,
+    argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
     """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
     for each key of the launcher's fp8_config that has no effect here.
     """
-    config, given = _read(argv, prog, description, parallel)
+    config, given = _read(argv, build_parser(description=description, parallel=parallel))
     (require_launched if parallel else require_single_process)(environ)
     idle = [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
     config = apply_launch_settings(config, environ, given)
@@ -250,17 +243,16 @@ def parse_launch(
     return config, idle
 
 
-def _read(argv: list[str], prog: str | None, description: str | None, parallel: bool) -> tuple[Config, frozenset[str]]:
+def _read(argv: list[str], parser: _Parser) -> tuple[Config, frozenset[str]]:
     """The options, unchecked, and the names of those that were given."""
-    parser = build_parser(prog, description, parallel)
     path = parser.parse_known_args(argv)[0].config
     words = _yaml_arguments(path, parser) if path else []
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
-    _check_names(words, parser, parser.origin)
+    _check_names(words, parser)
     parser.origin = ""
     _check_names(argv, parser)
-    names = [f.name for section in parser.sections.values() for f in dataclasses.fields(section)]
+    names = [each.name for each in parser.fields]
     parser.set_defaults(**dict.fromkeys(names))  # to tell "not given" from the defaults
     values = vars(parser.parse_args([*words, *argv]))
     given = {name: values[name] for name in names if values[name] is not None}

@@ -25,7 +25,7 @@ from llm_fp8.config.options import (
     PrecisionConfig,
     RunConfig,
 )
-from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking
+from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking, token_multiple
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -415,8 +415,6 @@ class MachineFacts:
     """What layers outside fp8 compute in: fp32, bf16 or fp16."""
     scenario: str | None = None
     """The fp8 recipe that runs; None outside fp8."""
-    token_multiple: int = 1
-    """What the tokens of a micro-batch on one GPU must be a multiple of."""
     offloaded_gib: float = 0.0
     """Optimizer state that the processes of this host keep in its memory (--offload_optimizer)."""
     free_host_gib: float = math.inf
@@ -498,7 +496,7 @@ def _host_checks(share: float, needed_gib: float, free_gib: float) -> Checks:
 
 
 def _token_checks(config: Config, facts: MachineFacts) -> Checks:
-    data, size, multiple = config.data, config.parallel.context_parallel_size, facts.token_multiple
+    data, size, multiple = config.data, config.parallel.context_parallel_size, token_multiple(facts.scenario)
     tokens = data.batch_size * data.max_seq_length
     product = f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length}"
     return {

@@ -109,8 +109,6 @@ class PackedCollate:
             raise ValueError(f"{len(sequences)} sequences do not fit a batch of {self.batch_size}")
         total = self.batch_size * self.max_seq_length
         multiple = document_multiple(self.context_size)
-        if self.max_seq_length % multiple:
-            raise ValueError(f"max_seq_length {self.max_seq_length} is not a multiple of {multiple}")
         input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
         labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
         real = np.zeros(total, dtype=bool)

@@ -122,8 +122,8 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the evaluation sequences, the same ones in the same order at every iteration;
-    at most `max_batches` over all ranks, so that what is evaluated does not depend on their number.
+    """Yields this rank's `Batch`es of the evaluation sequences, the same ones in the same order at every iteration, as
+    many on every rank; at most `max_batches` over all ranks, so that what is evaluated does not depend on their number.
     """
 
     def __init__(
@@ -141,10 +141,6 @@ class EvalLoader:
         self._collate = collate
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
         """Identifies what is evaluated on."""
-
-    def __len__(self) -> int:
-        """Batches of this rank, the same number on every rank."""
-        return len(self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
         made = (self._collate([read() for read in readers]) for readers in self._micro_batches)

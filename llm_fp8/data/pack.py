@@ -31,13 +31,11 @@ class PackingPlan:
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
     """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to a multiple of `multiple`.
-    `ValueError` for a length outside 1..capacity, or a capacity that is no multiple.
+    `ValueError` for a length outside 1..capacity.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and not 1 <= sizes.min() <= sizes.max() <= capacity:
         raise ValueError(f"lengths must lie in 1..{capacity}, not {sizes.min()}..{sizes.max()}")
-    if capacity % multiple:
-        raise ValueError(f"sequences of {capacity} tokens cannot be filled with multiples of {multiple}")
     sizes = -(-sizes // multiple) * multiple
 
     sequence_of = np.empty(len(sizes), dtype=np.int64)

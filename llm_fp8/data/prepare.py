@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -399,10 +399,12 @@ def _prepare_stream(job: _Job) -> PreparedData:
             sources=[source for source, _ in job.evaluation],
             options=[job.options(part[0], _stream_columns(part)) for part in job.evaluation],
         )
-        opened = (_numbered(i, iterate(*part, open_split_stream(*part))) for i, part in enumerate(job.evaluation))
-        firsts = (islice(rows, STREAMED_EVAL_SCAN_ROWS // len(job.evaluation)) for rows in opened)
-        each = STREAMED_EVAL_ROWS // len(job.evaluation)
-        held_out = list(chain.from_iterable(islice(_trained(_scan(rows, make_eval)), each) for rows in firsts))
+        held_out = []
+        for number, part in enumerate(job.evaluation):
+            rows = _numbered(number, iterate(*part, open_split_stream(*part)))
+            firsts = islice(rows, STREAMED_EVAL_SCAN_ROWS // len(job.evaluation))
+            used = (document for chunk in _scan(firsts, make_eval) for document in chunk.train)
+            held_out += islice(used, STREAMED_EVAL_ROWS // len(job.evaluation))
         if not held_out:
             raise job.nothing_to_evaluate_on(f"first {STREAMED_EVAL_SCAN_ROWS}", "all are empty or too long")
         eval_from = f"the first {len(held_out)} rows of {job.validation}"
@@ -447,10 +449,6 @@ def _stream_columns(part: SourceSplit) -> list[str]:
 
 def _numbered(number: int, rows: Iterator[dict[str, Any]]) -> Iterator[MixedRow]:
     return ((number, row) for row in rows)
-
-
-def _trained(chunks: Iterator[StreamedRows]) -> Iterator[Document]:
-    return (document for chunk in chunks for document in chunk.train)
 
 
 def _tokenise_streamed(

@@ -103,7 +103,7 @@ def build_model(
     parameter_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
-    seed: int,
+    seed: int = 0,
     unfused_mlp: bool = False,
     keep_lower_bits: bool = False,
 ) -> tuple[PreTrainedModel, bool]:

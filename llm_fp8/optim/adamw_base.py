@@ -78,8 +78,8 @@ class GroupedAdamW(Optimizer):
     """AdamW over bf16 and fp32 parameters; the subclass defines the state and updates one tensor.
 
     Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
-    copied. Of sharded parameters (DTensor) each rank updates its shard. An argument out of range is a ValueError.
-    Checkpoints hold the state by name (`llm_fp8.optim.state`): torch's `load_state_dict` would cast it.
+    copied. Of sharded parameters (DTensor) each rank updates its shard. Checkpoints hold the state by name
+    (`llm_fp8.optim.state`): torch's `load_state_dict` would cast it.
     """
 
     gradient_scale: Tensor | None
@@ -94,8 +94,6 @@ class GroupedAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"lr {lr}, eps {eps}, weight_decay {weight_decay} must be >= 0, betas {betas} in [0, 1).")
         self.gradient_scale = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 

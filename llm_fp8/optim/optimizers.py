@@ -79,11 +79,9 @@ def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters, tied ones once: matrices (embeddings too) with `weight_decay`, norms and biases (at most
-    1-D) without. ValueError where nothing is trainable.
+    1-D) without.
     """
     unique = {id(parameter): parameter for _, parameter in named_parameters if parameter.requires_grad}
-    if not unique:
-        raise ValueError("There is no trainable parameter to optimize.")
     matrices = [parameter for parameter in unique.values() if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique.values() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": norms_and_biases, "weight_decay": 0.0}]

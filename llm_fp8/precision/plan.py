@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import DEFAULTS, RECIPES, chosen, recipe_names, token_multiple
+from llm_fp8.config.recipes import DEFAULTS, RECIPES, chosen, recipe_names
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY, build_recipe, recipe_available
 from llm_fp8.utils.errors import UserError
@@ -52,11 +52,6 @@ class PrecisionPlan:
     def compute_name(self) -> str:
         """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
         return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
-
-    @property
-    def token_multiple(self) -> int:
-        """What the tokens of a micro-batch on one GPU must be a multiple of; 1 outside fp8."""
-        return token_multiple(self.effective_scenario)
 
     @property
     def has_fp8_peak(self) -> bool:

@@ -1,7 +1,7 @@
 """Exact match of a model on disk, on the held-out problems of the run that made it, or of any dataset.
 
     result = evaluate_exact_match_folder(Path("runs/x/final"), num_problems=500)
-    result.share, result.interval(), result.row_ids, result.correct
+    result.share, result.interval(), result.answers
 
 Which problems are held out is decided as in training, by `prepare_data` from the run's own options, so that none of
 them was trained on. Models evaluated with the same options answer the same problems. A PEFT adapter is merged into its
@@ -150,9 +150,7 @@ def evaluate_exact_match_folder(
     if base is not None:
         model = load_merged(folder, base, cpu, dtype)
     else:
-        model, _ = build_model(
-            options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=cpu, seed=0
-        )
+        model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=cpu)
     say(f"answering {len(data.problems)} problems in {str(dtype).removeprefix('torch.')} on {device}")
     model.eval()
     try:
@@ -207,9 +205,7 @@ def load_merged(
             "base_model_name_or_path of adapter_config.json, or give it to scripts/merge_adapter.py with --base_model."
         ) from error
     dtype = dtype or stored_dtype(hf_config, default=torch.float32)
-    model, loaded = build_model(
-        options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device, seed=0
-    )
+    model, loaded = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if not loaded:
         raise UserError(
             f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path "

@@ -98,9 +98,7 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     options, device = ModelConfig(model_name=str(folder)), own_device()
     source, dtype = resolve_source(options), generation_dtype(device)
     hf_config = load_config(options, source)
-    model, _ = build_model(
-        options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device, seed=0
-    )
+    model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if round_inputs:
         round_inputs_(model)
     loss_sum = TrainingModel(model.eval(), data.report.max_seq_length, dtype)

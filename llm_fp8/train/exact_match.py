@@ -48,19 +48,9 @@ class ExactMatchResult:
     answers: tuple[Answer, ...]
 
     @property
-    def row_ids(self) -> list[int]:
-        """Rows of the problems in their split."""
-        return [answer.row_id for answer in self.answers]
-
-    @property
-    def correct(self) -> list[bool]:
-        """Whether each answer is correct, in the order of `row_ids`."""
-        return [answer.correct for answer in self.answers]
-
-    @property
     def num_correct(self) -> int:
         """Number of correct answers."""
-        return sum(self.correct)
+        return sum(answer.correct for answer in self.answers)
 
     @property
     def share(self) -> float:

@@ -60,7 +60,6 @@ def gather_facts(
         capability=torch.cuda.get_device_capability(device) if on_gpu else None,
         compute=plan.compute_name,
         scenario=plan.effective_scenario,
-        token_multiple=plan.token_multiple,
         problems=problems,
         model=model_facts(config, hf_config),
         **_host_facts(config.optim.offload_optimizer, hf_config, ranks),

@@ -178,7 +178,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None, settle:
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(model_config, default=parameter_dtype),  # building the model changes the entry
         stored_fp8=None if has_random_weights(config.model, source) else fp8_format(model_config),
-        say=say or (_print if accelerator.is_main_process else silent),
+        say=say or (functools.partial(print, flush=True) if accelerator.is_main_process else silent),
         notes=tuple(notes),
     )
 
@@ -200,10 +200,6 @@ def _as_asked(
         num_gpus=num_gpus,
         gpu_name=torch.cuda.get_device_name(device),
     )
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
 
 
 def announce(plan: RunPlan) -> None:

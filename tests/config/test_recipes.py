@@ -53,7 +53,7 @@ def test_help_and_options():
 
 def test_the_plan():
     plan = PrecisionPlan("fp8", "fp8", "made_up", "made_up", recipe=object(), backend="te")
-    assert plan.token_multiple == token_multiple("made_up") == 48
+    assert token_multiple("made_up") == 48
     assert plan.has_fp8_peak and not dataclasses.replace(plan, effective_scenario="nvfp4").has_fp8_peak
     te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
     assert te_recipes.recipe_available(te, MADE_UP) == (False, "nobody has it")

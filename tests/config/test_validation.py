@@ -187,7 +187,7 @@ def context_facts(windows=(None, None), **facts):
 
 def test_context_parallelism_that_works_passes():
     options = [*CONTEXT, "--max_seq_length=65536", "--batch_size=1"]
-    check_machine(config(*options), MachineFacts(**context_facts(token_multiple=128)))
+    check_machine(config(*options), MachineFacts(**context_facts(scenario="block")))
     # One rank per row: nothing of this matters.
     facts = MachineFacts(compute="fp32", model=ModelFacts(1, windows=(24,)))
     check_machine(config("--max_seq_length=30"), facts)
@@ -198,7 +198,7 @@ def test_context_parallelism_that_works_passes():
     [
         ([], context_facts(windows=(None, 4096)), "sliding_window"),
         ([], context_facts(compute="fp32"), "--mixed_precision bf16 or fp8"),
-        (["--max_seq_length=528", "--batch_size=1"], context_facts(token_multiple=16), "multiple of 64"),
+        (["--max_seq_length=528", "--batch_size=1"], context_facts(scenario="delayed"), "multiple of 64"),
     ],
 )
 def test_context_parallelism_that_cannot_work(options, facts, words):
@@ -262,7 +262,7 @@ def test_cuda_graphs_are_for_whole_copies_bf16_and_attention_without_dropout():
 
 def test_the_tokens_of_a_micro_batch_fit_the_recipe():
     options = ["--mixed_precision=fp8", "--fp8_scenario=block", "--max_seq_length=48", "--batch_size=1"]
-    said = refusal(*options, scenario="block", token_multiple=128)
+    said = refusal(*options, scenario="block")
     assert said.startswith("--fp8_scenario block needs a multiple of 128 tokens")
 
 

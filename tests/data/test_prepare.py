@@ -561,7 +561,7 @@ def _folder(path: Path) -> Path:
 @pytest.mark.slow
 def test_eval_batches(prepare: Any) -> None:
     data = prepare("embedded", "--eval_batches", "3", "--batch_size", "5")
-    assert len(data.eval) == 3 and len(_row_ids(data.eval)) == 15
+    assert len(list(data.eval)) == 3 and len(_row_ids(data.eval)) == 15
 
 
 # ---- streaming ----

@@ -204,10 +204,6 @@ def test_rows_are_packed_by_padded_lengths() -> None:
     assert sorted(plan.samples.tolist()) == list(range(500))
     assert all(rounded[plan[row]].sum() <= 256 for row in range(len(plan)))
     assert any(lengths[plan[row]].sum() < rounded[plan[row]].sum() for row in range(len(plan)))
-    with pytest.raises(ValueError, match="250 tokens cannot be filled"):
-        pack([3], 250, 16)
-    with pytest.raises(ValueError, match="multiple of 8"):
-        PackedCollate(1, 90, PAD, 4)([])
     with pytest.raises(ValueError, match="more than 16 tokens"):  # fits without padding
         PackedCollate(1, 16, PAD, 4)([[_document(7, 0), _document(9, 1)]])
 
@@ -326,13 +322,14 @@ def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
     readers = [lambda document=document: [document] for document in DOCUMENTS]
     share = Share(rank // size, world_size // size)
     loader = EvalLoader(readers, lambda sequences: group.split(collate(sequences)), 2, share)  # type: ignore[arg-type]
+    batches = list(loader)
     counts, row_ids = torch.zeros(len(COUNTS), dtype=torch.int64), []
-    for batch in loader:
+    for batch in batches:
         counts += torch.tensor([getattr(batch, name) for name in COUNTS])
         row_ids += batch.row_ids
     dist.all_reduce(counts)
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (group.rank, ranks, row_ids, len(loader)))
+    dist.all_gather_object(gathered, (group.rank, ranks, row_ids, len(batches)))
     if rank == 0:
         Path(f"{address}.result").write_text(json.dumps([counts.tolist(), gathered]))
     dist.destroy_process_group()

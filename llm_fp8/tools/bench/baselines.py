@@ -30,7 +30,7 @@ from llm_fp8.distributed.process_group import own_device
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.layer_forward import wrap_forward
-from llm_fp8.optim.optimizers import not_optimised
+from llm_fp8.optim.optimizers import adamw_arguments, not_optimised
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.modules import te_linears
@@ -75,12 +75,7 @@ class HfTraining:
         if baseline.te_autocast:
             _wrap_in_te(model, f"--arms {baseline.name}")
         optimizer: Any = torch.optim.AdamW(
-            model.parameters(),
-            lr=OPTIMISATION.learning_rate,
-            betas=(OPTIMISATION.adam_beta1, OPTIMISATION.adam_beta2),
-            eps=OPTIMISATION.adam_epsilon,
-            weight_decay=OPTIMISATION.weight_decay,
-            fused=True,
+            model.parameters(), weight_decay=OPTIMISATION.weight_decay, fused=True, **adamw_arguments(OPTIMISATION)
         )
         coverage = _coverage(model)
         self._model, self._optimizer = accelerator.prepare(model, optimizer)

@@ -38,7 +38,7 @@ from llm_fp8.config.options import (
     ParallelConfig,
     PrecisionConfig,
 )
-from llm_fp8.config.recipes import Backend, recipe_names, token_multiple
+from llm_fp8.config.recipes import Backend, recipe_names
 from llm_fp8.config.validation import MachineFacts, check_machine, check_options
 from llm_fp8.distributed.deepspeed_config import file_of, load_deepspeed
 from llm_fp8.tools.bench.worker import split_names
@@ -173,7 +173,6 @@ class Variant:
             facts = MachineFacts(
                 ranks=ranks,
                 sharding_mode=self.mode or "single",
-                token_multiple=token_multiple(config.precision.fp8_scenario),
                 scenario=config.precision.fp8_scenario,
                 model=model_facts(config, work.hf_config()) if self.context_size > 1 else None,
             )

@@ -245,6 +245,13 @@ def random_batch(work: Workload, vocab_size: int, seed: int) -> Batch:
     return PackedCollate(*shape, pad_token_id=0)(rows)
 
 
+def in_rows(batch: Batch, num_rows: int, num_real: int) -> Batch:
+    """A packed batch of full rows as [num_rows, S], of each row the first `num_real` positions real."""
+    tensors = {name: getattr(batch, name).view(num_rows, -1) for name in ("input_ids", "labels", "position_ids")}
+    mask = torch.arange(tensors["input_ids"].shape[1]).expand(num_rows, -1) < num_real
+    return dataclasses.replace(batch, **tensors, attention_mask=mask, cu_seqlens=None)
+
+
 @dataclass
 class FixedLoader:
     """The same micro-batches at every step."""

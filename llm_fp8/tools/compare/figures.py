@@ -63,7 +63,6 @@ class VariantFigures:
     options: dict[str, Any]
     """fp8 options that are not at their default."""
     seeds: list[int]
-    num_steps_measured: int
     tokens_per_s: Interval | None
     speedup: Interval | None
     peak_memory_gib: float | None
@@ -112,7 +111,6 @@ def variant_figures(
         ),
         options=options,
         seeds=list(own),
-        num_steps_measured=sum(len(run.step_rates) for run in runs),
         tokens_per_s=t_interval(list(rates.values())) if rates else None,
         speedup=speedup,
         peak_memory_gib=max((run.peak_memory_gib for run in runs if run.peak_memory_gib is not None), default=None),

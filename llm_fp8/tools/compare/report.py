@@ -107,10 +107,9 @@ def _provenance(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _curves(run: RunRecord) -> dict[str, Any]:
     """One run's curves: means of groups of consecutive steps, at each group's last step."""
-    window = smoothing_window(len(run.steps))
     group = -(-len(run.steps) // MAX_CURVE_POINTS)
     last = [min(start + group, len(run.steps)) - 1 for start in range(0, len(run.steps), group)]
-    smooth = trailing_mean([step["loss"] for step in run.steps], window)
+    smooth = trailing_mean([step["loss"] for step in run.steps], smoothing_window(len(run.steps)))
     rates = trailing_mean([step.get("tokens_per_s", float("nan")) for step in run.steps], group)
     times, tokens = run.wall_times_s, run.token_trace
     position = {step["step"]: index for index, step in enumerate(run.steps)}
@@ -120,8 +119,6 @@ def _curves(run: RunRecord) -> dict[str, Any]:
         "arm": run.variant,
         "name": describe_variant(run.variant),
         "seed": run.seed,
-        "smoothed_over_steps": window,
-        "grouped_steps": group,
         "step": [run.steps[i]["step"] for i in last],
         "tokens": [tokens[i] for i in last] if tokens else [],
         "wall_time_s": [times[i] for i in last],

@@ -38,9 +38,6 @@ def own_parser() -> OneSentenceParser:
         action="store_true",
         help="measure instead, on the run's weights and text, what fp8 costs in the forward pass, by kind of module",
     )
-    group.add_argument(
-        "--warmup_steps", type=int, default=4, help="optimizer steps before anything is measured (default 4)"
-    )
     return parser
 
 
@@ -58,8 +55,6 @@ def main() -> int:
         )
     config, _ = parse_launch(rest, os.environ, description=(__doc__ or "").split("\n\n")[0])
     refuse_auto(config)
-    if own.warmup_steps < 1:
-        raise UserError(f"--warmup_steps must be at least 1, not {own.warmup_steps}.")
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
         if path is not None:
             require_writable(flag, path)
@@ -83,7 +78,7 @@ def main() -> int:
     from llm_fp8.tools.diagnose.render import render
     from llm_fp8.tools.diagnose.session import diagnose
 
-    found = diagnose(config, own.warmup_steps, own.trace)
+    found = diagnose(config, own.trace)
     # A pipe or a log file has no width to fit into; tables that are folded to 80 columns could not be read there.
     render(found, Console(width=None if sys.stdout.isatty() else 180))
     if own.json is not None:

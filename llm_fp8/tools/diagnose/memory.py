@@ -94,11 +94,7 @@ class Mark:
 
 
 def divide_peak(marks: Sequence[Mark]) -> tuple[Stage, dict[str, int]]:
-    """The stage in which the peak of a step falls, by its marks in order, and the peak's bytes by kind (`HOW_FOUND`).
-    Raises ValueError on fewer than two marks.
-    """
-    if len(marks) < 2:
-        raise ValueError("a step has at least two marks")
+    """The stage in which the peak of a step falls, by its marks, and the peak's bytes by kind (`HOW_FOUND`)."""
     number = max(range(len(marks) - 1), key=lambda mark: marks[mark + 1].peak_before)
     begin, end = marks[number], marks[number + 1]
     peak = end.peak_before

@@ -31,7 +31,7 @@ from llm_fp8.observability.kernel_trace import record_kernels
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, step_flops
 from llm_fp8.precision.plan import describe_device
 from llm_fp8.tools.bench.ours import OurTraining
-from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.bench.workload import Workload, in_rows
 from llm_fp8.tools.diagnose.bottlenecks import StepMeasurements, StepTime, step_time
 from llm_fp8.tools.diagnose.gemm_operands import GemmRecorder, ModuleGemms, te_gemm_owners
 from llm_fp8.tools.diagnose.memory import cuda_meter, divide_peak, known_bytes, memory_marks
@@ -50,12 +50,13 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.torch_internals import uncompiled
 
+NUM_WARMUP_STEPS = 4
 NUM_TIMED_STEPS = 7
 """The median: the first step starts with an empty queue of launches."""
 NUM_MEMORY_STEPS = 2
 
 
-def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -> dict[str, Any]:
+def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     """Diagnose the run that `config`, which was checked, describes; without a GPU what can be said there. `trace`: file
     for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
     """
@@ -76,7 +77,7 @@ def diagnose(config: Config, num_warmup_steps: int, trace: Path | None = None) -
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        return _Session(config, device).diagnose(rates, num_warmup_steps, trace)
+        return _Session(config, device).diagnose(rates, trace)
     except torch.OutOfMemoryError as error:
         total_gib = torch.cuda.get_device_properties(device).total_memory / GIB
         raise UserError(
@@ -95,10 +96,10 @@ class _Session:
         self.training = build_training(config)
         self.plan = self.training.precision.plan
 
-    def diagnose(self, rates: MeasuredRates, num_warmup_steps: int, trace: Path | None) -> dict[str, Any]:
+    def diagnose(self, rates: MeasuredRates, trace: Path | None) -> dict[str, Any]:
         training, loop, device = self.training, self.training.loop, self.device
         model, precision = training.model, training.precision
-        training.take(num_warmup_steps)
+        training.take(NUM_WARMUP_STEPS)
         training.take(NUM_TIMED_STEPS)
         step_s = statistics.median(training.recorder.step_times_s[-NUM_TIMED_STEPS:])
         torch.cuda.empty_cache()
@@ -217,17 +218,7 @@ class ConfiguredWorkload(Workload):
         batches = super().batches(vocab_size, reader)
         if self.options.packing:
             return batches
-        return [
-            dataclasses.replace(
-                batch,
-                input_ids=(rows := batch.input_ids.view(self.batch_size, -1)),
-                labels=batch.labels.view_as(rows),
-                position_ids=batch.position_ids.view_as(rows),
-                attention_mask=torch.ones_like(rows, dtype=torch.bool),
-                cu_seqlens=None,
-            )
-            for batch in batches
-        ]
+        return [in_rows(batch, self.batch_size, num_real=self.seq_length) for batch in batches]
 
 
 def build_training(config: Config) -> OurTraining:

@@ -9,19 +9,15 @@ debug variables when it is imported. Both checks judge what that process found.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llm_fp8.tools.verify.processes import Ended, start_probe
 from llm_fp8.tools.verify.result import Result, Setup, model_config
 from llm_fp8.utils.packages import VERIFY
-
-if TYPE_CHECKING:
-    from llm_fp8.data.collate import Batch
 
 TIMEOUT_S = 180.0
 PROBE = ("-m", "llm_fp8.tools.verify.attention")
@@ -59,15 +55,6 @@ def layers_with_every_window(windows: tuple[int | None, ...]) -> int:
     return max(windows.index(window) for window in set(windows)) + 1
 
 
-def padded(batch: Batch, batch_size: int, length: int) -> Batch:
-    """The tokens of a packed batch as [batch_size, length], the second half of each sequence padding."""
-    import torch
-
-    tensors = {name: getattr(batch, name).view(batch_size, length) for name in ("input_ids", "labels", "position_ids")}
-    mask = torch.arange(length).expand(batch_size, -1) < max(1, length // 2)
-    return dataclasses.replace(batch, **tensors, attention_mask=mask, cu_seqlens=None)
-
-
 def mapped_libraries(maps: str, word: str) -> list[str]:
     """Paths of the files in the text of /proc/self/maps whose file name holds `word`."""
     lines = [line.split(maxsplit=5) for line in maps.splitlines()]
@@ -79,7 +66,7 @@ def run_layer(result: Path, model_name: str, batch_size: int, length: int, form:
 
     import te_llama
     from llm_fp8.models.loss_model import TrainingModel
-    from llm_fp8.tools.bench.workload import Workload, random_batch
+    from llm_fp8.tools.bench.workload import Workload, in_rows, random_batch
     from llm_fp8.utils.json_files import write_json_atomic
     from llm_fp8.utils.te_import import require_te
 
@@ -93,7 +80,8 @@ def run_layer(result: Path, model_name: str, batch_size: int, length: int, form:
     model = te_llama.build_te_model(config, torch.bfloat16, device)
     te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
     batch = random_batch(Workload(model_name, batch_size, length, 1, 1), VOCAB_SIZE, seed=0)
-    batch = batch if form == "packed" else padded(batch, batch_size, length)
+    if form == "padded":  # the second half of each sequence
+        batch = in_rows(batch, batch_size, num_real=max(1, length // 2))
     loss = TrainingModel(model, length, torch.bfloat16)(batch.to(device))
     loss.backward()
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from llm_fp8.data.pack import pack
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.tools.bench.measure import measure, speed
 from llm_fp8.tools.bench.variants import parse_variant
-from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.tools.bench.workload import Workload, in_rows, random_batch
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from scripts import benchmark
@@ -37,6 +37,13 @@ def documents_of(batch):
         for s, start in zip(segments, bounds, strict=False)
         if bool((batch.labels[0, start : start + len(s)] != IGNORE_INDEX).any())
     ]
+
+
+def test_a_packed_batch_in_rows():
+    packed = random_batch(Workload("Llama-3.2-1B", 2, 64, 1, 1), 1024, 0)
+    batch = in_rows(packed, 2, num_real=32)
+    assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (2, 64)
+    assert batch.attention_mask.sum(dim=1).tolist() == [32, 32] and batch.cu_seqlens is None
 
 
 def test_both_arms_have_the_same_documents_and_labels(step):

@@ -56,7 +56,7 @@ def test_the_figures_of_an_arm():
     base = three("bf16", 100_000, [1.00, 1.04, 1.02])
     own = three("delayed", 130_000, [1.01, 1.05, 1.03])
     figures = variant_figures("delayed", own, base)
-    assert figures.tokens_per_s.value == pytest.approx(130_000, rel=0.01) and figures.num_steps_measured == 150
+    assert figures.tokens_per_s.value == pytest.approx(130_000, rel=0.01)
     assert 1.28 < figures.speedup.low < figures.speedup.value < figures.speedup.high < 1.32
     assert figures.peak_memory_gib == 37.0 and figures.energy_j_per_million_tokens == pytest.approx(6000 / 1.3)
     assert figures.loss_gap.mean == pytest.approx(0.01)
@@ -532,11 +532,8 @@ def test_long_runs_are_thinned_to_means_over_all_their_steps():
     run = made_up_run()
     steps = [{**run.steps[-1], "step": n, "tokens_per_s": 100.0 + n % 2} for n in range(1, 1501)]
     (curve,) = compare([dataclasses.replace(run, steps=steps, evaluations=[])]).curves
-    assert (
-        len(curve["step"]) == len(curve["tokens_per_s"]) == 500
-        and curve["step"][-1] == 1500
-        and curve["grouped_steps"] == 3
-    )
+    assert len(curve["step"]) == len(curve["tokens_per_s"]) == 500 and curve["step"][:2] == [3, 6]
+    assert curve["step"][-1] == 1500
     assert {round(value, 4) for value in curve["tokens_per_s"]} == {100.3333, 100.6667}
 
 

@@ -146,11 +146,6 @@ def test_peak_in_the_optimizers_step():
     assert kinds["activations"] == 0 and kinds["other"] == 15
 
 
-def test_one_mark_is_no_step():
-    with pytest.raises(ValueError, match="two marks"):
-        divide_peak([mark("forward", 1)])
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("packing", [False, True])
 def test_probe_and_recorder_on_a_real_step(tiny_model, packing, checkpointing):

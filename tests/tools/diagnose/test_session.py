@@ -53,7 +53,7 @@ def diagnosed(tiny_model, monkeypatch):
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * GIB)
         config = parse_config(["--model_name", tiny_model, "--max_seq_length", "64", "--batch_size", "2", *options])
         parts = session._Session(config, torch.device("cpu"))
-        return parts.diagnose(CEILINGS, 2, trace), parts.training.loop.step
+        return parts.diagnose(CEILINGS, trace), parts.training.loop.step
 
     return run
 
@@ -63,7 +63,8 @@ def test_a_bf16_run(diagnosed, tmp_path):
         "--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", trace=tmp_path / "trace.json"
     )
     assert found["exit_code"] == 0 and found["problems"] == []
-    assert steps == 2 + session.NUM_TIMED_STEPS + session.NUM_MEMORY_STEPS + 3  # the operands, the memory, the kernels
+    unwatched = session.NUM_WARMUP_STEPS + session.NUM_TIMED_STEPS + session.NUM_MEMORY_STEPS
+    assert steps == unwatched + 3  # the operands, the memory, the kernels
     assert (tmp_path / "trace.json").exists()
     assert [(group["module"], group["layers"]) for group in found["layers"]][::7] == [
         ("self_attn.q_proj", "0-1"),
@@ -124,4 +125,4 @@ def test_too_little_memory_is_a_sentence(tiny_model, monkeypatch):
         torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 80 * GIB})
     )
     with pytest.raises(session.UserError, match="2.0 of 80.0 GiB were in use.*--batch_size"):
-        session.diagnose(parse_config(["--model_name", tiny_model, "--max_seq_length", "64"]), 1)
+        session.diagnose(parse_config(["--model_name", tiny_model, "--max_seq_length", "64"]))

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.precision.plan import resolve_precision, torchao_needs
-from llm_fp8.tools.bench.workload import Workload, random_batch
 from llm_fp8.tools.gemm_rates import KnownRates, MeasuredRates
 from llm_fp8.tools.verify import attention, distributed, environment_rules, gpu, inputs, steps, versions
 from llm_fp8.tools.verify.cli import SHOWN_DETAILS, Record, exit_code, main, parse, print_rows
@@ -644,13 +643,6 @@ def test_what_the_probe_reads_and_runs():
     assert attention.mapped_libraries(Path("/proc/self/maps").read_text(), "libc.") or sys.platform != "linux"
     assert attention.layers_with_every_window((None, None)) == 1
     assert attention.layers_with_every_window((None, None, 24, 24)) == 3
-    work = Workload("Llama-3.2-1B", 2, 64, 1, 1)
-    batch = attention.padded(random_batch(work, 1024, 0), 2, 64)
-    assert (
-        batch.input_ids.shape == (2, 64)
-        and batch.attention_mask.sum(dim=1).tolist() == [32, 32]
-        and batch.cu_seqlens is None
-    )
 
 
 def test_cudnn(tmp_path):
