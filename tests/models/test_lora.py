@@ -495,6 +495,18 @@ def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter,
     assert not (tmp_path / "merged").exists() and not (tmp_path / "answers.json").exists()
 
 
+def test_an_adapter_finds_its_base_model_from_every_folder(tiny_model, rows, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "base").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    options = ["--model_name=models/base", f"--dataset_name={rows}", "--max_seq_length=128", "--validation_fraction=0"]
+    train(*options, "--max_steps=1", "--output_dir=run", *LORA)
+    monkeypatch.chdir(tmp_path / "run")
+    assert script("merge_adapter", "--adapter", "final", "--output", "merged") == 0
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained("final")
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "models" / "base")
+
+
 def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
     final = trained_adapter / "final"
     with pytest.raises(UserError, match="--model_name .*final holds a PEFT adapter and no model; .*merge_adapter.py"):
