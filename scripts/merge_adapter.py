@@ -11,6 +11,7 @@ It runs on the CPU and needs memory for the whole model. See docs/lora.md.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
     parser.add_argument(
-        "--base_model", help="hub id or folder of the base model (default: the one that the adapter names)"
+        "--base_model",
+        type=os.path.expanduser,
+        help="hub id or folder of the base model (default: the one that the adapter names)",
     )
     return parser.parse_args(argv)
 
