@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +27,7 @@ from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import build_model
 from llm_fp8.models.lora import require_peft
 from llm_fp8.models.source import is_adapter_folder, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.weights import open_weights
 from llm_fp8.train.exact_match import ExactMatchResult, answer_problems, encode_problems
 from llm_fp8.train.generate import check_positions, generation_dtype
 from llm_fp8.utils.errors import UserError, listed
@@ -215,20 +215,20 @@ def load_merged(
             f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path "
             "of adapter_config.json."
         )
+    with open_weights(weights, device) as tensors:
+        stored = set(tensors.keys())
+        unsound = [name for name in stored if not _is_sound(tensors.get_tensor(name))]
+    if unsound:
+        raise UserError(
+            f"{weights} holds whole numbers or values that are not finite in {listed(sorted(unsound))}; export it "
+            "again."
+        )
     try:
         with warnings.catch_warnings():
             # PEFT's use of transformers.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             # Its matrices become fp32, so that the sum is rounded once.
             adapted = PeftModel.from_pretrained(model, str(folder))
-        with safe_open(weights, framework="pt") as tensors:
-            stored = set(tensors.keys())
-            unsound = [name for name in stored if not _is_sound(tensors.get_tensor(name))]
-        if unsound:
-            raise UserError(
-                f"{weights} holds whole numbers or values that are not finite in {listed(sorted(unsound))}; export it "
-                "again."
-            )
         # PEFT leaves a missing tensor at its initial value and passes over one that no target_modules asks for.
         expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):

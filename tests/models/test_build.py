@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from llm_fp8.models.export import export_hf
 from llm_fp8.models.fp8_export import export_fp8
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import EMBEDDED_MODEL, check_model, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
@@ -82,6 +85,21 @@ def test_exported_files_can_be_read_by_those_who_can_read_the_folder(tmp_path, t
     export(tiny_model, tmp_path / "final")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()}
     assert set(modes.values()) == {(tmp_path / "final").stat().st_mode & 0o666}, modes
+
+
+def test_weights_that_this_user_may_not_read_are_named(tiny_model):
+    """Such as save_pretrained writes them: for their owner alone."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to other users
+        Path(folder).chmod(0o755)
+        path, user = Path(shutil.copy(Path(tiny_model) / "model.safetensors", folder)), os.geteuid()
+        path.chmod(0)
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(65534)
+            with pytest.raises(UserError, match=f"this user may not read {path}; change its permissions"):
+                StoredCheckpoint([path])
+        finally:
+            os.seteuid(user)
 
 
 def test_each_of_several_chat_templates_is_exported_and_can_be_read(tmp_path):
