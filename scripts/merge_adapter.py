@@ -17,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config.options import ModelConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 
 
@@ -46,8 +45,8 @@ def main() -> int:
     import torch
 
     from llm_fp8.models.export import export_hf
-    from llm_fp8.models.source import load_tokenizer, resolve_source, stored_dtype
-    from llm_fp8.tools.evaluate_checkpoint import base_of, load_merged
+    from llm_fp8.models.source import load_tokenizer, stored_dtype
+    from llm_fp8.tools.evaluate_checkpoint import base_of, load_merged, located
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
@@ -62,8 +61,8 @@ def main() -> int:
     base = options.base_model or named
     model = load_merged(options.adapter, base, torch.device("cpu"))
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    base_options = ModelConfig(model_name=base)
-    tokenizer, _ = load_tokenizer(base_options, resolve_source(base_options))
+    base_options, source, _ = located(options.adapter, base)
+    tokenizer, _ = load_tokenizer(base_options, source)
     dtype, advice = stored_dtype(model.config, default=torch.float32), "Make room, or give another --output."
     export_hf(model, tokenizer, options.output, dtype=dtype, card=card, advice=advice)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")
