@@ -11,12 +11,12 @@ It runs on the CPU and needs memory for the whole model. See docs/lora.md.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.config.options import ModelConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 
 
@@ -31,7 +31,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
     parser.add_argument(
-        "--base_model", help="hub id or folder of the base model (default: the one that the adapter names)"
+        "--base_model",
+        type=os.path.expanduser,
+        help="hub id or folder of the base model (default: the one that the adapter names)",
     )
     return parser.parse_args(argv)
 
@@ -43,8 +45,8 @@ def main() -> int:
     import torch
 
     from llm_fp8.models.export import export_hf
-    from llm_fp8.models.source import load_tokenizer, resolve_source, stored_dtype
-    from llm_fp8.tools.evaluate_checkpoint import base_of, load_merged
+    from llm_fp8.models.source import load_tokenizer, stored_dtype
+    from llm_fp8.tools.evaluate_checkpoint import base_of, load_merged, located
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
@@ -59,8 +61,8 @@ def main() -> int:
     base = options.base_model or named
     model = load_merged(options.adapter, base, torch.device("cpu"))
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    base_options = ModelConfig(model_name=base)
-    tokenizer, _ = load_tokenizer(base_options, resolve_source(base_options))
+    base_options, source, _ = located(options.adapter, base)
+    tokenizer, _ = load_tokenizer(base_options, source)
     dtype, advice = stored_dtype(model.config, default=torch.float32), "Make room, or give another --output."
     export_hf(model, tokenizer, options.output, dtype=dtype, card=card, advice=advice)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")

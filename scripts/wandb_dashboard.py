@@ -59,7 +59,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(prog=SCRIPT, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--entity", help="W&B user or team that owns the project (default: your own)")
-    parser.add_argument("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
+    parser.add_argument(
+        "--project", help=f"W&B project (default: {RunConfig.wandb_project}; with --offline the one of each run)"
+    )
     parser.add_argument("--group", help="show the runs of this W&B group only (default: all training runs)")
     parser.add_argument(
         "--name", default="fp8 comparison", help="name of the view; one that exists is updated (default: %(default)s)"
@@ -74,6 +76,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise UserError(f"--{name} is empty; give a value or leave it out.")
     if options.dry_run and options.offline:
         raise UserError("--dry_run has no effect with --offline, which contacts nobody anyway; drop one.")
+    if options.project is None and not options.offline:
+        options.project = RunConfig.wandb_project
     return options
 
 
@@ -157,7 +161,7 @@ def read_offline_run(*wandb_folders: Path) -> OfflineRun:
         wandb_folders,
         name=options.get("wandb_run_name") or _run_id(wandb_folders[0]),
         group=options.get("wandb_group") or output.resolve().name,
-        project=options.get("wandb_project") or "",
+        project=options.get("wandb_project") or RunConfig.wandb_project,
         labels=labels,
         history_keys=sorted({key for entry in history for key in entry}),
         figures={
@@ -177,13 +181,13 @@ def ending(summary: dict[str, Any] | None) -> str:
     return f"failed: {summary['failed']}" if summary.get("failed") else "yes"
 
 
-def sync_command(run: OfflineRun, entity: str | None, project: str) -> str:
+def sync_command(run: OfflineRun, entity: str | None, project: str | None) -> str:
     """The command that sends an offline run to W&B; the run's own project is taken unless another is asked for."""
     words = ["wandb", "sync"]
     if entity:
         words += ["--entity", entity]
-    if project != run.project:
-        words += ["--project", project]
+    if project not in (None, run.project):
+        words += ["--project", str(project)]
     return shlex.join([*words, *map(str, run.wandb_folders)])
 
 
@@ -222,11 +226,12 @@ def show_offline(options: argparse.Namespace) -> int:
     print("\nSend them to W&B, then lay out the dashboard:")
     for run in runs:
         print(f"  {sync_command(run, options.entity, options.project)}")
-    words = ["python", SCRIPT, "--project", options.project, "--name", options.name]
-    for name in ("entity", "group"):
-        if getattr(options, name):
-            words += [f"--{name}", getattr(options, name)]
-    print(f"  {shlex.join(words)}")
+    for project in dict.fromkeys(options.project or run.project for run in runs):
+        words = ["python", SCRIPT, "--project", project, "--name", options.name]
+        for name in ("entity", "group"):
+            if getattr(options, name):
+                words += [f"--{name}", getattr(options, name)]
+        print(f"  {shlex.join(words)}")
     return 0
 
 

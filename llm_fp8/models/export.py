@@ -153,7 +153,7 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for path in temporary.iterdir():  # safetensors writes files for their owner alone
+        for path in temporary.glob("*.safetensors"):  # which safetensors writes for their owner alone
             path.chmod(temporary.stat().st_mode & 0o666)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
@@ -101,9 +102,11 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
             del contents  # before the next file's are read
         filler.finish()
         before, after = (sum((place / path.name).stat().st_size for path in files) for place in (folder, temporary))
-        for path in folder.iterdir():
+        for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):
             if path.is_file() and path.suffix in _COPIED and path.name != WEIGHTS_INDEX:
-                shutil.copyfile(path, temporary / path.name)
+                copy = temporary / path.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         if len(files) > 1:
             whole = {"metadata": {"total_size": after}, "weight_map": index}
             (temporary / WEIGHTS_INDEX).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,11 @@ class StoredCheckpoint:
 
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
-    """A safetensors file whose tensors are read to `device`; raises `UserError` where it is truncated."""
+    """A safetensors file whose tensors are read to `device`; raises `UserError` where it may not be read or is
+    truncated.
+    """
+    if not os.access(path, os.R_OK, effective_ids=True):  # `safe_open` would say that there is no such file
+        raise UserError(f"this user may not read {path}; change its permissions.")
     try:
         with safe_open(path, framework="pt", device=str(device)) as tensors:
             yield tensors

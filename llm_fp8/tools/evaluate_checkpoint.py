@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig, RunConfig
 from llm_fp8.config.validation import check_options
@@ -27,7 +26,15 @@ from llm_fp8.data import prepare_data
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import build_model
 from llm_fp8.models.lora import require_peft
-from llm_fp8.models.source import is_adapter_folder, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.source import (
+    ModelSource,
+    is_adapter_folder,
+    load_config,
+    load_tokenizer,
+    resolve_source,
+    stored_dtype,
+)
+from llm_fp8.models.weights import open_weights
 from llm_fp8.train.exact_match import ExactMatchResult, answer_problems, encode_problems
 from llm_fp8.train.generate import check_positions, generation_dtype
 from llm_fp8.utils.errors import UserError, listed
@@ -46,11 +53,14 @@ _DESCRIBED_BY = {
     "validation_split_name": ("validation_fraction",),
 }
 """Option -> the recorded ones that another value of it makes meaningless."""
-_RECORDED: dict[str, Any] = {"config": dict, "config.data": dict} | {
+_RECORDED: dict[str, Any] = {
+    **dict.fromkeys(("config", "config.data", "config.model"), dict),
+    "config.model.weights_cache_dir": str | None,
+} | {
     f"config.data.{name}": (str if get_origin(hint) is Literal else hint) | None
     for name, hint in get_type_hints(DataConfig).items()
 }
-"""The data options in run.json; a run of an earlier version may lack some."""
+"""The options in run.json that are used here; a run of an earlier version may lack some."""
 
 
 def run_of(model: str | Path) -> Path | None:
@@ -64,7 +74,7 @@ def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
     another dataset or split to train or to evaluate on, the recorded options that describe the former are left out.
     """
     known = {field.name for field in dataclasses.fields(DataConfig)}
-    options = {name: value for name, value in _recorded(model).items() if name in known}
+    options = {name: value for name, value in _recorded(model, "data").items() if name in known}
     for name, of_it in _DESCRIBED_BY.items():
         if name in changes and changes[name] != options.get(name):
             options = {other: value for other, value in options.items() if other not in of_it}
@@ -72,16 +82,37 @@ def data_options(model: str | Path, changes: Mapping[str, Any]) -> DataConfig:
     return DataConfig(**{**options, **changes, "batch_size": 1, "packing": False, "streaming": False})
 
 
-def _recorded(model: str | Path) -> dict[str, Any]:
-    """The data options in the run.json of the run that exported `model`; empty for a model from elsewhere."""
+def _recorded(model: str | Path, section: str) -> dict[str, Any]:
+    """A section of options in the run.json of the run that exported `model`; empty for a model from elsewhere."""
     run = run_of(model)
     if run is None:
         return {}
     content = read_json(run / "run.json", {"resumes": list | None, "resumes.*": dict})
     last = [content, *(content.get("resumes") or [])][-1]
     require_entries(f"{run / 'run.json'}", last, _RECORDED)
-    recorded: dict[str, Any] = last["config"]["data"]
+    recorded: dict[str, Any] = last["config"][section]
     return recorded
+
+
+def located(folder: str | Path, base: str | None) -> tuple[ModelConfig, ModelSource, PretrainedConfig]:
+    """The model in `folder`, or the `base` model of the adapter there: its options, place and config. A hub id is
+    looked for in the weights cache of the run that made `folder`.
+
+    Raises `UserError` where there is none, which names `folder` for a base model.
+    """
+    cache = _recorded(folder, "model").get("weights_cache_dir")
+    options = ModelConfig(model_name=base or str(folder), weights_cache_dir=cache)
+    try:
+        source = resolve_source(options)
+        return options, source, load_config(options, source)
+    except UserError as error:
+        if base is None:
+            raise
+        words = str(error).replace("--model_name ", "").rstrip(".")
+        raise UserError(
+            f"{folder}: its base model cannot be loaded ({words}); write another place of it into "
+            "base_model_name_or_path of adapter_config.json, or give it to scripts/merge_adapter.py with --base_model."
+        ) from error
 
 
 def _refuse_run_folder(folder: str | Path) -> None:
@@ -121,9 +152,8 @@ def evaluate_exact_match_folder(
     Raises `UserError` on a model, dataset or option that cannot be used, and where the GPU's memory is not enough.
     """
     base = base_of(folder)
-    options = ModelConfig(model_name=base or str(folder))
     _refuse_run_folder(folder)
-    source = resolve_source(options)
+    options, source, hf_config = located(folder, base)
     if source.architecture_only:
         raise UserError(
             f"--model_name {folder} has no weights that could be evaluated; give a folder with a trained model."
@@ -135,9 +165,8 @@ def evaluate_exact_match_folder(
         run=RunConfig(eval_exact_match=num_problems, eval_max_new_tokens=max_new_tokens),
     )
     check_options(config)
-    hf_config = load_config(options, source)
     tokenizer, _ = load_tokenizer(options, source)
-    data = prepare_data(config, tokenizer, of_a_stream=_recorded(folder).get("streaming", False))
+    data = prepare_data(config, tokenizer, of_a_stream=_recorded(folder, "data").get("streaming", False))
     say(data.description)
     if not data.problems:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
@@ -194,16 +223,7 @@ def load_merged(
     weights = Path(folder) / "adapter_model.safetensors"
     if not weights.is_file():  # PEFT would take a pickle in its place
         raise UserError(f"{folder} has no {weights.name}, so there is no adapter to add; export it again.")
-    options = ModelConfig(model_name=base)
-    try:
-        source = resolve_source(options)
-        hf_config = load_config(options, source)
-    except UserError as error:
-        words = str(error).replace("--model_name ", "").rstrip(".")
-        raise UserError(
-            f"{folder}: its base model cannot be loaded ({words}); write another place of it into "
-            "base_model_name_or_path of adapter_config.json, or give it to scripts/merge_adapter.py with --base_model."
-        ) from error
+    options, source, hf_config = located(folder, base)
     dtype = dtype or stored_dtype(hf_config, default=torch.float32)
     model, loaded = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if not loaded:
@@ -211,20 +231,20 @@ def load_merged(
             f"{folder}: its base model {base} has no weights; put the trained one's name into base_model_name_or_path "
             "of adapter_config.json."
         )
+    with open_weights(weights, device) as tensors:
+        stored = set(tensors.keys())
+        unsound = [name for name in stored if not _is_sound(tensors.get_tensor(name))]
+    if unsound:
+        raise UserError(
+            f"{weights} holds whole numbers or values that are not finite in {listed(sorted(unsound))}; export it "
+            "again."
+        )
     try:
         with warnings.catch_warnings():
             # PEFT's use of transformers.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             # Its matrices become fp32, so that the sum is rounded once.
             adapted = PeftModel.from_pretrained(model, str(folder))
-        with safe_open(weights, framework="pt") as tensors:
-            stored = set(tensors.keys())
-            unsound = [name for name in stored if not _is_sound(tensors.get_tensor(name))]
-        if unsound:
-            raise UserError(
-                f"{weights} holds whole numbers or values that are not finite in {listed(sorted(unsound))}; export it "
-                "again."
-            )
         # PEFT leaves a missing tensor at its initial value and passes over one that no target_modules asks for.
         expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         for words, names in (("lacks", expected - stored), ("holds, unlike the model,", stored - expected)):

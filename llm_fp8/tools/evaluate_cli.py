@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from llm_fp8.config.options import DataConfig, RunConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import write_json_atomic
 
-DATA_OPTIONS: dict[str, type] = {
+DATA_OPTIONS: dict[str, Callable[[str], str | int | float]] = {
     "dataset_name": str,
     "dataset_config": str,
     "dataset_weights": str,
@@ -28,7 +30,7 @@ DATA_OPTIONS: dict[str, type] = {
     "validation_fraction": float,
     "num_of_samples": int,
     "max_seq_length": int,
-    "data_cache_dir": str,
+    "data_cache_dir": os.path.expanduser,
 }
 """Options of the training scripts that decide which problems are held out."""
 
@@ -37,7 +39,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--model_name", "--model", required=True, help="exported folder, other Hugging Face folder, or hub id"
+        "--model_name",
+        "--model",
+        type=os.path.expanduser,
+        required=True,
+        help="exported folder, other Hugging Face folder, or hub id",
     )
     help_texts = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
     for name, kind in DATA_OPTIONS.items():
@@ -57,7 +63,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="problems answered at a time (default: 64 to 1,024, as many as 8 GiB hold caches for)",
     )
     parser.add_argument(
-        "--output", help="JSON file to write (default: exact_match.json in the folder of the model's run)"
+        "--output",
+        type=Path,
+        help="JSON file to write (default: in the folder of the model's run, exact_match.json for final/ and "
+        "exact_match_NAME.json for another NAME/)",
     )
     options = parser.parse_args(argv)
     for name in ("num_problems", "max_new_tokens", "batch_size"):
@@ -71,10 +80,12 @@ def output_file(options: argparse.Namespace) -> Path | None:
     """Where the JSON goes, which can be written to; None for nowhere."""
     from llm_fp8.tools.evaluate_checkpoint import run_of
 
-    run = run_of(options.model_name)
-    if options.output is None and run is None:
-        return None
-    path = Path(options.output) if options.output is not None else run / "exact_match.json"  # type: ignore[operator]
+    path: Path | None = options.output
+    if path is None:
+        run, name = run_of(options.model_name), Path(options.model_name).resolve().name
+        if run is None:
+            return None
+        path = run / ("exact_match.json" if name == "final" else f"exact_match_{name}.json")
     if path.is_dir():
         raise UserError(f"--output {path} is a folder; give a file.")
     try:  # now, not when the answers are there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -189,7 +190,8 @@ def export_final(
         "is_main": plan.accelerator.is_main_process,
     }
     if exports_adapter(setup):
-        base_model = plan.source.location
+        # PEFT would look for a relative path from wherever it is started, and then for a hub id of that name.
+        base_model = os.path.abspath(plan.source.location) if plan.source.is_local else plan.source.location
         export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
     else:
         export_hf(setup.model, tokenizer, folder, dtype=plan.export_dtype, **shared)

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llm_fp8.utils.ranks import first_to_say
 
@@ -81,6 +81,11 @@ class OneSentenceParser(argparse.ArgumentParser):
     """The option that lists all of them."""
     origin = ""
     """Begins an error about words that are not from the command line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The shell replaces no `~` behind `=`, and a folder of that name would be made.
+        self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, once for all processes of a launch, with what was probably meant, and exit."""

@@ -12,7 +12,11 @@ from transformers import TrainingArguments
 
 from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, Config
 from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.tools import evaluate_cli, export_fp8
+from llm_fp8.tools.compare import cli as compare_cli
+from llm_fp8.tools.predict import cli as predict_cli
 from llm_fp8.utils.errors import UserError
+from scripts import merge_adapter
 from tests.support.documented_commands import COMMANDS, config_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -423,3 +427,18 @@ def test_a_tilde_is_the_home_folder_where_no_shell_replaced_it(tmp_path, monkeyp
     assert [options[name] for name in ("model_name", "data_cache_dir", "output_dir", "resume_from")] == [
         f"{tmp_path}/{name}" for name in ("model", "cache", "run", "run/checkpoints/x")
     ]
+
+
+def test_so_it_is_in_the_programs_around_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    exporting = export_fp8.parse([str(tmp_path), "--output=~/fp8"])
+    merging = merge_adapter.parse(["--adapter=~/lora", "--output=~/merged", "--base_model=~/base"])
+    evaluating = evaluate_cli.parse(["--model=~/final", "--output=~/answers.json", "--data_cache_dir=~/cache"])
+    comparing = compare_cli.parse(["--runs", "~/one", "--output=~/page"])
+    found = [
+        *(exporting.output, merging.adapter, merging.output, merging.base_model, *comparing.runs, comparing.output),
+        *(evaluating.model_name, evaluating.output, evaluating.data_cache_dir),
+        predict_cli.parse(["--model_name=~/model"]).model_name,
+    ]
+    names = "fp8 lora merged base one page final answers.json cache model".split()
+    assert list(map(str, found)) == [f"{tmp_path}/{name}" for name in names]

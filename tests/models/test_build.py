@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,10 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.build import build_model, build_structure, decoder_layers, decoder_size
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.fp8_export import export_fp8
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import EMBEDDED_MODEL, check_model, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.tools.evaluate_checkpoint import evaluate_exact_match_folder
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
@@ -81,6 +85,35 @@ def test_exported_files_can_be_read_by_those_who_can_read_the_folder(tmp_path, t
     export(tiny_model, tmp_path / "final")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()}
     assert set(modes.values()) == {(tmp_path / "final").stat().st_mode & 0o666}, modes
+
+
+def test_weights_that_this_user_may_not_read_are_named(tiny_model):
+    """Such as save_pretrained writes them: for their owner alone."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to other users
+        Path(folder).chmod(0o755)
+        path, user = Path(shutil.copy(Path(tiny_model) / "model.safetensors", folder)), os.geteuid()
+        path.chmod(0)
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(65534)
+            with pytest.raises(UserError, match=f"this user may not read {path}; change its permissions"):
+                StoredCheckpoint([path])
+        finally:
+            os.seteuid(user)
+
+
+def test_each_of_several_chat_templates_is_exported_and_can_be_read(tmp_path):
+    source, final = write_model(tmp_path / "source"), tmp_path / "final"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}{{ messages[0].content }}"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    export(source, final)
+    for folder in (path for path in final.rglob("*") if path.is_dir()):
+        assert folder.stat().st_mode == final.stat().st_mode, f"nobody but root can enter {folder.name}"
+    export_fp8(final, tmp_path / "fp8")
+    for folder in (final, tmp_path / "fp8"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == templates
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])

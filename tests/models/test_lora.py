@@ -495,6 +495,30 @@ def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter,
     assert not (tmp_path / "merged").exists() and not (tmp_path / "answers.json").exists()
 
 
+def test_an_adapter_finds_its_base_model_from_every_folder(tiny_model, rows, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "base").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    options = ["--model_name=models/base", f"--dataset_name={rows}", "--max_seq_length=128", "--validation_fraction=0"]
+    train(*options, "--max_steps=1", "--output_dir=run", *LORA)
+    monkeypatch.chdir(tmp_path / "run")
+    assert script("merge_adapter", "--adapter", "final", "--output", "merged") == 0
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained("final")
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "models" / "base")
+
+
+def test_a_base_model_of_the_hub_is_found_in_the_cache_of_the_run(tiny_model, rows, tmp_path):
+    cached = tmp_path / "cache" / "models--owner--base"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(tiny_model, cached / "snapshots" / ("a" * 40))
+    options = [f"--dataset_name={rows}", "--max_seq_length=256", "--max_steps=1", f"--output_dir={tmp_path / 'run'}"]
+    train("--model_name=owner/base", f"--weights_cache_dir={tmp_path / 'cache'}", *options, *LORA)
+    final = tmp_path / "run" / "final"
+    assert script("merge_adapter", "--adapter", final, "--output", tmp_path / "merged") == 0
+    assert script("evaluate", f"--model={final}", "--num_problems=1", "--max_new_tokens=4") == 0
+
+
 def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
     final = trained_adapter / "final"
     with pytest.raises(UserError, match="--model_name .*final holds a PEFT adapter and no model; .*merge_adapter.py"):
@@ -516,6 +540,8 @@ def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_mod
         UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"
     ):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
+    with pytest.raises(UserError, match=r"copied: its base model cannot be loaded \(/no/such: no such folder\)"):
+        script("evaluate", "--model_name", copied)
     (copied / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter_config.json does not say which model"):
         script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")

@@ -204,6 +204,22 @@ def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     assert f"  wandb sync {kept}\n" in capsys.readouterr().out, "the run knows its project"
 
 
+def test_an_offline_run_is_sent_to_its_own_project_unless_another_is_given(
+    offline_folder: Path, tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(offline_folder, tmp_path / "one")
+    shutil.copytree(offline_folder, tmp_path / "two")
+    (kept,) = (tmp_path / "two").glob("wandb/offline-run-*")
+    kept.rename(kept.with_name(f"{kept.name}2"))
+    record = (tmp_path / "two" / "run.json").read_text()
+    (tmp_path / "two" / "run.json").write_text(record.replace('"a-project"', '"b-project"'))
+    assert call("--offline", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("  wandb sync ") == 2 and "sync --project" not in shown
+    for project in ("a-project", "b-project"):
+        assert f"  python scripts/wandb_dashboard.py --project {project} --name 'fp8 comparison'\n" in shown
+
+
 def test_a_resumed_offline_run_is_listed_once_and_sent_with_all_its_parts(
     tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,19 @@ def test_the_exported_folder_gives_the_same_answers(run, monkeypatch, capsys):
     assert written["wilson_95"] == pytest.approx([0.2307, 0.8824], abs=1e-4)
     assert "9 problems were asked for, and 5 are held out" in printed
     assert "exact match: 60.0% (3 of 5; 95% interval 23.1% to 88.2%)" in printed
+
+
+def test_another_model_beside_the_exported_one_has_answers_of_its_own(run, monkeypatch):
+    """As its fp8 export, or an adapter merged."""
+    of_final = run / "exact_match.json"
+    of_final.write_text("as before")
+    shutil.copytree(run / "final", run / "final-fp8")
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate.py", f"--model={run / 'final-fp8'}", "--num_problems=2", "--max_new_tokens=4"]
+    )
+    assert evaluate.main() == 0
+    assert of_final.read_text() == "as before"
+    assert json.loads((run / "exact_match_final-fp8.json").read_text())["model"] == str(run / "final-fp8")
 
 
 def test_training_does_not_feel_the_evaluation(run, memorised, dataset, tmp_path):

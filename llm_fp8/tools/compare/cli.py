@@ -39,7 +39,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--train", metavar="OPTIONS", help="train: options of the training script that all runs share, in quotes"
     )
-    parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="read the output folders of finished runs")
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", metavar="FOLDER", help="read the output folders of finished runs"
+    )
     parser.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     parser.add_argument("--arms", help=f"with --train: comma-separated, of {', '.join(variants())} (default: bf16,fp8)")
     parser.add_argument("--seeds", type=int, help="with --train: runs of each, with seeds 1, 2, ... (default: 3)")
@@ -62,7 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"nats of eval loss by which a variant may be worse and still pass for as good (default {QUALITY_MARGIN})",
     )
     parser.add_argument(
-        "--output", help="folder for the results (default: with --train runs/compare-*, else comparison)"
+        "--output", type=Path, help="folder for the results (default: with --train runs/compare-*, else comparison)"
     )
     # argparse takes a single word of options ('--use_te') for an option of its own unless it is joined to --train.
     words = list(argv)
@@ -83,8 +85,8 @@ def check(options: argparse.Namespace) -> None:
                 "give --train OPTIONS to train the variants, --runs or --wandb to compare runs that exist, or run "
                 f"{scripts} first, whose runs are compared where nothing is named."
             )
-        options.runs = [str(folder) for folder in PAIR]
-        options.output = options.output or str(PAIR[0].with_name("compare_train"))
+        options.runs = list(PAIR)
+        options.output = options.output or PAIR[0].with_name("compare_train")
     if options.train is not None and (options.runs or options.wandb):
         raise UserError("--train trains the runs that it compares; give it without --runs and --wandb.")
     if options.train is None:
@@ -154,15 +156,15 @@ def main() -> int:
     check(options)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if options.train is not None:
-        folder = Path(options.output) if options.output else default_folder(options.train, options.num_gpus or 1)
+        folder = options.output or default_folder(options.train, options.num_gpus or 1)
         try:
             records, failures, overlaps = trained(options, folder, console)
         except Interrupted as signal_name:
             console.print(f"stopped by {signal_name}; the same command again goes on from here")
             return exit_code(str(signal_name))
     else:
-        folder = Path(options.output or "comparison")
-        records = [read_run_folder(Path(run)) for run in options.runs or []] + [
+        folder = options.output or Path("comparison")
+        records = [read_run_folder(run) for run in options.runs or []] + [
             read_wandb(run) for run in options.wandb or []
         ]
         failures, overlaps = [], []

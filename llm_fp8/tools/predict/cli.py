@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
         "--model_name",
+        type=os.path.expanduser,
         required=True,
         help=f"hub id, local folder, or a bundled one: {', '.join(bundled_architectures())}",
     )
