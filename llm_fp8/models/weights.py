@@ -164,7 +164,7 @@ def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file whose tensors are read to `device`; raises `UserError` where it may not be read or is
     truncated.
     """
-    if not os.access(path, os.R_OK, effective_ids=True):  # `safe_open` would say that there is no such file
+    if path.exists() and not os.access(path, os.R_OK, effective_ids=True):  # `safe_open` says that it does not exist
         raise UserError(f"this user may not read {path}; change its permissions.")
     try:
         with safe_open(path, framework="pt", device=str(device)) as tensors:
