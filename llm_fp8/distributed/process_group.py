@@ -6,7 +6,7 @@ import datetime
 import os
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,15 @@ def largest(value: int) -> int:
     tensor = torch.tensor([value])
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor.item())
+
+
+def gathered(value: T) -> list[T]:
+    """`value` of every rank, in their order. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # on the CPU, which every group of `start_process_group` has
+    return values
 
 
 def decided_by_main(decide: Callable[[], T]) -> T:
