@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import exit_code, run_ranks, start_ranks
+from tests.support.processes import exit_code, run_ranks, start_ranks, start_training
 from tests.support.small import steps
 
 OPTIONS = (
@@ -62,6 +62,18 @@ def test_processes_of_no_launcher_take_one_default_folder(tmp_path, tiny_model, 
     names = {path.name for path in folder.glob("checkpoints/step-00000002/*.distcp")}
     assert names == {"__0_0.distcp", "__1_0.distcp"}
     assert len(steps(folder)) == 2
+
+
+@pytest.mark.parametrize("left_over", [{"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}])
+def test_a_launchers_variables_that_are_left_over_do_not_stop_a_single_process(
+    tmp_path, tiny_model, rows, monkeypatch, left_over
+):
+    for name, value in left_over.items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "log"
+    single = [option for option in OPTIONS if not option.startswith("--sharding_mode")]
+    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={tmp_path / 'run'}", *single]
+    assert exit_code(start_training(log, *options)) == 0, log.read_text()
 
 
 def work_elsewhere(folder: Path) -> None:
