@@ -197,6 +197,8 @@ def launch_ranks(environ: Mapping[str, str]) -> LaunchRanks:
     """What a launcher's variables say; `UserError` where they are not of one."""
     numbers = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     wrong = [f"{name}={environ[name]}" for name in numbers if not environ.get(name, "0").isdecimal()]
+    if not wrong and int(environ.get("MASTER_PORT", "0")) > 65535:
+        wrong = [f"MASTER_PORT={environ['MASTER_PORT']}"]
     ranks = None if wrong else LaunchRanks.from_environment(environ)
     if ranks is None or ranks.rank >= ranks.world_size or int(environ.get("LOCAL_RANK", "0")) >= ranks.world_size:
         found = wrong or [f"{name}={environ[name]}" for name in numbers if name in environ]
@@ -206,8 +208,14 @@ def launch_ranks(environ: Mapping[str, str]) -> LaunchRanks:
     return ranks
 
 
-def require_single_process(environ: Mapping[str, str]) -> None:
-    """Raise `UserError` where the launcher asks for more than the one process and device of train_fp8.py."""
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for each process."""
+
+
+def require_single_process(environ: MutableMapping[str, str]) -> None:
+    """Raise `UserError` where the launcher asks for more than the one process and device of train_fp8.py. A launcher's
+    variables that are left over, so not all of them, are removed: with them Accelerate would look for a process group.
+    """
     num_processes = launch_ranks(environ).world_size
     if num_processes > 1:
         raise UserError(
@@ -217,12 +225,14 @@ def require_single_process(environ: Mapping[str, str]) -> None:
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_on(environ.get(f"ACCELERATE_USE_{name}", "false"), f"use_{name.lower()}"):
             raise UserError(f"{_SOURCE} asks for {name}; take it out for train_fp8.py, or start train_multi_gpu.py.")
+    if not environ.keys() >= set(_LAUNCHED):
+        for name in _LAUNCHED:
+            environ.pop(name, None)
 
 
 def require_launched(environ: Mapping[str, str]) -> None:
     """Raise `UserError` where variables that torchrun sets for a process of train_multi_gpu.py are missing."""
-    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in environ]
+    missing = [name for name in _LAUNCHED if name not in environ]
     command = "torchrun --nproc_per_node=NUMBER_OF_GPUS train_multi_gpu.py ..."
     launch_ranks(environ)
     if "WORLD_SIZE" in missing:

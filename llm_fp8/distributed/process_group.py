@@ -6,7 +6,7 @@ import datetime
 import os
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,22 @@ _LOST_PEER = re.compile(
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch, if there is a launcher and it is not done already."""
+    """Join the other processes of the launch, if there is a launcher and it is not done already. `UserError` where
+    there is no GPU for this process, or the others do not come.
+    """
     if not ranks.launched or dist.is_initialized():
         return
     end_with_parent()
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise UserError(
+                f"there is no GPU for LOCAL_RANK {local_rank}: this process sees {num_gpus}, counted from 0; start as "
+                f"many processes on a host as it has GPUs (torchrun --nproc_per_node={num_gpus}, accelerate launch "
+                "--num_processes), or make more of them visible (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-node)."
+            )
+        torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     if ranks.world_size == 1:
         dist.init_process_group(backend, timeout=TIMEOUT)
@@ -88,6 +97,15 @@ def largest(value: int) -> int:
     tensor = torch.tensor([value])
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor.item())
+
+
+def gathered(value: T) -> list[T]:
+    """`value` of every rank, in their order. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # on the CPU, which every group of `start_process_group` has
+    return values
 
 
 def decided_by_main(decide: Callable[[], T]) -> T:

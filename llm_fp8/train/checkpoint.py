@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.utils.errors import UserError, existing_part, reason_not_written
+from llm_fp8.utils.errors import UserError, existing_part, listed, reason_not_written
 from llm_fp8.utils.json_files import read_json, read_text, require_entries
 from llm_fp8.utils.torch_internals import sharded_like
 
@@ -424,6 +424,12 @@ def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    written = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
+    if missing := sorted(name for name in written if not (folder / name).is_file()):
+        raise UserError(
+            f"The checkpoint in {folder} lacks {listed(missing)}, which another process wrote: --output_dir must be "
+            "one folder for all hosts, on a file system that they share and at the same path."
+        )
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
     tensors = {

@@ -44,7 +44,7 @@ from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.hub import prepare_hub_repo, upload_final
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
 from llm_fp8.train.prediction import Predictor
-from llm_fp8.train.run_dir import check_free_space, is_finished, refuse_finished, run_lock, with_output_dir
+from llm_fp8.train.run_dir import as_one_run, check_free_space, is_finished, refuse_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
     Progress,
     RunResults,
@@ -105,8 +105,9 @@ def run_training(
     if ranks.rank == 0:
         for sentence in idle_fp8_keys:
             print(f"WARNING: {sentence}", flush=True)
-    config = with_output_dir(config, ranks)
+    asked, config = config, with_output_dir(config, ranks)
     start_process_group(ranks)
+    config = as_one_run(asked, config)
     plan = plan_run(config, ranks, settle=None if predictor is None else predictor.settle)
     config = plan.config
     phase_ends("devices")

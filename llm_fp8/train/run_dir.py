@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.config.options import Config
+from llm_fp8.distributed.process_group import decided_by_main, gathered
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.step_stats import RESUMES
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
@@ -26,6 +27,9 @@ LOCK = ".lock"
 """Held by the main process for as long as it trains; the file stays."""
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
+
+HOST_OPTIONS = ("weights_cache_dir", "data_cache_dir", "preprocessing_workers")
+"""What the processes of a run may be told differently."""
 
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
@@ -53,6 +57,23 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
         return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
     _refuse_other_run(config)
     return config
+
+
+def as_one_run(asked: Config, config: Config) -> Config:
+    """`config` with the main process's output folder; `UserError`, on every rank, where processes were `asked` for
+    other options than the main one. Of the hosts' own business are `HOST_OPTIONS`. Collective.
+    """
+    every = gathered({name: value for section in asked.to_dict().values() for name, value in section.items()})
+    for rank, options in enumerate(every):
+        for name in options:
+            if name not in HOST_OPTIONS and options[name] != every[0][name]:
+                raise UserError(
+                    f"rank {rank} was started with --{name} {options[name]}, and rank 0 with --{name} "
+                    f"{every[0][name]}; start all processes with the same options (command line, --config and "
+                    "launcher's file)."
+                )
+    # Without a launcher's store each process named its own.
+    return _with_run(config, output_dir=decided_by_main(lambda: config.run.output_dir))
 
 
 def _with_run(config: Config, **changes: str | None) -> Config:

@@ -56,3 +56,31 @@ def test_what_the_second_process_does(second, warm_python):
     else:
         assert ranks[0].returncode == 2, error
         assert error.splitlines()[-1].startswith("error: rank 0 did not meet all other processes of this run in 4 s")
+
+
+NO_GPU_FOR_ALL = """
+import os
+import torch
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.ranks import LaunchRanks
+
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 2
+run_script(lambda: start_process_group(LaunchRanks.from_environment(os.environ)))
+"""
+
+
+def test_more_processes_than_gpus(warm_python):
+    """One line, before the others are waited for."""
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "RANK": "2"}
+    ended = subprocess.run(
+        [warm_python, "-c", NO_GPU_FOR_ALL],
+        env=environment(**launch, LOCAL_RANK="2"),
+        capture_output=True,
+        text=True,
+        timeout=45,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("error: there is no GPU for LOCAL_RANK 2: this process sees 2")
+    assert "Traceback" not in ended.stderr

@@ -94,6 +94,7 @@ def test_a_config_that_cannot_be_meant_is_named(good_files, tmp_path, entry, val
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
         ({"MASTER_PORT": ""}, "MASTER_PORT="),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
     ],
 )
 def test_variables_that_no_launcher_sets_are_named(environ, named):

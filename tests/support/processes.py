@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,10 +61,14 @@ def free_port() -> int:
 
 
 def start_ranks(
-    num_ranks: int, log: Path, *options: object, first: Callable[[], None] | None = None
+    num_ranks: int,
+    log: Path,
+    *options: object,
+    first: Callable[[], None] | None = None,
+    of_last: Sequence[object] = (),
 ) -> list[BaseProcess]:
     """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
-    `first` before it trains.
+    `first` before it trains. `of_last` are options of the last one only.
     """
     launch = {
         "MASTER_ADDR": "127.0.0.1",
@@ -73,7 +77,8 @@ def start_ranks(
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
     ranks = [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    return [_start(log, options, environment, first) for environment in ranks]
+    own = [options] * (num_ranks - 1) + [(*options, *of_last)]
+    return [_start(log, given, environment, first) for given, environment in zip(own, ranks, strict=True)]
 
 
 def run_ranks(num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None) -> str:
