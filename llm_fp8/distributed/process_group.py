@@ -129,10 +129,7 @@ def smallest_gpu_gib(device: torch.device) -> float | None:
     """Memory of the smallest GPU of the launch; None on CPUs. Collective."""
     if device.type != "cuda":
         return None
-    total = torch.tensor([torch.cuda.get_device_properties(device).total_memory / 2**30], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total, dist.ReduceOp.MIN)
-    return float(total)
+    return min(gathered(torch.cuda.get_device_properties(device).total_memory / 2**30))
 
 
 def is_loss_of_a_peer(error: BaseException) -> bool:
