@@ -121,7 +121,7 @@ def test_one_command_compares_the_8b_pair(options, num_runs, optimizer, stand_in
     words = words_of("compare_llama_8b", stand_in, *options)
     assert words[0] == str(SCRIPTS / "compare_performance.py")
     parsed = cli.parse(words[1:])
-    assert (parsed.arms, parsed.output) == ("bf16,fp8", str(ROOT / "runs" / "compare_llama_8b"))
+    assert (parsed.arms, parsed.output) == ("bf16,fp8", ROOT / "runs" / "compare_llama_8b")
     plan = plan_runs(parsed.train, parsed.arms.split(","), range(1, parsed.seeds + 1), 1, tmp_path)
     assert len(plan.runs) == num_runs
     for run in plan.runs:
