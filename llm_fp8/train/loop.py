@@ -242,6 +242,11 @@ class TrainingLoop:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
 
     @property
+    def stopped_early(self) -> bool:
+        """Whether evaluations ended the run before its last step; the evaluation behind that one ends nothing."""
+        return self.step < self.options.total_steps and self.history.stops_early
+
+    @property
     def is_complete(self) -> bool:
         """Whether no step is left to take."""
         return self.step >= self.options.total_steps or self.history.stops_early
