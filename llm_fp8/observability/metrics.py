@@ -38,13 +38,13 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "step": Metric("steps", "Optimizer steps taken, this one included; counted on from the checkpoint after a resume."),
-    "epoch": Metric("epochs", "Passes over the training rows, as a fraction."),
+    "epoch": Metric("epochs", "Passes over the training rows, as a fraction; whole ones when streaming."),
     "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
     "loss": Metric(
         "nats/token", "Cross entropy averaged over the supervised tokens of the step, all micro-batches and GPUs."
     ),
     "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
-    "learning_rate": Metric("-", "Learning rate with which the step was taken."),
+    "learning_rate": Metric("-", "Learning rate of the step."),
     "step_time_s": Metric("s", "Wall time of the optimizer step, loading of its data included."),
     "tokens_per_s": Metric("tokens/s", "All positions of the step, padding included, over its time, on all GPUs."),
     "tokens_per_s_per_gpu": Metric("tokens/s", "The same for one GPU."),
@@ -59,9 +59,9 @@ METRICS: dict[str, Metric] = {
     "fp8_linear_flop_share": Metric(
         "share", "Share of the linear layers' FLOPs that the fp8 recipe covers; 0 in a bf16 run."
     ),
-    "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since the run began."),
+    "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since this process began."),
     "peak_reserved_memory_gib": Metric(
-        "GiB", "Most memory that PyTorch's allocator took from the first GPU since the run began."
+        "GiB", "Most memory that PyTorch's allocator took from the first GPU since this process began."
     ),
     "peak_memory_gib_max_rank": Metric("GiB", "The same on the rank that needs most; runs of several processes."),
     "energy_j_per_million_tokens": Metric(

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -138,8 +139,6 @@ class RunReporter:
         self._folder = _output_dir(config)
         self._total_steps = total_steps
         self._last_step = resume_step
-        self._last_record: dict[str, float] | None = None
-        self._last_evaluation: dict[str, float] | None = None
         self._wandb_last_step = 0  # what W&B has from earlier starts
         self._wandb_shift = 0  # of W&B's own steps, which number its rows, against ours
         if not accelerator.is_main_process:
@@ -255,7 +254,6 @@ class RunReporter:
                 raise ValueError(f"step {record['step']} was reported after step {self._last_step}.")
             self._last_step = int(record["step"])
             self._write(record)
-            self._last_record = record
             self._display.step(record)
 
     def evaluation(self, record: dict[str, float]) -> None:
@@ -265,7 +263,6 @@ class RunReporter:
         if record["step"] != self._last_step:
             raise ValueError(f"evaluation of step {record['step']} while the last reported step is {self._last_step}.")
         self._write(record)
-        self._last_evaluation = record
         self._display.print(format_evaluation(record))
 
     def _write(self, record: dict[str, float]) -> None:
@@ -290,11 +287,12 @@ class RunReporter:
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
         steps = self.own_steps()
+        last: dict[bool, dict[str, float]] = {"eval_loss" in record: record for record in self._written()}
         full = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
-            "last_step": self._last_record,
-            "last_evaluation": self._last_evaluation,
+            "last_step": last.get(False),
+            "last_evaluation": last.get(True),
             "throughput": throughput_summary(steps),
             **next(({"energy_j": step["energy_j"]} for step in reversed(steps) if "energy_j" in step), {}),
             **summary,
@@ -310,22 +308,25 @@ class RunReporter:
 
     def own_steps(self) -> list[dict[str, float]]:
         """The steps of this process with the figures of the summary; empty on other processes than the main one. An
-        earlier process of the run may have had other GPUs. Read back from metrics.jsonl: kept in memory they would grow
-        with the run.
+        earlier process of the run may have had other GPUs.
         """
-        if not self._accelerator.is_main_process:
-            return []
         others = (RECORDED_STEP, "energy_j", "peak_memory_gib", "peak_memory_gib_max_rank")
         used = (*MEDIANS, *INTERVAL_MEDIANS, *others)
-        self._file.seek(0)
-        records = map(json.loads, self._file)
-        steps = [
+        return [
             {key: record[key] for key in used if key in record}
-            for record in records
+            for record in self._written()
             if record["step"] > self._resume_step and "eval_loss" not in record
         ]
+
+    def _written(self) -> Iterator[dict[str, float]]:
+        """The lines of metrics.jsonl, those of earlier processes included; none on other processes than the main one.
+        Kept in memory they would grow with the run.
+        """
+        if not self._accelerator.is_main_process:
+            return
+        self._file.seek(0)
+        yield from map(json.loads, self._file)
         self._file.seek(0, os.SEEK_END)
-        return steps
 
     def __enter__(self) -> RunReporter:
         return self

@@ -21,7 +21,7 @@ LABELS: dict[str, str] = {
     "num_processes": "Training processes: one per GPU.",
     "optimizer_name": "Optimizer in effect.",
     "num_parameters": "Parameters of the model.",
-    "tokens_per_step": "Positions of an optimizer step, padding included, on all GPUs.",
+    "tokens_per_step": "Sequences of a step times --max_seq_length, on all GPUs.",
     "git_commit": "Commit of this project; None without git.",
     "torch_version": "Version of PyTorch.",
     "transformer_engine_version": "Version of Transformer Engine; None where it is not installed.",

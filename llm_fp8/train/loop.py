@@ -242,6 +242,11 @@ class TrainingLoop:
                 stamp = self._restart_clocks()  # Their time is not the next step's.
 
     @property
+    def stopped_early(self) -> bool:
+        """Whether evaluations ended the run before its last step; the evaluation behind that one ends nothing."""
+        return self.step < self.options.total_steps and self.history.stops_early
+
+    @property
     def is_complete(self) -> bool:
         """Whether no step is left to take."""
         return self.step >= self.options.total_steps or self.history.stops_early
@@ -330,7 +335,6 @@ class TrainingLoop:
         memory = self._memory()
         energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         fp8 = self.precision.plan.has_fp8_peak
-        records = []
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
             tokens = StepTokens(*count)
@@ -338,22 +342,20 @@ class TrainingLoop:
             seconds = self._clock.seconds(taken.start, taken.end)
             if self.first_step_s is None:
                 self.first_step_s = seconds
-            records.append(
-                {
-                    "step": taken.step,
-                    "epoch": taken.epoch,
-                    "tokens_seen": self.tokens_seen,
-                    "loss": loss,
-                    "grad_norm": grad_norm,
-                    "learning_rate": taken.learning_rate,
-                    **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
-                    **memory,
-                    **energy.get(taken.step, {}),
-                    **self._profile_figures.pop(taken.step, {}),
-                    "fp8_linear_flop_share": self.fp8_linear_flop_share,
-                }
-            )
-        self.reporter.steps(records)
+            record = {
+                "step": taken.step,
+                "epoch": taken.epoch,
+                "tokens_seen": self.tokens_seen,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": taken.learning_rate,
+                **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
+                **memory,
+                **energy.get(taken.step, {}),
+                **self._profile_figures.pop(taken.step, {}),
+                "fp8_linear_flop_share": self.fp8_linear_flop_share,
+            }
+            self.reporter.steps([record])  # one by one: those before a non-finite one show what led to it
 
     def _memory(self) -> dict[str, float]:
         """Peak memory of this rank and, of several, the largest over ranks; collective."""

@@ -182,7 +182,7 @@ def run_training(
                     exported = export_final(setup, tokenizer, holds, results.certificate)
                 if exported is not None:
                     best["exported_step"] = holds.step
-                why = {"stopped_early": loop.history.describe_stop()} if loop.history.stops_early else {}
+                why = {"stopped_early": loop.history.describe_stop()} if loop.stopped_early else {}
                 summary = reporter.finish({**summary_of(setup, loop, results, exported, predictor), **best, **why})
                 closing_words(setup, results, summary, exported)
                 exit_code = 0

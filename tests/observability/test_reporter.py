@@ -94,6 +94,20 @@ def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -
     assert summary["energy_j"] == 8.0 and summary["last_step"] == own[-1]
 
 
+def test_the_last_values_may_be_of_an_earlier_process(tmp_path: Path) -> None:
+    """A run that was killed in its export has no step left, one that is stopped again perhaps no evaluation."""
+    config = a_config(tmp_path)
+    with a_reporter(config) as reporter:
+        reporter.steps([a_step(1), a_step(2)])
+        reporter.evaluation(an_evaluation(2))
+        reporter.steps([a_step(3), a_step(4)])
+    forget_accelerator()
+    with a_reporter(config, resume_step=3) as reporter:
+        summary = reporter.finish({})
+    assert (summary["steps"], summary["last_step"], summary["last_evaluation"]) == (3, a_step(3), an_evaluation(2))
+    assert summary["throughput"] == {"num_steps_measured": 0, "num_steps_left_out": 0}
+
+
 def test_a_fresh_run_begins_metrics_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')
     with a_reporter(a_config(tmp_path)) as reporter:

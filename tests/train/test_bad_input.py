@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -453,6 +454,8 @@ def test_a_learning_rate_that_blows_up(tmp_path, capfd, common, learning_rate, s
     assert "step " in lines[0] and "--learning_rate" in lines[0] and "checkpoint" in lines[0]
     assert not (tmp_path / "run" / "final").exists()
     assert all(torch.tensor(record["loss"]).isfinite() for record in records(tmp_path / "run"))
+    if (refused := re.search(r"step (\d+): the loss is", lines[0])) is not None:
+        assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, int(refused[1])))
     for checkpoint in tmp_path.glob("run/checkpoints/step-*"):
         dcp_to_torch_save(checkpoint, tmp_path / "merged.pt")
         for name, tensor in torch.load(tmp_path / "merged.pt").items():

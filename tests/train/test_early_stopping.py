@@ -103,6 +103,17 @@ def test_a_run_killed_before_its_export_is_finished(tmp_path, options, eval_loss
     assert final_weights(tmp_path)
 
 
+def test_the_evaluation_after_the_last_step_ends_nothing_early(tmp_path, options, tell_eval_losses, capsys):
+    """It is the second in a row without improvement, and comes when there is nothing left to save."""
+    tell_eval_losses({1: 3.0, 2: 4.0, 3: 4.0, 4: 2.0})
+    options = [*options, f"--output_dir={tmp_path}"]
+    assert train(*options, "--max_steps=3") == 0
+    assert (summary_json(tmp_path)["steps"], summary_json(tmp_path)["total_steps"]) == (3, 3)
+    assert "stopped_early" not in summary_json(tmp_path) and "stopped early" not in capsys.readouterr().out
+    assert train(*options, "--max_steps=4", "--resume_from=latest", "--allow_changed=total_steps") == 0
+    assert steps(tmp_path)[-1]["step"] == 4
+
+
 def test_the_best_step_is_exported_after_an_early_stop(tmp_path, options, eval_losses):
     """Step 4 has the lowest loss so far, though it is no improvement by the threshold of its own."""
     train(*options, "--keep_best", "--early_stopping_threshold=0.2", f"--output_dir={tmp_path}")
