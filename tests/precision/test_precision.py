@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +29,18 @@ CPU = torch.device("cpu")
 def test_default_on_the_cpu_is_fp32():
     plan = resolve_precision(PrecisionConfig(), CPU)
     assert (plan.effective, plan.compute_dtype, plan.recipe) == ("no", torch.float32, None)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "no"), ((8, 0), "bf16"), ((12, 0), "bf16")])
+def test_default_on_a_gpu_is_bf16_where_it_has_that_itself(capability, expected, monkeypatch):
+    """Turing has no bf16, which torch emulates there."""
+    major, minor = capability
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major, minor=minor))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    assert resolve_precision(PrecisionConfig(), torch.device("cuda")).effective == expected
 
 
 def test_fp8_without_a_gpu_says_what_was_found():
