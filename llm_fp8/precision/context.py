@@ -104,11 +104,7 @@ class Precision:
             return
         if self.plan.backend == "torchao":
             self._fp8_modules = self._torchao_linears
-            if not self._fp8_modules:
-                raise UserError(
-                    "--fp8_backend torchao: no linear layer of the model could be converted, so nothing would run in "
-                    "fp8."
-                )
+            self._require_fp8_modules("--fp8_backend torchao: no linear layer of the model could be converted")
             return
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -125,15 +121,22 @@ class Precision:
                 wrap_forward(module, self.without_fp8)
             else:
                 self._fp8_modules[name] = module
-        if not self._fp8_modules:
-            why = next(iter(self.misfits.values()), "the model holds no Transformer Engine module")
-            raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
+        why = next(iter(self.misfits.values()), "the model holds no Transformer Engine module")
+        self._require_fp8_modules(f"--mixed_precision fp8: {why}")
         self._unseen = next(iter(self._fp8_modules.values()))
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
         if self._options.fp8_lm_head != "none":
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
+
+    def _require_fp8_modules(self, otherwise: str) -> None:
+        """Raise a `UserError` where nothing is in fp8: because of --fp8_bf16_modules, or for the reason `otherwise`."""
+        if self._fp8_modules:
+            return
+        kept = self._options.fp8_bf16_modules
+        why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16" if kept else otherwise
+        raise UserError(f"{why}, so nothing would run in fp8; use --mixed_precision bf16.")
 
     def lm_head_gemms(self, gemms: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
         """lm_head -> how many of its GEMMs in a micro-batch run in fp8; empty where none does.

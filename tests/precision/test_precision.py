@@ -110,6 +110,15 @@ def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, 
         assert entered == [False] * len(misfits)
 
 
+def test_modules_that_leave_nothing_in_fp8_are_named(monkeypatch):
+    install_te(monkeypatch)
+    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
+    plan = PrecisionPlan("fp8", "fp8", effective_scenario="delayed", recipe=object(), backend="te")
+    options = PrecisionConfig(mixed_precision="fp8", fp8_bf16_modules="qkv,output,mlp")
+    with pytest.raises(UserError, match="--fp8_bf16_modules qkv,output,mlp keeps every linear layer in bf16"):
+        Precision(plan, options, CPU, torch.bfloat16).attach(model, model.model.layers)
+
+
 def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatch):
     install_te(monkeypatch)
     reason = "size 48 x 64 is not a multiple of 32"
