@@ -37,6 +37,8 @@ class Recipe:
     they computed by, which the certificate compares."""
     token_multiple: int = FP8_SIZE_MULTIPLE
     """The tokens of a micro-batch must be a multiple of this: the wgrad GEMM runs along the tokens."""
+    size_multiple: int = FP8_SIZE_MULTIPLE
+    """Both sizes of a weight must be multiples of this; a layer with another one stays in bf16."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options that it takes -> keyword of its class."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -111,6 +113,7 @@ RECIPES: dict[str, Recipe] = {
             "one power-of-two scale per 32 values; Blackwell (compute capability 10)",
             "MXFP8BlockScaling",
             token_multiple=32,
+            size_multiple=32,
             options=_FORMAT,
             quantizer="MXFP8Quantizer",
             availability="is_mxfp8_available",

@@ -87,6 +87,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
             r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue"
         ),
     ),
+    ("cast", _names(r"rht_gemm")),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
     ("gemm", _names(r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm")),
     ("optimizer", _names(r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_")),
     ("loss", _names(r"cross_entropy|nll_loss|log_?softmax|softmax|element_mul_kernel")),
@@ -110,8 +111,8 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
 """The first match decides: attention before GEMMs, since its kernels are built of them, and so on."""
 
 _OPERAND = re.compile(
-    r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 )
-      | (?P<fp8> e4m3 | e5m2 | f(?:loat|p)8 | (?<![a-z])f8(?!\d) )
+    r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 | ue\dm\dx(?:e2m1|f4) )
+      | (?P<fp8> e4m3 | e5m2 | f(?:loat|p)8 | (?<![a-wyz])f8(?!\d) )
       | (?P<bf16> bf16 | bfloat16 )
       | (?P<unknown> f(?:loat|p)?64 | double | complex | (?<![a-z0-9])(?:[su]|u?int)(?:4|8)(?![0-9a-z])
           | igemm | [dzc]gemm | i\d+gemm )
@@ -119,10 +120,12 @@ _OPERAND = re.compile(
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""The types in a GEMM's name; the first is that of an operand."""
+"""The types in a GEMM's name; the first is that of an operand, behind that of its scales: ue4m3xf4."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
-_NVJET_KINDS: dict[str, GemmKind] = {"q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
-"""cuBLAS 12 and 13: nvjet_[sm<capability>_]<types>_..., operands first: q e4m3, r e5m2, t bf16, h fp16, s fp32."""
+_NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
+"""cuBLAS 12 and 13: nvjet_[sm<capability>_]<types>_..., operands first: o e2m1, q e4m3, r e5m2, t bf16, h fp16, s
+fp32.
+"""
 
 
 @functools.cache

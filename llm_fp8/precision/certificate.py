@@ -191,13 +191,14 @@ def certify(
     total_s = sum(found.time_s for found in gemms.values())
     low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
     num_gemms, num_low = sum(by_type.values()), sum(by_type.get(kind, 0) for kind in LOW_PRECISION)
+    num_own = _num_of_recipe(expected, by_type, num_micro_batches)
     by_class = time_by_class(kernels)
     unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
     possible_s = total_s + other.time_s
     unrecognised_share = (unknown.time_s + other.time_s) / possible_s if possible_s else None
     share = unrecognised_share or 0.0
     evidence = _Evidence(
-        by_type, num_gemms, num_low, unknown, other, share, num_micro_batches, state, recipe_inside_modules
+        by_type, num_gemms, num_low, num_own, unknown, other, share, num_micro_batches, state, recipe_inside_modules
     )
     judge = _judge_fp8 if expected.scenario else _judge_without_fp8
     failures, doubts, remarks = judge(expected, evidence)
@@ -250,6 +251,8 @@ class _Evidence:
     by_type: dict[str, int]
     num_gemms: int
     num_low: int
+    num_own: int
+    """`_num_of_recipe`."""
     unknown: KernelTime
     """GEMMs of unknown type."""
     other: KernelTime
@@ -308,6 +311,14 @@ def _nothing_recorded(evidence: _Evidence) -> str:
     )
 
 
+def _num_of_recipe(expected: ExpectedKernels, by_type: Mapping[str, int], num_micro_batches: int) -> int:
+    """GEMMs of the type that the recipe has: fp8, or fp4, with which an lm_head may be in fp8."""
+    num_fp8 = by_type.get("fp8", 0)
+    if expected.scenario is None or RECIPES[expected.scenario].has_fp8_peak:
+        return num_fp8
+    return by_type.get("fp4", 0) + min(num_fp8, num_micro_batches * expected.num_fp8_lm_head_gemms)
+
+
 def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
     findings: _Findings = ([], [], [])
     failures, doubts, remarks = findings
@@ -315,19 +326,19 @@ def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
     row = RECIPES[expected.scenario or ""]
     recipe, quantizer = row.recipe_class, row.quantizer
     quantizers = {known.quantizer for known in RECIPES.values() if known.quantizer is not None}
-    missing = num_expected - evidence.num_low
+    missing = num_expected - evidence.num_own
     if evidence.num_gemms == 0:
         # Modules alone prove no fp8, but they can deny it.
         (failures if state.num_outside_fp8 else doubts).append(_nothing_recorded(evidence))
     elif missing > 0 and evidence.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
         doubts.append(
-            f"{evidence.describe_unrecognised()}: {evidence.num_low} of the {num_expected} expected fp8 GEMM kernels "
+            f"{evidence.describe_unrecognised()}: {evidence.num_own} of the {num_expected} expected fp8 GEMM kernels "
             f"were recognised, and {evidence.describe_state()}, so these may be theirs under names not known here"
         )
     elif missing > 0:
         failures.append(
             f"expected at least {num_expected} fp8 GEMM kernels ({_how_many(expected, evidence)}), and "
-            f"{evidence.num_low} ran (all GEMM kernels: {evidence.describe_gemms()}); {evidence.describe_state()}"
+            f"{evidence.num_own} ran (all GEMM kernels: {evidence.describe_gemms()}); {evidence.describe_state()}"
         )
     elif state.num_outside_fp8 or not state.num_modules:
         doubts.append(f"the kernels are those of fp8, but {evidence.describe_state()}")

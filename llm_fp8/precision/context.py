@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import RECIPES
+from llm_fp8.config.recipes import DEFAULTS, RECIPES
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision import torchao as torchao_fp8
@@ -35,6 +35,7 @@ from llm_fp8.precision.modules import (
     linear_weights,
     note_recipe_inside,
     read_te_state,
+    size_misfit,
     te_linears,
 )
 from llm_fp8.precision.plan import PrecisionPlan
@@ -82,6 +83,8 @@ class Precision:
         self._fp8_modules: dict[str, nn.Module] = {}
         self._te_linears: list[nn.Module] = []
         self._torchao_linears: dict[str, nn.Module] = {}
+        self.misfits: dict[str, str] = {}
+        """Name of a Transformer Engine module -> why the recipe cannot compute it, so that it stays in bf16."""
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
         self.fp8_head: Fp8Head | None = None
@@ -101,11 +104,7 @@ class Precision:
             return
         if self.plan.backend == "torchao":
             self._fp8_modules = self._torchao_linears
-            if not self._fp8_modules:
-                raise UserError(
-                    "--fp8_backend torchao: no linear layer of the model could be converted, so nothing would run in "
-                    "fp8."
-                )
+            self._require_fp8_modules("--fp8_backend torchao: no linear layer of the model could be converted")
             return
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -113,21 +112,31 @@ class Precision:
         for module in bf16_modules(self._options, model, decoder_layers):
             kept.update(module.modules())
             wrap_forward(module, self.without_fp8)
-        self._fp8_modules = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, TransformerEngineBaseModule) and linear_weights(module) and module not in kept
-        }
-        if not self._fp8_modules:
-            raise UserError(
-                "--mixed_precision fp8: the model holds no Transformer Engine module, so nothing would run in fp8."
-            )
+        size_multiple = RECIPES[self.plan.effective_scenario or DEFAULTS["te"]].size_multiple
+        for name, module in model.named_modules():
+            if not isinstance(module, TransformerEngineBaseModule) or not linear_weights(module) or module in kept:
+                continue
+            if misfit := size_misfit(module, size_multiple):
+                self.misfits[name] = misfit
+                wrap_forward(module, self.without_fp8)
+            else:
+                self._fp8_modules[name] = module
+        why = next(iter(self.misfits.values()), "the model holds no Transformer Engine module")
+        self._require_fp8_modules(f"--mixed_precision fp8: {why}")
         self._unseen = next(iter(self._fp8_modules.values()))
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
         if self._options.fp8_lm_head != "none":
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
+
+    def _require_fp8_modules(self, otherwise: str) -> None:
+        """Raise a `UserError` where nothing is in fp8: because of --fp8_bf16_modules, or for the reason `otherwise`."""
+        if self._fp8_modules:
+            return
+        kept = self._options.fp8_bf16_modules
+        why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16" if kept else otherwise
+        raise UserError(f"{why}, so nothing would run in fp8; use --mixed_precision bf16.")
 
     def lm_head_gemms(self, gemms: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
         """lm_head -> how many of its GEMMs in a micro-batch run in fp8; empty where none does.

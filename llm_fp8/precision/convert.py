@@ -2,8 +2,8 @@
 
 Without --use_te the decoder stays Hugging Face's and only its linear layers change. Parameters stay the same objects,
 so tied weights stay tied, checkpoints keep their names and optimizers their parameters. Left alone are embedding and
-lm_head, whose rounding would go straight into the loss, and layers whose sizes are not multiples of 16, which fp8 GEMMs
-cannot take. `llm_fp8.precision.coverage` lists both with reasons.
+lm_head, whose rounding would go straight into the loss, and layers whose sizes the recipe's fp8 GEMMs cannot take.
+`llm_fp8.precision.coverage` lists both with reasons.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.lora_names import is_adapter
+from llm_fp8.precision.modules import size_misfit
 from llm_fp8.precision.torchao import converted_modules
 from llm_fp8.utils.te_import import require_te
 
@@ -29,8 +30,11 @@ def lm_head_of(model: nn.Module) -> nn.Module | None:
     return None if get is None else get()
 
 
-def swap_linears(model: nn.Module) -> dict[str, str]:
-    """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone."""
+def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone.
+
+    `size_multiple`: of the recipe.
+    """
     te = require_te("--mixed_precision fp8")
 
     class SwappedLinear(te.Linear):  # type: ignore[name-defined]
@@ -45,7 +49,7 @@ def swap_linears(model: nn.Module) -> dict[str, str]:
     head = lm_head_of(model)
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
-        reason = reason_to_leave(name, linear, head)
+        reason = reason_to_leave(name, linear, head, size_multiple)
         if reason:
             left[name] = reason
             continue
@@ -97,12 +101,12 @@ def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] |
     return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])
 
 
-def reason_to_leave(name: str, linear: nn.Linear, head: nn.Module | None) -> str | None:
+def reason_to_leave(
+    name: str, linear: nn.Linear, head: nn.Module | None, size_multiple: int = FP8_SIZE_MULTIPLE
+) -> str | None:
     """Why an fp8 run leaves this layer as it is; None where it is swapped. `head`: of `lm_head_of`."""
     if is_adapter(name):
         return "adapter"
     if linear is head or name.rpartition(".")[2] in HEAD_NAMES:
         return "lm_head"
-    if linear.in_features % FP8_SIZE_MULTIPLE or linear.out_features % FP8_SIZE_MULTIPLE:
-        return f"size {linear.in_features} x {linear.out_features} is not a multiple of {FP8_SIZE_MULTIPLE}"
-    return None
+    return size_misfit(linear, size_multiple)

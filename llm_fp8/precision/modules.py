@@ -32,6 +32,14 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
     return [getattr(module, name) for name in names]
 
 
+def size_misfit(module: nn.Module, multiple: int) -> str | None:
+    """Why fp8 GEMMs cannot take a weight of this linear module; None where all sizes are multiples of `multiple`."""
+    for out_features, in_features in (weight.shape for weight in linear_weights(module)):
+        if in_features % multiple or out_features % multiple:
+            return f"size {in_features} x {out_features} is not a multiple of {multiple}"
+    return None
+
+
 def te_linears(model: nn.Module) -> list[nn.Module]:
     """The linear modules of Transformer Engine in `model`, fused ones among them."""
     return [module for module in model.modules() if hasattr(module, "fp8_meta") and linear_weights(module)]

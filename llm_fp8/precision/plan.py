@@ -94,7 +94,8 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     """Check the request against the hardware and the installed TE. Raises `UserError`; prints nothing."""
     requested = options.mixed_precision
     if requested is None:
-        requested = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        requested = "bf16" if has_bf16 else "no"
     if requested != "fp8":
         if requested == "fp16" and device.type != "cuda":
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")

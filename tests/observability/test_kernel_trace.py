@@ -38,7 +38,11 @@ GEMMS = {
     "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN": "fp16",
     "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_Avec32UE8M0_Bvec32UE8M0_TNT": "fp8",
     "nvjet_sm100_tst_256x192_64x5_2x1_2cta_v_bz_TNT": "bf16",
-    "nvjet_sm100_ootst_256x256_256x4_2x1_2cta_v_bz_Avec16UE4M3_Bvec16UE4M3_TNT": "unknown",
+    "nvjet_sm100_ootst_256x256_256x4_2x1_2cta_v_bz_Avec16UE4M3_Bvec16UE4M3_TNT": "fp4",
+    "cutlass3x_sm100_bstensorop_s256x192x64gemm_block_scaled_ue4m3xf4_ue4m3xf4_f32_f16_f16_256x192x256_0_tnn_"
+    "align32_o_vs16_2sm_bias_f16_relu": "fp4",
+    "cutlass3x_sm100_bstensorop_s128x128x64gemm_block_scaled_ue8m0xf8_ue8m0xf8_f32_bf16_bf16_tnn": "fp8",
+    "cutlass3x_sm100_bstensorop_s128x128x64gemm_block_scaled_ue8m0xe4m3_ue8m0xe4m3_f32_bf16_bf16_tnn": "fp8",
     "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_"
     "kernel__5x_cublas": "fp8",
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x128x64_warpgroupsize1x1x1_execute_segment_k_off_"
@@ -116,6 +120,9 @@ NO_GEMMS = {
     "float, bool)": "cast",
     "transformer_engine::delayed_scaling_recipe::(anonymous "
     "namespace)::amax_and_scale_update_impl::kernel_bulk(float*)": "cast",
+    "void transformer_engine::detail::(anonymous namespace)::row_col_rht_gemm_device<int, int, int, "
+    "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<16>, cute::C<16> >, "
+    "cutlass::bfloat16_t, cutlass::bfloat16_t, cutlass::float_e2m1_t, cutlass::float_ue4m3_t>(int, int, int)": "cast",
     "void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, "
     "&transformer_engine::dispatch::fp8::detail::identity, __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*)": "cast",
     "triton_poi_fused__scaled_mm__to_copy_clamp_clone_mul_reciprocal_silu_t_view_2": "cast",

@@ -66,6 +66,7 @@ NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_G
 """The same, as if these names did not even tell that they are GEMMs."""
 
 DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
+NVFP4 = dataclasses.replace(DELAYED, precision="fp8 nvfp4", scenario="nvfp4")
 BF16 = ExpectedKernels("bf16", "bf16")
 IN_FP8 = ModuleState(
     num_modules=48,
@@ -75,6 +76,9 @@ IN_FP8 = ModuleState(
     num_without_amax=0,
 )
 NOT_IN_FP8 = ModuleState(num_modules=48)
+SAYS_NOTHING = ModuleState(num_modules=48, num_unreadable=48)
+FP4_STEP = {"nvjet_sm100_ootst_128x128_256x7_4x1_2cta_v_bx_Avec16UE4M3_Bvec16UE4M3_TNT": (384, 0.02)} | HEAD_GEMMS
+"""As cuBLAS on a B200 names GEMMs of NVFP4."""
 
 
 def judge(expected=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
@@ -133,6 +137,14 @@ FAILURES = {
         dict(expected=dataclasses.replace(DELAYED, num_fp8_lm_head_gemms=2)),
         "expected at least 388 fp8 GEMM kernels (64 weights x 3 GEMMs and 2 of lm_head in each of 2 "
         "micro-batches), and 384 ran",
+    ),
+    "fp4 asked for, and fp8 ran": (
+        dict(expected=NVFP4, state=SAYS_NOTHING),
+        "and 0 ran (all GEMM kernels: 6 bf16, 384 fp8)",
+    ),
+    "fp8 asked for, and fp4 ran": (
+        dict(kernels=FP4_STEP, state=SAYS_NOTHING),
+        "and 0 ran (all GEMM kernels: 6 bf16, 384 fp4)",
     ),
     "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
     "too few unknown kernels to be the missing ones": (
@@ -281,6 +293,14 @@ def test_what_leaves_the_question_open():
     assert judge(kernels=RENAMED, state=ModuleState(num_modules=48, num_unreadable=48)).verdict == "undetermined"
     without_recipe = ModuleState(num_modules=48, num_in_fp8=24, num_recipe_unreadable=24)
     assert judge(state=without_recipe).verdict == "undetermined", "24 deny it"
+
+
+def test_nvfp4_is_told_from_fp8():
+    assert judge(NVFP4, FP4_STEP, SAYS_NOTHING).verdict == "certified"
+    with_head = dataclasses.replace(NVFP4, num_fp8_lm_head_gemms=3)
+    head_in_fp8 = {"nvjet_sm100_qqtst_128x128_128x6_2x1_v_bz_TNT": (6, 0.01)}
+    assert judge(with_head, FP4_STEP | head_in_fp8, SAYS_NOTHING).verdict == "certified"
+    assert judge(with_head, FP4_STEP, SAYS_NOTHING).verdict == "failed"
 
 
 def test_unfused_attention_is_a_remark():

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import te_llama
 from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import swap_linears
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
+from llm_fp8.tools.diagnose.static_report import asked_for, planned_coverage
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import require_te
 from tests.support import stand_in_te
@@ -25,6 +29,18 @@ CPU = torch.device("cpu")
 def test_default_on_the_cpu_is_fp32():
     plan = resolve_precision(PrecisionConfig(), CPU)
     assert (plan.effective, plan.compute_dtype, plan.recipe) == ("no", torch.float32, None)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "no"), ((8, 0), "bf16"), ((12, 0), "bf16")])
+def test_default_on_a_gpu_is_bf16_where_it_has_that_itself(capability, expected, monkeypatch):
+    """Turing has no bf16, which torch emulates there."""
+    major, minor = capability
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major, minor=minor))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    assert resolve_precision(PrecisionConfig(), torch.device("cuda")).effective == expected
 
 
 def test_fp8_without_a_gpu_says_what_was_found():
@@ -58,15 +74,69 @@ def test_micro_batch_position_reaches_the_modules():
             assert module.is_first_microbatch is first
 
 
+def install_te(monkeypatch):
+    """The stand-in, with what Transformer Engine's linear modules have in common where it has that."""
+    stand_in_te.install_stand_in(monkeypatch)
+    base = ModuleType("transformer_engine.pytorch.module.base")
+    base.TransformerEngineBaseModule = stand_in_te._LinearModule
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "inner", "misfits"),
+    [
+        ("mxfp8", 48, {"mlp": "size 48 x 64 is not a multiple of 32"}),
+        ("mxfp8", 96, {}),
+        ("delayed", 48, {}),
+        ("delayed", 40, {"mlp": "size 40 x 64 is not a multiple of 16"}),
+    ],
+)
+def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, inner, misfits, monkeypatch):
+    """Transformer Engine would raise in the first step."""
+    install_te(monkeypatch)
+    entered = []
+    monkeypatch.setattr(
+        Precision, "_te_autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext()
+    )
+    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
+    plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
+    precision = Precision(plan, PrecisionConfig(mixed_precision="fp8"), CPU, torch.bfloat16)
+    precision.attach(model, model.model.layers)
+    assert {name.rpartition(".")[2]: reason for name, reason in precision.misfits.items()} == misfits
+    for layer in model.model.layers:
+        assert (layer.mlp in precision.fp8_modules) == (not misfits) and layer.qkv in precision.fp8_modules
+        entered.clear()
+        layer.mlp(torch.ones(16, 64, dtype=torch.bfloat16))
+        assert entered == [False] * len(misfits)
+
+
+def test_modules_that_leave_nothing_in_fp8_are_named(monkeypatch):
+    install_te(monkeypatch)
+    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
+    plan = PrecisionPlan("fp8", "fp8", effective_scenario="delayed", recipe=object(), backend="te")
+    options = PrecisionConfig(mixed_precision="fp8", fp8_bf16_modules="qkv,output,mlp")
+    with pytest.raises(UserError, match="--fp8_bf16_modules qkv,output,mlp keeps every linear layer in bf16"):
+        Precision(plan, options, CPU, torch.bfloat16).attach(model, model.model.layers)
+
+
+def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatch):
+    install_te(monkeypatch)
+    reason = "size 48 x 64 is not a multiple of 32"
+    model = torch.nn.ModuleDict({"fits": torch.nn.Linear(64, 32), "other": torch.nn.Linear(48, 64)})
+    assert swap_linears(model, RECIPES["mxfp8"].size_multiple) == {"other": reason}
+    assert type(model["other"]) is torch.nn.Linear and type(model["fits"]) is not torch.nn.Linear
+    config = parse_config(["--mixed_precision=fp8", "--fp8_scenario=mxfp8"])
+    hf_config = tiny_config(hidden_size=64, intermediate_size=48)
+    coverage = planned_coverage(config, hf_config, asked_for(config))
+    assert coverage.skipped["model.layers.*.mlp.down_proj"] == f"2 bf16 ({reason})"
+
+
 @pytest.mark.parametrize("recast", [False, True])
 def test_no_cast_is_kept_with_fp8_recast_weights(recast, monkeypatch):
     """Neither for other micro-batches nor, as Transformer Engine does it for weights that FSDP2 shards, for the
     backward pass.
     """
-    stand_in_te.install_stand_in(monkeypatch)
-    base = ModuleType("transformer_engine.pytorch.module.base")
-    base.TransformerEngineBaseModule = stand_in_te._LinearModule
-    monkeypatch.setitem(sys.modules, base.__name__, base)
+    install_te(monkeypatch)
     monkeypatch.setattr(Precision, "_te_autocast", lambda *_, **__: contextlib.nullcontext())
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
     linears = [module for module in model.modules() if isinstance(module, stand_in_te._LinearModule)]

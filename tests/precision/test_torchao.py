@@ -501,6 +501,8 @@ def test_modules_that_stay_in_bf16_are_named(tiny_model, rows, tmp_path):
     assert coverage["converted"]["model.layers.*.self_attn.k_proj"] == 2
     with pytest.raises(UserError, match=r"--fp8_bf16_modules: .* named 'qkv'; .* model.layers.0.self_attn.q_proj, "):
         train(*options(tiny_model, rows, tmp_path / "none", *FP8, "--fp8_bf16_modules=qkv"))
+    with pytest.raises(UserError, match=r"--fp8_bf16_modules \*_proj keeps every linear layer in bf16"):
+        train(*options(tiny_model, rows, tmp_path / "all", *FP8, "--fp8_bf16_modules=*_proj"))
 
 
 # The guide's table of errors: fp8 with quantisation, a missing package, and an fp8 that Accelerate did not notice.
