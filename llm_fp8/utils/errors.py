@@ -7,6 +7,7 @@ import atexit
 import difflib
 import errno
 import faulthandler
+import io
 import os
 import re
 import shutil
@@ -107,10 +108,13 @@ class OneSentenceParser(argparse.ArgumentParser):
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with its code; on a `UserError` or a file that cannot be written (2) or `FailedCheck` (1)
     with one sentence, printed by one process of the launch; on Ctrl-C with 130. A crash in a native library prints
-    Python's stack first.
+    Python's stack first. Characters that the console's encoding lacks are printed as escapes.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_DESCRIPTOR)
+    # Data and names of files may hold what the console's encoding lacks. Python does so itself for stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
     except (UserError, FailedCheck) as error:

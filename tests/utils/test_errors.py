@@ -1,0 +1,17 @@
+"""What the scripts print and exit with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def test_characters_that_the_console_lacks_end_no_program() -> None:
+    """Of the data (the printed sample), or of a file's name that is not UTF-8."""
+    program = "from llm_fp8.utils.errors import run_script; run_script(lambda: print('gro\\xdf \\udce9') or 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONIOENCODING": "ascii:strict"}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"gro\\xdf \\udce9\n"
