@@ -15,3 +15,13 @@ def test_characters_that_the_console_lacks_end_no_program() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"gro\\xdf \\udce9\n"
+
+
+def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
+    """As `| head` closes it."""
+    program = "from llm_fp8.utils.errors import run_script; run_script(lambda: print('a line') or 0)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "interrupted: nothing reads the output any more\n")
