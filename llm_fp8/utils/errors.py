@@ -116,7 +116,7 @@ def run_script(main: Callable[[], int]) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_DESCRIPTOR)
     # Data and names of files may hold what the console's encoding lacks. Python does so itself for stderr.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
