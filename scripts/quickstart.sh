@@ -25,7 +25,7 @@ rm -rf "$output_dir"
 cat <<END
 
 Next, a model of your choice on a dataset of your choice:
-   cd $repository && source $venv/bin/activate
+   cd $(printf %q "$repository") && source $(printf %q "$venv/bin/activate")
    python train_fp8.py --model_name Qwen/Qwen2.5-1.5B --dataset_name nvidia/OpenMathInstruct-2 --max_steps 200 --output_dir runs/first
    python train_fp8.py --help
 END

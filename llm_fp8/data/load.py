@@ -223,7 +223,9 @@ def _find(name: str, config: str | None, flag: str) -> DatasetSource:
             return _source(name, folder, _builder(name, folder, config, flag))
         except READ_ERRORS as error:
             reason = _said(error)
-            raise UserError(f"{flag} {name}: the folder holds no data that can be read: {reason}") from error
+            raise _unwritable_cache(error) or UserError(
+                f"{flag} {name}: the folder holds no data that can be read: {reason}"
+            ) from error
     if name.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such file or folder.")
     return _open_hub(name, config, flag)
@@ -289,7 +291,9 @@ def _open_hub(name: str, config: str | None, flag: str) -> DatasetSource:
                 f"{flag} {name} is not a local path, and the Hugging Face hub cannot be reached; where it "
                 f"can, fetch it with 'hf download {name} --repo-type dataset --local-dir DIR', and pass that folder."
             ) from error
-        raise UserError(f"{flag} {name}: the dataset cannot be opened: {_said(error)}") from error
+        raise _unwritable_cache(error) or UserError(
+            f"{flag} {name}: the dataset cannot be opened: {_said(error)}"
+        ) from error
 
 
 def _files_of_config(folder: Path, config: str) -> dict[str, list[str]]:
@@ -406,23 +410,33 @@ def unreadable(parts: Sequence[SourceSplit], error: BaseException) -> UserError:
     """The error of a broken file of one of `parts`, with the line where it is in a local JSON file; or of the cache
     that could not be written.
     """
-    cause = error.__cause__ or error
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    if isinstance(cause, OSError) and (
-        cause.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        or (cause.errno in (errno.EACCES, errno.EPERM) and str(cause.filename).startswith(str(cache)))
-    ):
-        return UserError(f"{cache}: {reason_not_written(cause, cache)} (HF_DATASETS_CACHE).")
+    if (cache_error := _unwritable_cache(error)) is not None:
+        return cache_error
     for source, split in parts:
         for path in _local_json(source, split):
             if (broken := _broken_line(path)) is not None:
                 line, reason = broken
                 return UserError(f"{path}, line {line}: not valid JSON ({reason}); fix or remove the line.")
-    reason = _said(cause)
+    reason = _said(error.__cause__ or error)
     which = ", ".join(f"{source.flag} {source.name}: split '{split}'" for source, split in parts)
     is_json = any(_local_json(source, split) for source, split in parts)
     advice = "give all rows the same columns, and each column one type" if is_json else "look at it, or fetch it again"
     return UserError(f"{which} cannot be read: {reason.rstrip('.')}; {advice}.")
+
+
+def _unwritable_cache(error: BaseException) -> UserError | None:
+    """The error of the cache of `datasets` that could not be written; None where `error` is of another kind."""
+    cause = error.__cause__ or error
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    if not isinstance(cause, OSError):
+        return None
+    if cause.errno in (errno.EACCES, errno.EPERM):
+        # Where the cache is not there yet, a folder above it is what could not be made.
+        if not (str(cause.filename).startswith(str(cache)) or cache.is_relative_to(str(cause.filename))):
+            return None
+    elif cause.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return None
+    return UserError(f"{cache}: {reason_not_written(cause, cache)} (HF_DATASETS_CACHE or HF_HOME).")
 
 
 def _local_json(source: DatasetSource, split: str) -> list[Path]:

@@ -44,6 +44,12 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
         config = _with_run(config, output_dir=agree_on("output_dir", str(Path("runs") / name)))
     folder = Path(str(config.run.output_dir))
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"--output_dir {folder}: its path is not UTF-8, as the tokenizer's files must have; choose another folder."
+        ) from None
     existing = existing_part(folder)
     if not existing.is_dir():
         raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")

@@ -7,6 +7,7 @@ import atexit
 import difflib
 import errno
 import faulthandler
+import io
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ EXIT_NO_GPU = 3
 """Of the scripts that check a GPU, where there is none: they did what they could."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
+EXIT_OUTPUT_CLOSED = 141
+"""What a shell reports for a program that SIGPIPE ended."""
 STDERR_DESCRIPTOR = 2
 """Of the process. `sys.stderr` may be an object without a descriptor, which a crash cannot write to."""
 
@@ -106,17 +109,31 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with its code; on a `UserError` or a file that cannot be written (2) or `FailedCheck` (1)
-    with one sentence, printed by one process of the launch; on Ctrl-C with 130. A crash in a native library prints
-    Python's stack first.
+    with one sentence, printed by one process of the launch; on Ctrl-C with 130; where a pipe's reader is gone
+    (`| head`) with 141. A crash in a native library prints Python's stack first. Characters that the console's encoding
+    lacks are printed as escapes.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_DESCRIPTOR)
+    # Data and names of files may hold what the console's encoding lacks. Python does so itself for stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
+        sys.stdout.flush()
     except (UserError, FailedCheck) as error:
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED_CHECK
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            print("interrupted: nothing reads the output any more", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            code = EXIT_OUTPUT_CLOSED
+        else:  # of another pipe, or of a connection
+            raise
     except OSError as error:
         path = Path(error.filename) if isinstance(error.filename, str) else None
         reason = None if path is None else reason_not_written(error, path)

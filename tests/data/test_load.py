@@ -326,8 +326,27 @@ def test_a_cache_that_cannot_be_written_is_no_broken_dataset(tmp_path, monkeypat
             raise datasets.exceptions.DatasetGenerationError("wrapped") from error
 
     monkeypatch.setattr(datasets, "load_dataset", read_only)
-    with pytest.raises(UserError, match=rf"^{tmp_path}: {said}; choose .* \(HF_DATASETS_CACHE\)"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: {said}; choose .* \(HF_DATASETS_CACHE or HF_HOME\)"):
         load_split(open_source(str(tmp_path / "a.jsonl")), "train")
+
+
+@pytest.mark.parametrize("name", ["embedded", "a.jsonl"])
+def test_a_cache_that_cannot_be_made_is_no_broken_dataset(name, monkeypatch):
+    """As in a container that runs as a user without a home folder. A folder and a file are opened in two ways."""
+    with tempfile.TemporaryDirectory() as home:  # pytest's own is closed to other users
+        Path(home, "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+        os.chmod(home, 0o555)
+        cache = f"{home}/.cache/huggingface/datasets"
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        monkeypatch.chdir(home)
+        user = os.geteuid()
+        try:
+            if user == 0:  # who may write anywhere
+                os.seteuid(NOBODY)
+            with pytest.raises(UserError, match=rf"^{cache}: Permission denied; choose .*HF_HOME"):
+                load_split(open_source(name), "train")
+        finally:
+            os.seteuid(user)
 
 
 def test_evaluation_is_on_one_dataset(tmp_path):

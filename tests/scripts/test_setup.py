@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -142,6 +143,26 @@ def test_a_broken_environment_is_refused_in_one_sentence(tmp_path: Path) -> None
     done = run_bash("make_venv", VENV_DIR=str(tmp_path))
     assert done.returncode == 2
     assert "delete it and run this again" in done.stderr
+
+
+def test_the_command_that_quickstart_ends_with_can_be_copied(tmp_path: Path) -> None:
+    """Also where the clone's path has spaces. An interpreter that does nothing takes the place of the environment's."""
+    clone = tmp_path / "my clone"
+    shutil.copytree(REPOSITORY / "scripts", clone / "scripts")
+    for file in REQUIREMENTS:
+        shutil.copy(REPOSITORY / file, clone)
+    python = clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    (python.parent / "activate").write_text("pwd\n")
+    environment = {name: value for name, value in os.environ.items() if name != "VENV_DIR"}
+    done = subprocess.run(
+        ["bash", str(clone / "scripts" / "quickstart.sh")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (command,) = (line for line in done.stdout.splitlines() if line.startswith("   cd "))
+    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout == f"{clone}\n"
 
 
 def test_requirements_are_installed_once_until_they_change(tmp_path: Path) -> None:

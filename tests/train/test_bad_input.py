@@ -298,6 +298,12 @@ def test_an_output_folder_whose_name_is_too_long(tmp_path, refuse, common):
     assert f"--output_dir {folder}: File name too long" in refuse(*common, f"--output_dir={folder}")
 
 
+def test_an_output_folder_that_is_not_utf_8(tmp_path, refuse, common):
+    """The tokenizer's library cannot write to it, which would show at the export, after the last step."""
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/l\xe9")
+    assert "its path is not UTF-8" in refuse(*common, f"--output_dir={folder}")
+
+
 @pytest.fixture
 def ordinary_user():
     """Root may write anywhere, so where this process is root it is somebody else for a while."""
