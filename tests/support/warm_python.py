@@ -133,6 +133,8 @@ def _become(words: list[str], folder: str, environment: dict[str, str], files: l
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    # The server's one knows whether its own output could seek.
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
