@@ -28,8 +28,13 @@ LOCK = ".lock"
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
 
-HOST_OPTIONS = ("weights_cache_dir", "data_cache_dir", "preprocessing_workers")
-"""What the processes of a run may be told differently."""
+FREE_OPTIONS = (
+    *("weights_cache_dir", "data_cache_dir", "preprocessing_workers"),
+    *("wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"),
+)
+"""What the processes of a run may be told differently: what is of the host, and names that rank 0 alone uses, which
+often hold the time or the host.
+"""
 
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
@@ -67,12 +72,12 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
 
 def as_one_run(asked: Config, config: Config) -> Config:
     """`config` with the main process's output folder; `UserError`, on every rank, where processes were `asked` for
-    other options than the main one. Of the hosts' own business are `HOST_OPTIONS`. Collective.
+    other options than the main one, `FREE_OPTIONS` aside. Collective.
     """
     every = gathered({name: value for section in asked.to_dict().values() for name, value in section.items()})
     for rank, options in enumerate(every):
         for name in options:
-            if name not in HOST_OPTIONS and options[name] != every[0][name]:
+            if name not in FREE_OPTIONS and options[name] != every[0][name]:
                 raise UserError(
                     f"rank {rank} was started with --{name} {options[name]}, and rank 0 with --{name} "
                     f"{every[0][name]}; start all processes with the same options (command line, --config and "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_fp8.utils.json_files import read_json
 from tests.support.processes import exit_code, run_ranks, start_ranks, start_training
 from tests.support.small import steps
 
@@ -42,11 +43,17 @@ def test_a_process_with_other_options_is_refused(tmp_path, tiny_model, rows, oth
     assert "Traceback" not in log.read_text() and not folder.exists()
 
 
-def test_hosts_may_cache_in_different_places(tmp_path, tiny_model, rows):
+def test_hosts_may_cache_in_different_places_and_name_the_wandb_run_differently(
+    tmp_path, tiny_model, rows, monkeypatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     folder, log = tmp_path / "run", tmp_path / "log"
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={folder}", *OPTIONS]
-    ranks = start_ranks(2, log, *options, of_last=[f"--data_cache_dir={tmp_path / 'here'}"])
+    named = ["--use_wandb", "--wandb_run_name=first"]
+    other = [f"--data_cache_dir={tmp_path / 'here'}", "--wandb_run_name=second"]
+    ranks = start_ranks(2, log, *options, *named, of_last=other)
     assert [exit_code(rank) for rank in ranks] == [0, 0], log.read_text()
+    assert read_json(folder / "run.json")["config"]["run"]["wandb_run_name"] == "first"
 
 
 def start_later(folder: Path) -> None:
