@@ -7,7 +7,8 @@
 
 set -euo pipefail
 
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# An exported CDPATH would send a relative folder elsewhere and print it.
+repository=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() {
     printf 'error: %s\n' "$*" >&2

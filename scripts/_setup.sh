@@ -9,7 +9,8 @@
 
 set -euo pipefail
 
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# An exported CDPATH would send a relative folder elsewhere and print it.
+repository=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$repository"
 venv=${VENV_DIR:-.venv}
 venv_python=$venv/bin/python

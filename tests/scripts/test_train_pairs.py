@@ -61,6 +61,21 @@ def config_of(script: str, python: str, *options: str) -> Config:
     return parse_config(words[place + 1 :], parallel=script in MULTI_GPU)
 
 
+@pytest.mark.parametrize("script", ["train_bf16", "train_fp8_multi_gpu"])
+def test_an_exported_cdpath_does_not_move_the_repository(script, stand_in):
+    done = subprocess.run(
+        [f"scripts/{script}.sh"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": stand_in, "NPROC_PER_NODE": "2", "CDPATH": ".:/"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()  # a printed folder would be a line of its own
+    assert str(ROOT / ("train_multi_gpu.py" if script in MULTI_GPU else "train_fp8.py")) in words
+    assert str(ROOT) not in words
+
+
 @pytest.mark.parametrize(("bf16", "fp8"), PAIRS, ids=lambda name: name)
 def test_a_pair_differs_in_precision_alone(bf16, fp8, stand_in):
     baseline, other = config_of(bf16, stand_in), config_of(fp8, stand_in)

@@ -153,11 +153,13 @@ def _equal_loss_time(own: dict[int, RunRecord], base: dict[int, RunRecord], comm
         return None
     # A single evaluation, at the end, has no curve; then the training loss, on the same sequences, takes its place.
     from_evals = all(len(loss_by_time(run, True)[0]) > 1 for seed in common for run in (own[seed], base[seed]))
-    times = {}
-    for seed in common:
-        reference_losses, _ = loss_by_time(base[seed], from_evals)
-        times[seed] = first_at_or_below(*loss_by_time(own[seed], from_evals), reference_losses[-1])
-    return EqualLossTime("held-out" if from_evals else "training", times)
+    targets = {seed: loss_by_time(base[seed], from_evals)[0][-1] for seed in common}
+    times = {
+        seed: first_at_or_below(*loss_by_time(own[seed], from_evals), target)
+        for seed, target in targets.items()
+        if math.isfinite(target)  # a bf16 run that diverged sets no loss to reach
+    }
+    return EqualLossTime("held-out" if from_evals else "training", times) if times else None
 
 
 def loss_by_time(run: RunRecord, from_evals: bool) -> tuple[list[float], list[float]]:

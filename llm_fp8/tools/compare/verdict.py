@@ -173,7 +173,7 @@ def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequ
     gap = own.loss_gap
     if gap is None:
         if own.eval_loss and reference.eval_loss:
-            return f"its eval loss has no {reference.name} run of the same seed beside it"
+            return f"its eval loss has no {reference.name} run of the same seed with a finite one beside it"
         return "its eval loss was not measured"
     if not math.isfinite(gap.mean):
         return "its eval loss is not finite in every seed"

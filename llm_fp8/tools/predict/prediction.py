@@ -128,6 +128,7 @@ class Prediction:
         can_be_fp8 = work.mode == "fsdp_grad" and work.recipe in fp8_params_recipes() and not work.fp8_params
         in_fp8 = ", --fp8_params" if can_be_fp8 else ""
         head_dim, head_sizes = work.model.spec.head_dim, Rates().attention_tflops
+        windows = [window for window in work.model.spec.windows if window is not None]
         slow_host = self.host_s is not None and self.host_s > self.step_time_s
         sentences = (
             (
@@ -160,6 +161,11 @@ class Prediction:
                 head_dim not in head_sizes,
                 f"attention was measured with heads of {' and '.join(map(str, head_sizes))} elements, and this model's "
                 f"{head_dim} are taken to be as fast as the nearest",
+            ),
+            (
+                windows and min(windows) < work.mean_length,
+                f"attention is predicted over whole documents; {len(windows)} of {work.model.spec.num_layers} layers "
+                f"have a sliding window of {min(windows, default=0):,} tokens, so their attention takes less",
             ),
             (
                 work.model.spec.qk_norm,

@@ -152,6 +152,10 @@ def test_losses_and_times_that_are_not_numbers_confound_no_more_than_their_own()
     assert without_one.verdicts["delayed"].conclusion == "too few seeds" and list(
         without_one.arms[1].loss_gap.by_seed
     ) == [2, 3]
+    assert list(without_one.arms[1].equal_loss_time.by_seed_s) == [2, 3], "not a loss that was never reached"
+    without_any = compare([*map(diverged, base), *own])
+    assert without_any.arms[1].equal_loss_time is None
+    assert "no bf16 run of the same seed with a finite one" in without_any.verdicts["delayed"].sentences[1]
     bare = [
         dataclasses.replace(run, steps=[{"step": s["step"], "loss": s["loss"]} for s in run.steps])
         for run in [*base, *own]

@@ -575,6 +575,16 @@ def test_head_sizes_that_were_not_measured_are_told(head_dim, told):
     assert any(f"elements, and this model's {head_dim} are taken" in note for note in notes) == told
 
 
+@pytest.mark.parametrize(("window", "told"), [(None, False), (1024, False), (512, True)])
+def test_attention_in_a_window_is_told_to_take_less(window, told):
+    model = scenario().model
+    windows = (None, *[window] * (model.spec.num_layers - 1))
+    spec = dataclasses.replace(model.spec, windows=windows)
+    asked = dataclasses.replace(scenario(mean_length=1024), model=dataclasses.replace(model, spec=spec))
+    notes = predict(asked, known_gpu(CALIBRATED_GPU)).notes
+    assert any("31 of 32 layers have a sliding window of 512 tokens" in note for note in notes) == told
+
+
 def test_norms_of_queries_and_keys_cost_time_and_memory():
     with_norms = scenario("Qwen3-8B")
     model = with_norms.model
