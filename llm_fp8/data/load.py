@@ -17,6 +17,7 @@ import csv
 import dataclasses
 import errno
 import glob
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -355,6 +356,7 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
             split=split,
             streaming=streaming,
             **_as_text(source, split),
+            **_state_of(_local_files(source, split)),
         )
     except StopIteration as error:  # an empty JSON file
         raise no_row(source, split) from error
@@ -376,6 +378,16 @@ def _as_text(source: DatasetSource, split: str) -> dict[str, Any]:
         return {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
 
 
+def _state_of(paths: Sequence[Path]) -> dict[str, Any]:
+    """A description of local files that changes with them, by which `datasets` finds its converted copy: by itself it
+    asks for path and mtime alone, which `cp -p`, rsync and archives set to an older file's.
+    """
+    if not paths:
+        return {}
+    states = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in map(os.stat, paths)]
+    return {"description": hashlib.sha256(json.dumps(states).encode()).hexdigest()}
+
+
 def _load_whole_files(source: DatasetSource, split: str, paths: Sequence[Path]) -> Dataset:
     """JSON files whose later rows have other columns, or types, than their first 10 MB, which `datasets` takes for
     all: each is parsed at once, and columns that a file lacks are None there.
@@ -383,7 +395,11 @@ def _load_whole_files(source: DatasetSource, split: str, paths: Sequence[Path]) 
     try:
         parts = [
             datasets.load_dataset(
-                "json", data_files=glob.escape(str(path)), split="train", chunksize=max(1, path.stat().st_size)
+                "json",
+                data_files=glob.escape(str(path)),
+                split="train",
+                chunksize=max(1, path.stat().st_size),
+                **_state_of([path]),
             )
             for path in paths
         ]

@@ -63,6 +63,28 @@ def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, where: str) 
     assert [row["generated_solution"] for row in rows] == [*cells[:-1], 'a, "b"']
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "."])
+def test_a_changed_file_of_the_same_time_is_read_anew(tmp_path: Path, name: str) -> None:
+    """As `cp -p`, rsync and archives leave it; its size may be the same too."""
+    for answer in ("old", "new", "longer"):
+        rows = [{"problem": "p", "generated_solution": answer}]
+        path = tmp_path / ("train.csv" if name == "train.csv" else "train.jsonl")
+        if path.suffix == ".csv":
+            Dataset.from_list(rows).to_csv(path)
+        else:
+            _write_jsonl(path, rows)
+        os.utime(path, (1e9, 1e9))
+        assert _read(tmp_path / name) == rows
+
+
+def test_a_changed_file_with_rows_of_several_kinds_is_read_anew(tmp_path: Path) -> None:
+    for answer in ("old", "new"):
+        rows = [{"problem": "p" * 11_000_000, "generated_solution": "s"}, {"problem": "p", "generated_solution": "s"}]
+        path = _write_jsonl(tmp_path / "train.jsonl", [rows[0], {**rows[1], "generated_solution": answer, "more": "m"}])
+        os.utime(path, (1e9, 1e9))
+        assert load_split(open_source(str(path)), "train")[1]["generated_solution"] == answer
+
+
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_jsonl(tmp_path / "here" / "train.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
