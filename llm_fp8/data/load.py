@@ -179,11 +179,15 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
 
 def _share_data(one: SourceSplit, other: SourceSplit) -> bool:
     """Whether rows are read from the same files, or split, as far as that is known."""
-    (parts, others) = (
-        {(source.path, source.config, file) for file in source.files[split]} or {(source.path, source.config, split)}
-        for source, split in (one, other)
-    )
+    parts, others = (_data_of(*part) for part in (one, other))
     return not parts.isdisjoint(others)
+
+
+def _data_of(source: DatasetSource, split: str) -> set[Any]:
+    """What tells a split's files from others, under whichever name they were given; else the split itself."""
+    if paths := _local_files(source, split):
+        return {path.resolve() for path in paths}
+    return {(source.path, source.config, part) for part in source.files[split] or [split]}
 
 
 def _names(text: str) -> list[str]:
@@ -219,7 +223,7 @@ def _find(name: str, config: str | None, flag: str) -> DatasetSource:
                 saved = (
                     loaded if isinstance(loaded, DatasetDict) else DatasetDict({str(loaded.split or "train"): loaded})
                 )
-                return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
+                return DatasetSource(name, str(path.resolve()), {split: [] for split in saved}, saved)
             folder = str(path.resolve())
             return _source(name, folder, _builder(name, folder, config, flag))
         except READ_ERRORS as error:
@@ -233,12 +237,9 @@ def _find(name: str, config: str | None, flag: str) -> DatasetSource:
 
 
 def _matching_files(name: str, flag: str) -> DatasetSource:
-    """All files that match the pattern `name`, sorted, as one dataset."""
-    files = [
-        path.resolve()
-        for path in map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
-        if path.is_file()
-    ]
+    """All files that match the pattern `name`, sorted, as one dataset; once where a link to one matches too."""
+    matches = map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
+    files = list(dict.fromkeys(path.resolve() for path in matches if path.is_file()))
     for path in files:
         _check_path(str(path), path, flag)
     kinds = sorted({path.suffix for path in files})

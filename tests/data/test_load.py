@@ -85,6 +85,27 @@ def test_a_changed_file_with_rows_of_several_kinds_is_read_anew(tmp_path: Path) 
         assert load_split(open_source(str(path)), "train")[1]["generated_solution"] == answer
 
 
+def test_a_file_that_a_link_names_too_is_read_once(tmp_path: Path) -> None:
+    _write_jsonl(tmp_path / "train-1.jsonl", ROWS[:3])
+    (tmp_path / "train-latest.jsonl").symlink_to("train-1.jsonl")
+    assert _read(tmp_path / "train-*.jsonl") == ROWS[:3]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_same_data_under_two_names(tmp_path: Path, saved: bool) -> None:
+    folder = tmp_path / "data"
+    if saved:
+        Dataset.from_list(ROWS).save_to_disk(folder)
+        other = tmp_path / "link"
+        other.symlink_to(folder)
+    else:
+        other = _write_jsonl(folder / "train.jsonl", ROWS)
+    with pytest.raises(UserError, match="has files that are named twice"):
+        find_splits(DataConfig(dataset_name=f"{folder},{other}"))
+    with pytest.raises(UserError, match=r"--eval_dataset_name .* has files that --dataset_name .* trains on"):
+        find_splits(DataConfig(dataset_name=str(folder), eval_dataset_name=str(other)))
+
+
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_jsonl(tmp_path / "here" / "train.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
