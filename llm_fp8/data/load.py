@@ -48,6 +48,9 @@ EVALUATION_SPLITS = (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
 MAX_REASON = 300
 """Characters of a library's error that are shown."""
 
+MAX_CELL = 2**31 - 1
+"""Bytes of a cell that the csv module reads: its own limit of 131,072 is less than pandas takes."""
+
 READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, YAMLError)
 """What `datasets` raises on something it cannot reach, find or parse: pyarrow's errors are ValueErrors, and a dataset
 card of another form than it expects gives any of the last four.
@@ -375,8 +378,23 @@ def _as_text(source: DatasetSource, split: str) -> dict[str, Any]:
     paths = _local_files(source, split, ".csv")
     if len(paths) < max(1, len(source.files[split])):
         return {}
-    with paths[0].open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        return {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
+    header = [_csv_header(path) for path in paths][0]
+    return {"converters": dict.fromkeys(header, str), "keep_default_na": False}
+
+
+def _csv_header(path: Path) -> list[str]:
+    """Names of a CSV file's columns; `UserError` where its first row has more cells, for pandas would take the first
+    ones for an index, and each column's text from the next cell.
+    """
+    csv.field_size_limit(MAX_CELL)
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = (row for row in csv.reader(file) if row)
+        header, first = next(rows, []), next(rows, [])
+    if len(first) > len(header):
+        raise UserError(
+            f"{path}: its first row has {len(first)} cells and its header {len(header)}; quote text that holds commas."
+        )
+    return header
 
 
 def _state_of(paths: Sequence[Path]) -> dict[str, Any]:

@@ -85,6 +85,24 @@ def test_a_changed_file_with_rows_of_several_kinds_is_read_anew(tmp_path: Path) 
         assert load_split(open_source(str(path)), "train")[1]["generated_solution"] == answer
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_csv_row_with_more_cells_than_the_header_is_not_shifted(tmp_path: Path, streaming: bool) -> None:
+    (tmp_path / "train-0.csv").write_text("problem,generated_solution\np,s\n")
+    (tmp_path / "train-1.csv").write_text("problem,generated_solution\n1, 2 or 3?,3\np,s\n")
+    source = open_source(str(tmp_path / "train-*.csv"))
+    with pytest.raises(UserError, match=r"train-1\.csv: its first row has 3 cells and its header 2; quote text that"):
+        (open_split_stream if streaming else load_split)(source, "train")
+
+
+def test_large_cells_and_a_quote_that_is_not_closed(tmp_path: Path) -> None:
+    large = "many words " * 20_000
+    (tmp_path / "train.csv").write_text(f"problem,generated_solution\n{large},s\np,{large}\n")
+    assert [row["problem"] for row in _read(tmp_path / "train.csv")] == [large, "p"]
+    (tmp_path / "bad.csv").write_text('"problem,generated_solution\n' + "p,s\n" * 50_000)
+    with pytest.raises(UserError, match="--dataset_name .*bad.csv: split 'train' cannot be read"):
+        _read(tmp_path / "bad.csv")
+
+
 def test_a_file_that_a_link_names_too_is_read_once(tmp_path: Path) -> None:
     _write_jsonl(tmp_path / "train-1.jsonl", ROWS[:3])
     (tmp_path / "train-latest.jsonl").symlink_to("train-1.jsonl")
