@@ -12,15 +12,19 @@ Only the files of the requested split are downloaded and converted, however larg
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
 import dataclasses
 import errno
 import glob
+import gzip
 import hashlib
 import json
+import lzma
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,12 +52,26 @@ EVALUATION_SPLITS = (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
 MAX_REASON = 300
 """Characters of a library's error that are shown."""
 
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MAX_CELL = 2**31 - 1
 """Bytes of a cell that the csv module reads: its own limit of 131,072 is less than pandas takes."""
 
-READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, YAMLError)
+READ_ERRORS = (
+    DatasetsError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    YAMLError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+)
 """What `datasets` raises on something it cannot reach, find or parse: pyarrow's errors are ValueErrors, and a dataset
-card of another form than it expects gives any of the last four.
+card of another form than it expects gives TypeError and the three after it. The last three are of compressed files.
 """
 
 
@@ -372,14 +390,19 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
 
 
 def _as_text(source: DatasetSource, split: str) -> dict[str, Any]:
-    """Options by which the cells of local CSV files stay text: pandas would make 42.0 of 42 in a column with an empty
-    cell, and nothing of "None".
+    """Options by which the cells of local CSV and TSV files stay text: pandas would make 42.0 of 42 in a column with an
+    empty cell, and nothing of "None".
     """
-    paths = _local_files(source, split, ".csv")
+    paths = [path for path in _local_files(source, split) if _plain_name(path).suffix in SEPARATORS]
     if len(paths) < max(1, len(source.files[split])):
         return {}
     header = [_csv_header(path) for path in paths][0]
     return {"converters": dict.fromkeys(header, str), "keep_default_na": False}
+
+
+def _plain_name(path: Path) -> Path:
+    """Without the suffix of a compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
 def _csv_header(path: Path) -> list[str]:
@@ -387,8 +410,10 @@ def _csv_header(path: Path) -> list[str]:
     ones for an index, and each column's text from the next cell.
     """
     csv.field_size_limit(MAX_CELL)
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        rows = (row for row in csv.reader(file) if row)
+    separator = SEPARATORS[_plain_name(path).suffix]
+    open_text = COMPRESSIONS.get(path.suffix, open)
+    with open_text(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = (row for row in csv.reader(file, delimiter=separator) if row)
         header, first = next(rows, []), next(rows, [])
     if len(first) > len(header):
         raise UserError(

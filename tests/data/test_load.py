@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import errno
+import gzip
 import hashlib
 import http.server
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -52,6 +55,34 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
     for name in ("a.parquet", "a.csv", "a.jsonl", "a.json"):
         assert _read(tmp_path / name) == ROWS, name
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.tsv", "train.csv.gz", "train.tsv.bz2", "train.csv.xz"])
+def test_cells_in_a_folder_are_text_as_they_stand(tmp_path: Path, name: str) -> None:
+    text = "problem,generated_solution\np0,42\np1,007\np2,\np3,None\n"
+    _compressed(tmp_path / name, text.replace(",", "\t") if ".tsv" in name else text)
+    assert [row["generated_solution"] for row in _read(tmp_path)] == ["42", "007", "", "None"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("name", ["train.csv.gz", "train.jsonl.gz", "train.jsonl.xz"])
+def test_damaged_compressed_files(tmp_path: Path, name: str, damage: str, streaming: bool) -> None:
+    rows = [{"problem": hashlib.sha256(bytes([i])).hexdigest(), "generated_solution": "s"} for i in range(200)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    _compressed(tmp_path / name, text if "json" in name else text.replace(":", ","))
+    content = bytearray((tmp_path / name).read_bytes())
+    middle = len(content) // 2
+    content[middle:] = b"" if damage == "cut" else bytes(byte ^ 0x55 for byte in content[middle:])
+    (tmp_path / name).write_bytes(content)
+    source = open_source(str(tmp_path))
+    with pytest.raises(UserError, match=r"--dataset_name .*: split 'train' cannot be read"):
+        list(iterate(source, "train", open_split_stream(source, "train"))) if streaming else load_split(source, "train")
+
+
+def _compressed(path: Path, text: str) -> None:
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(text.encode()))
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])
