@@ -506,8 +506,10 @@ def _local_json(source: DatasetSource, split: str) -> list[Path]:
 
 def _local_files(source: DatasetSource, split: str, *suffixes: str) -> list[Path]:
     """The files of a split that are on this machine, of any kind or with one of `suffixes`."""
-    root = Path(source.path) if Path(source.path).is_dir() else Path()
-    paths = [root / file for file in source.files[split]]
+    root = Path(source.path)
+    if not root.is_absolute() and source.path not in FILE_BUILDERS.values():
+        return []  # of the hub: a file of that name in the current folder is another
+    paths = [root / file for file in source.files[split]]  # single files are named by their whole path
     return [path for path in paths if path.is_file() and (not suffixes or path.suffix in suffixes)]
 
 

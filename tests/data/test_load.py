@@ -26,7 +26,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.load import find_splits, iterate, load_split, open_source, open_split_stream
+from llm_fp8.data import load
+from llm_fp8.data.load import DatasetSource, find_splits, iterate, load_split, open_source, open_split_stream
 from llm_fp8.utils.errors import UserError
 
 NOBODY = 65534
@@ -153,6 +154,16 @@ def test_the_same_data_under_two_names(tmp_path: Path, saved: bool) -> None:
         find_splits(DataConfig(dataset_name=f"{folder},{other}"))
     with pytest.raises(UserError, match=r"--eval_dataset_name .* has files that --dataset_name .* trains on"):
         find_splits(DataConfig(dataset_name=str(folder), eval_dataset_name=str(other)))
+
+
+def test_files_of_the_hub_are_not_those_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same name: two datasets of the hub would be taken for one."""
+    _write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    hub = [DatasetSource(name, name, {"train": ["data/train.jsonl"]}) for name in ("an/owner", "another/owner")]
+    monkeypatch.setattr(load, "open_source", lambda name, *rest: hub[name.startswith("another")])
+    train, evaluation = find_splits(DataConfig(dataset_name="an/owner", eval_dataset_name="another/owner"))
+    assert [source.name for source, _ in (*train, *evaluation)] == ["an/owner", "another/owner"]
 
 
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
