@@ -12,14 +12,19 @@ Only the files of the requested split are downloaded and converted, however larg
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
 import dataclasses
 import errno
 import glob
+import gzip
+import hashlib
 import json
+import lzma
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,9 +52,26 @@ EVALUATION_SPLITS = (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
 MAX_REASON = 300
 """Characters of a library's error that are shown."""
 
-READ_ERRORS = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, YAMLError)
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+MAX_CELL = 2**31 - 1
+"""Bytes of a cell that the csv module reads: its own limit of 131,072 is less than pandas takes."""
+
+READ_ERRORS = (
+    DatasetsError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    YAMLError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+)
 """What `datasets` raises on something it cannot reach, find or parse: pyarrow's errors are ValueErrors, and a dataset
-card of another form than it expects gives any of the last four.
+card of another form than it expects gives TypeError and the three after it. The last three are of compressed files.
 """
 
 
@@ -178,11 +200,15 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
 
 def _share_data(one: SourceSplit, other: SourceSplit) -> bool:
     """Whether rows are read from the same files, or split, as far as that is known."""
-    (parts, others) = (
-        {(source.path, source.config, file) for file in source.files[split]} or {(source.path, source.config, split)}
-        for source, split in (one, other)
-    )
+    parts, others = (_data_of(*part) for part in (one, other))
     return not parts.isdisjoint(others)
+
+
+def _data_of(source: DatasetSource, split: str) -> set[Any]:
+    """What tells a split's files from others, under whichever name they were given; else the split itself."""
+    if paths := _local_files(source, split):
+        return {path.resolve() for path in paths}
+    return {(source.path, source.config, part) for part in source.files[split] or [split]}
 
 
 def _names(text: str) -> list[str]:
@@ -218,7 +244,7 @@ def _find(name: str, config: str | None, flag: str) -> DatasetSource:
                 saved = (
                     loaded if isinstance(loaded, DatasetDict) else DatasetDict({str(loaded.split or "train"): loaded})
                 )
-                return DatasetSource(name, str(path), {split: [] for split in saved}, saved)
+                return DatasetSource(name, str(path.resolve()), {split: [] for split in saved}, saved)
             folder = str(path.resolve())
             return _source(name, folder, _builder(name, folder, config, flag))
         except READ_ERRORS as error:
@@ -232,12 +258,9 @@ def _find(name: str, config: str | None, flag: str) -> DatasetSource:
 
 
 def _matching_files(name: str, flag: str) -> DatasetSource:
-    """All files that match the pattern `name`, sorted, as one dataset."""
-    files = [
-        path.resolve()
-        for path in map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
-        if path.is_file()
-    ]
+    """All files that match the pattern `name`, sorted, as one dataset; once where a link to one matches too."""
+    matches = map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
+    files = list(dict.fromkeys(path.resolve() for path in matches if path.is_file()))
     for path in files:
         _check_path(str(path), path, flag)
     kinds = sorted({path.suffix for path in files})
@@ -355,6 +378,7 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
             split=split,
             streaming=streaming,
             **_as_text(source, split),
+            **_state_of(_local_files(source, split)),
         )
     except StopIteration as error:  # an empty JSON file
         raise no_row(source, split) from error
@@ -366,14 +390,46 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
 
 
 def _as_text(source: DatasetSource, split: str) -> dict[str, Any]:
-    """Options by which the cells of local CSV files stay text: pandas would make 42.0 of 42 in a column with an empty
-    cell, and nothing of "None".
+    """Options by which the cells of local CSV and TSV files stay text: pandas would make 42.0 of 42 in a column with an
+    empty cell, and nothing of "None".
     """
-    paths = _local_files(source, split, ".csv")
+    paths = [path for path in _local_files(source, split) if _plain_name(path).suffix in SEPARATORS]
     if len(paths) < max(1, len(source.files[split])):
         return {}
-    with paths[0].open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        return {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
+    header = [_csv_header(path) for path in paths][0]
+    return {"converters": dict.fromkeys(header, str), "keep_default_na": False}
+
+
+def _plain_name(path: Path) -> Path:
+    """Without the suffix of a compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
+
+
+def _csv_header(path: Path) -> list[str]:
+    """Names of a CSV file's columns; `UserError` where its first row has more cells, for pandas would take the first
+    ones for an index, and each column's text from the next cell.
+    """
+    csv.field_size_limit(MAX_CELL)
+    separator = SEPARATORS[_plain_name(path).suffix]
+    open_text = COMPRESSIONS.get(path.suffix, open)
+    with open_text(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = (row for row in csv.reader(file, delimiter=separator) if row)
+        header, first = next(rows, []), next(rows, [])
+    if len(first) > len(header):
+        raise UserError(
+            f"{path}: its first row has {len(first)} cells and its header {len(header)}; quote text that holds commas."
+        )
+    return header
+
+
+def _state_of(paths: Sequence[Path]) -> dict[str, Any]:
+    """A description of local files that changes with them, by which `datasets` finds its converted copy: by itself it
+    asks for path and mtime alone, which `cp -p`, rsync and archives set to an older file's.
+    """
+    if not paths:
+        return {}
+    states = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in map(os.stat, paths)]
+    return {"description": hashlib.sha256(json.dumps(states).encode()).hexdigest()}
 
 
 def _load_whole_files(source: DatasetSource, split: str, paths: Sequence[Path]) -> Dataset:
@@ -383,7 +439,11 @@ def _load_whole_files(source: DatasetSource, split: str, paths: Sequence[Path]) 
     try:
         parts = [
             datasets.load_dataset(
-                "json", data_files=glob.escape(str(path)), split="train", chunksize=max(1, path.stat().st_size)
+                "json",
+                data_files=glob.escape(str(path)),
+                split="train",
+                chunksize=max(1, path.stat().st_size),
+                **_state_of([path]),
             )
             for path in paths
         ]
@@ -446,8 +506,10 @@ def _local_json(source: DatasetSource, split: str) -> list[Path]:
 
 def _local_files(source: DatasetSource, split: str, *suffixes: str) -> list[Path]:
     """The files of a split that are on this machine, of any kind or with one of `suffixes`."""
-    root = Path(source.path) if Path(source.path).is_dir() else Path()
-    paths = [root / file for file in source.files[split]]
+    root = Path(source.path)
+    if not root.is_absolute() and source.path not in FILE_BUILDERS.values():
+        return []  # of the hub: a file of that name in the current folder is another
+    paths = [root / file for file in source.files[split]]  # single files are named by their whole path
     return [path for path in paths if path.is_file() and (not suffixes or path.suffix in suffixes)]
 
 

@@ -35,7 +35,7 @@ from llm_fp8.data.load import (
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.mix import MixedRow, interleave_streams, iterate_mixed, shares_of, take_shares
 from llm_fp8.data.pack import PackingPlan, pack
-from llm_fp8.data.prompt import ANSWER_COLUMN, ColumnForm, describe_prompt_form, detect_columns
+from llm_fp8.data.prompt import ANSWER_COLUMN, COLUMNS, ColumnForm, describe_prompt_form, detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, StreamedRows, StreamSequences, sequence_readers
 from llm_fp8.data.split import (
     DEFAULT_FRACTION,
@@ -465,6 +465,12 @@ def _tokenise_streamed(
     columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in FEATURES}
     for number, (source, of_part) in enumerate(zip(sources, options, strict=True)):
         places = [place for place, (part, _) in enumerate(rows) if part == number]
+        needed = COLUMNS[of_part.form]  # of CSV files each has its own header, which a stream does not compare
+        if lacking := {name for i in places for name in needed if name not in rows[i][1]}:
+            raise UserError(
+                f"{source.flag} {source.name}: rows behind the first have no column '{min(lacking)}'; give all files "
+                "the same columns."
+            )
         with _naming(source):
             made = tokenise_rows([rows[i][1] for i in places], [row_ids[i] for i in places], tokenizer, of_part)
         for name, values in made.items():

@@ -42,6 +42,7 @@ from llm_fp8.data.prompt import (
     problem_of,
 )
 from llm_fp8.data.split import problem_key
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import write_text_atomic
 from llm_fp8.utils.subprocesses import forked_processes_end_with_this_one
 
@@ -272,7 +273,10 @@ def tokenise(
     columns = [*COLUMNS[options.form], *(name for name in optional if name in dataset.column_names)]
     root = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder = root / f"tokenised-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:  # a file, or a link to a disk that is not there
+        raise UserError(f"--data_cache_dir {root} is, or lies below, what is no folder; name another.") from error
     with _only_writer_in(folder):
         for path in folder.glob("*.arrow"):
             if _checksum_file(path).is_file() and _checksum_file(path).read_text() == _checksum(path):

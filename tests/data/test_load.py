@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import errno
+import gzip
 import hashlib
 import http.server
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -23,7 +26,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.load import find_splits, iterate, load_split, open_source, open_split_stream
+from llm_fp8.data import load
+from llm_fp8.data.load import DatasetSource, find_splits, iterate, load_split, open_source, open_split_stream
 from llm_fp8.utils.errors import UserError
 
 NOBODY = 65534
@@ -54,6 +58,34 @@ def test_files(tmp_path: Path) -> None:
         assert _read(tmp_path / name) == ROWS, name
 
 
+@pytest.mark.parametrize("name", ["train.csv", "train.tsv", "train.csv.gz", "train.tsv.bz2", "train.csv.xz"])
+def test_cells_in_a_folder_are_text_as_they_stand(tmp_path: Path, name: str) -> None:
+    text = "problem,generated_solution\np0,42\np1,007\np2,\np3,None\n"
+    _compressed(tmp_path / name, text.replace(",", "\t") if ".tsv" in name else text)
+    assert [row["generated_solution"] for row in _read(tmp_path)] == ["42", "007", "", "None"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("name", ["train.csv.gz", "train.jsonl.gz", "train.jsonl.xz"])
+def test_damaged_compressed_files(tmp_path: Path, name: str, damage: str, streaming: bool) -> None:
+    rows = [{"problem": hashlib.sha256(bytes([i])).hexdigest(), "generated_solution": "s"} for i in range(200)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    _compressed(tmp_path / name, text if "json" in name else text.replace(":", ","))
+    content = bytearray((tmp_path / name).read_bytes())
+    middle = len(content) // 2
+    content[middle:] = b"" if damage == "cut" else bytes(byte ^ 0x55 for byte in content[middle:])
+    (tmp_path / name).write_bytes(content)
+    source = open_source(str(tmp_path))
+    with pytest.raises(UserError, match=r"--dataset_name .*: split 'train' cannot be read"):
+        list(iterate(source, "train", open_split_stream(source, "train"))) if streaming else load_split(source, "train")
+
+
+def _compressed(path: Path, text: str) -> None:
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(text.encode()))
+
+
 @pytest.mark.parametrize("where", ["file", "folder"])
 def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, where: str) -> None:
     cells = ["42", "02139", "0.10", "", "None", "N/A", "null", '"a, ""b"""']
@@ -61,6 +93,77 @@ def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, where: str) 
     (tmp_path / "train.csv").write_text(text)
     rows = _read(tmp_path / "train.csv" if where == "file" else tmp_path)
     assert [row["generated_solution"] for row in rows] == [*cells[:-1], 'a, "b"']
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "."])
+def test_a_changed_file_of_the_same_time_is_read_anew(tmp_path: Path, name: str) -> None:
+    """As `cp -p`, rsync and archives leave it; its size may be the same too."""
+    for answer in ("old", "new", "longer"):
+        rows = [{"problem": "p", "generated_solution": answer}]
+        path = tmp_path / ("train.csv" if name == "train.csv" else "train.jsonl")
+        if path.suffix == ".csv":
+            Dataset.from_list(rows).to_csv(path)
+        else:
+            _write_jsonl(path, rows)
+        os.utime(path, (1e9, 1e9))
+        assert _read(tmp_path / name) == rows
+
+
+def test_a_changed_file_with_rows_of_several_kinds_is_read_anew(tmp_path: Path) -> None:
+    for answer in ("old", "new"):
+        rows = [{"problem": "p" * 11_000_000, "generated_solution": "s"}, {"problem": "p", "generated_solution": "s"}]
+        path = _write_jsonl(tmp_path / "train.jsonl", [rows[0], {**rows[1], "generated_solution": answer, "more": "m"}])
+        os.utime(path, (1e9, 1e9))
+        assert load_split(open_source(str(path)), "train")[1]["generated_solution"] == answer
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_csv_row_with_more_cells_than_the_header_is_not_shifted(tmp_path: Path, streaming: bool) -> None:
+    (tmp_path / "train-0.csv").write_text("problem,generated_solution\np,s\n")
+    (tmp_path / "train-1.csv").write_text("problem,generated_solution\n1, 2 or 3?,3\np,s\n")
+    source = open_source(str(tmp_path / "train-*.csv"))
+    with pytest.raises(UserError, match=r"train-1\.csv: its first row has 3 cells and its header 2; quote text that"):
+        (open_split_stream if streaming else load_split)(source, "train")
+
+
+def test_large_cells_and_a_quote_that_is_not_closed(tmp_path: Path) -> None:
+    large = "many words " * 20_000
+    (tmp_path / "train.csv").write_text(f"problem,generated_solution\n{large},s\np,{large}\n")
+    assert [row["problem"] for row in _read(tmp_path / "train.csv")] == [large, "p"]
+    (tmp_path / "bad.csv").write_text('"problem,generated_solution\n' + "p,s\n" * 50_000)
+    with pytest.raises(UserError, match="--dataset_name .*bad.csv: split 'train' cannot be read"):
+        _read(tmp_path / "bad.csv")
+
+
+def test_a_file_that_a_link_names_too_is_read_once(tmp_path: Path) -> None:
+    _write_jsonl(tmp_path / "train-1.jsonl", ROWS[:3])
+    (tmp_path / "train-latest.jsonl").symlink_to("train-1.jsonl")
+    assert _read(tmp_path / "train-*.jsonl") == ROWS[:3]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_same_data_under_two_names(tmp_path: Path, saved: bool) -> None:
+    folder = tmp_path / "data"
+    if saved:
+        Dataset.from_list(ROWS).save_to_disk(folder)
+        other = tmp_path / "link"
+        other.symlink_to(folder)
+    else:
+        other = _write_jsonl(folder / "train.jsonl", ROWS)
+    with pytest.raises(UserError, match="has files that are named twice"):
+        find_splits(DataConfig(dataset_name=f"{folder},{other}"))
+    with pytest.raises(UserError, match=r"--eval_dataset_name .* has files that --dataset_name .* trains on"):
+        find_splits(DataConfig(dataset_name=str(folder), eval_dataset_name=str(other)))
+
+
+def test_files_of_the_hub_are_not_those_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same name: two datasets of the hub would be taken for one."""
+    _write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    hub = [DatasetSource(name, name, {"train": ["data/train.jsonl"]}) for name in ("an/owner", "another/owner")]
+    monkeypatch.setattr(load, "open_source", lambda name, *rest: hub[name.startswith("another")])
+    train, evaluation = find_splits(DataConfig(dataset_name="an/owner", eval_dataset_name="another/owner"))
+    assert [source.name for source, _ in (*train, *evaluation)] == ["an/owner", "another/owner"]
 
 
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

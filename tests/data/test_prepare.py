@@ -500,6 +500,17 @@ def test_ranks_share_the_work_and_the_preparation(prepare: Any, tmp_path: Path) 
     assert len({len(_epoch(data)) for data in ranks}) == 1 and len({len(list(data.eval)) for data in ranks}) == 1
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_csv_files_of_other_columns_in_a_stream(prepare: Any, tmp_path: Path, mixed: bool) -> None:
+    (tmp_path / "a-0.csv").write_text("problem,generated_solution\np,s\n")
+    (tmp_path / "a-1.csv").write_text("problem,answer\nq,s\n")
+    name, options = str(tmp_path / "a-*.csv"), ["--streaming", "--packing", "--validation_fraction", "0"]
+    if mixed:
+        name, options = f"{name},embedded", [*options, "--dataset_weights", "0.5,0.5"]
+    with pytest.raises(UserError, match=r"a-\*\.csv: rows behind the first have no column 'generated_solution'; give"):
+        _take(prepare(name, *options), 2)
+
+
 def test_the_description(prepare: Any, tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", MIXED)
     lines = prepare(tmp_path, "--packing", "--validation_fraction", "0").describe()

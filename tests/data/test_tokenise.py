@@ -16,6 +16,7 @@ from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prompt import problem_of
 from llm_fp8.data.split import problem_key
 from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader, tokenise, tokenizer_digest
+from llm_fp8.utils.errors import UserError
 
 OPTIONS = TokeniseOptions("problem_solution", max_seq_length=64)
 ROWS = [
@@ -97,6 +98,19 @@ def test_a_second_run_reads_the_cache(
     tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=65), str(tmp_path))
     assert calls == [4, 4]
     assert len(list(tmp_path.glob("tokenised-*/*.arrow"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_cache_that_is_no_folder_is_named(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
+) -> None:
+    place = tmp_path / "cache"
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.symlink_to(tmp_path / "disk that is not there")
+    with pytest.raises(UserError, match=f"--data_cache_dir {place} is, or lies below, what is no folder"):
+        tokenise(dataset, tokenizer, OPTIONS, str(place))
 
 
 def test_what_a_killed_process_left_in_the_cache_goes(
