@@ -165,6 +165,11 @@ def token_multiple(name: str | None) -> int:
     return RECIPES[name].token_multiple if name in RECIPES else 1
 
 
+def size_multiple(name: str | None) -> int:
+    """What both sizes of a weight must be multiples of to be in fp8."""
+    return RECIPES[name].size_multiple if name in RECIPES else FP8_SIZE_MULTIPLE
+
+
 def describe_recipes() -> str:
     """The table in --help."""
     libraries: dict[Backend, str] = {"te": "Transformer Engine", "torchao": "torchao"}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import DEFAULTS, RECIPES
+from llm_fp8.config.recipes import RECIPES, size_multiple
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision import torchao as torchao_fp8
@@ -112,11 +112,11 @@ class Precision:
         for module in bf16_modules(self._options, model, decoder_layers):
             kept.update(module.modules())
             wrap_forward(module, self.without_fp8)
-        size_multiple = RECIPES[self.plan.effective_scenario or DEFAULTS["te"]].size_multiple
+        multiple = size_multiple(self.plan.effective_scenario)
         for name, module in model.named_modules():
             if not isinstance(module, TransformerEngineBaseModule) or not linear_weights(module) or module in kept:
                 continue
-            if misfit := size_misfit(module, size_multiple):
+            if misfit := size_misfit(module, multiple):
                 self.misfits[name] = misfit
                 wrap_forward(module, self.without_fp8)
             else:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import RECIPES, chosen
+from llm_fp8.config.recipes import chosen, size_multiple
 from llm_fp8.config.validation import check_machine, refuse_auto
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.build import build_accelerator, build_strategy
@@ -326,7 +326,7 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
         recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=gathers)
         return convert_with_torchao(model, recipe, bf16_modules(config.precision, model, layers))
     if precision.recipe is not None and not config.model.use_te:
-        return swap_linears(model, RECIPES[precision.effective_scenario or ""].size_multiple)
+        return swap_linears(model, size_multiple(precision.effective_scenario))
     return {}
 
 

@@ -33,7 +33,7 @@ from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.optim.optimizers import adamw_arguments, not_optimised
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.precision.modules import te_linears
+from llm_fp8.precision.modules import size_misfit, te_linears
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.precision.torchao import build_config, compile_layers, converted_modules
 from llm_fp8.tools.bench.variants import Baseline
@@ -176,7 +176,7 @@ def _wrap_in_te(model: PreTrainedModel, why: str) -> None:
     plan = resolve_precision(options, own_device())
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
-        if linear.in_features % FP8_SIZE_MULTIPLE or linear.out_features % FP8_SIZE_MULTIPLE:
+        if size_misfit(linear, FP8_SIZE_MULTIPLE):
             continue
         weight, bias = linear.weight, linear.bias
         of = {"params_dtype": weight.dtype, "device": weight.device}

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import RECIPES, chosen
+from llm_fp8.config.recipes import chosen, size_multiple
 from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import count_parameters, decoder_layers, model_on_meta
 from llm_fp8.models.source import load_config, resolve_source
@@ -63,7 +63,7 @@ def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: Precisio
         return measure_coverage(model, (), plan.compute_name, {})
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     head: Any = model.get_output_embeddings()
-    multiple = RECIPES[plan.effective_scenario or ""].size_multiple
+    multiple = size_multiple(plan.effective_scenario)
     reasons = {
         name: reason for name, module in linears.items() if (reason := reason_to_leave(name, module, head, multiple))
     }
