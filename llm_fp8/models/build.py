@@ -26,7 +26,7 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.fp8_checkpoint import fp8_format
-from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, named_errors
+from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, reading_model
 from llm_fp8.models.weight_shards import stored_names
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights, weight_files
 from llm_fp8.observability.metrics import DecoderSize
@@ -193,7 +193,7 @@ def _load_by_transformers(
 ) -> PreTrainedModel:
     """A model whose files hold tensors in another layout than its modules (a mixture of experts)."""
     StoredCheckpoint(weight_files(options, source))  # names what is missing or truncated
-    with named_errors("weights", options.model_name):
+    with reading_model("weights", options.model_name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             dtype=dtype,

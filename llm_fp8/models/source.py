@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models.architectures import bundled_config
 from llm_fp8.models.fp8_checkpoint import fp8_format
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head."""
@@ -83,24 +82,17 @@ def resolve_source(options: ModelConfig) -> ModelSource:
     return ModelSource(name, name, architecture_only=False)
 
 
-@contextlib.contextmanager
-def named_errors(what: str, name: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise on a bad name or file into a `UserError`."""
-    try:
-        yield
-    except BaseException as error:  # tokenizers raises plain exceptions, and a panic in Rust is not even one
-        panicked = type(error).__name__ == "PanicException"
-        if isinstance(error, (UserError, torch.OutOfMemoryError)) or not (isinstance(error, Exception) or panicked):
-            raise
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(
-            f"--model_name {name}: cannot load the {what} ({words}). Give a local folder with config.json, tokenizer "
-            "and safetensors, or a hub id that this machine can reach (for a gated model, log in with 'hf auth login')."
-        ) from error
+def reading_model(what: str, name: str) -> contextlib.AbstractContextManager[None]:
+    """`reading` of a part of the model that --model_name gives."""
+    advice = (
+        "Give a local folder with config.json, tokenizer and safetensors, or a hub id that this machine can reach (for "
+        "a gated model, log in with 'hf auth login')."
+    )
+    return reading("--model_name", name, f"the {what}", advice)
 
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
-    with named_errors("model's config.json", options.model_name):
+    with reading_model("model's config.json", options.model_name):
         hf_config = AutoConfig.from_pretrained(
             source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
         )
@@ -123,7 +115,7 @@ def load_generation_config(options: ModelConfig, source: ModelSource) -> Generat
     if source.is_local and not (Path(source.location) / "generation_config.json").is_file():
         return None
     none_on_the_hub = () if source.is_local else (OSError,)  # raised for a damaged file too
-    with named_errors("model's generation_config.json", options.model_name), contextlib.suppress(*none_on_the_hub):
+    with reading_model("model's generation_config.json", options.model_name), contextlib.suppress(*none_on_the_hub):
         return GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
     return None
 
@@ -141,7 +133,7 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
             "embedded one is used."
         )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
-    with named_errors("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
+    with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
         )

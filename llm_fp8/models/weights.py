@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, scales_of
-from llm_fp8.models.source import ModelSource, has_random_weights, named_errors
+from llm_fp8.models.source import ModelSource, has_random_weights, reading_model
 from llm_fp8.models.weight_shards import (
     WeightFiller,
     hf_filler,
@@ -51,7 +51,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
         except EntryNotFoundError:
             return None
 
-    with named_errors("weights", options.model_name):
+    with reading_model("weights", options.model_name):
         index = fetch(WEIGHTS_INDEX)
         if index is not None:
             files = [(shard, fetch(shard)) for shard in _shard_names(index)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import difflib
 import errno
 import faulthandler
@@ -13,7 +14,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,34 @@ class FailedCheck(Exception):
     """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
     expected, what was seen and what to look at. Scripts print it without a traceback and exit with code 1.
     """
+
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Names of exceptions that say nothing about the file which was being read. By name, because torch is not imported."""
+
+
+@contextlib.contextmanager
+def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
+    """Turn whatever a library or the file system raises in the block into a `UserError` of one line.
+
+    It is the one reader of bad input: it stands around each place where a file, a folder or a library is asked, and
+    keeps the library's own words. A `UserError`, exhausted memory and signals pass unchanged.
+
+    Args:
+        flag: the option that named the input, with its dashes.
+        name: the input: a path, a hub id, a value.
+        what: what was to be read, for "cannot read {what}".
+        advice: what to do, one sentence; may be empty.
+    """
+    try:
+        yield
+    except BaseException as error:  # tokenizers panics in Rust with an exception that is no `Exception`
+        kind = type(error).__name__
+        passes = isinstance(error, (UserError, FailedCheck)) or kind in OUT_OF_MEMORY
+        if passes or not (isinstance(error, Exception) or kind == "PanicException"):
+            raise
+        words = " ".join(str(error).split())[:300] or kind
+        raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {words}). {advice}".rstrip()) from error
 
 
 def existing_part(path: Path) -> Path:

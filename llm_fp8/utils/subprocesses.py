@@ -7,10 +7,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 
 def output_of(*command: str, timeout_s: float = 30) -> str | None:
@@ -22,6 +26,81 @@ def output_of(*command: str, timeout_s: float = 30) -> str | None:
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip()
+
+
+_TELLS_WHY = re.compile(
+    r"^(error: .*)|^(?:\[\w+\]:\s*)?((?!.*(?:ChildFailed|CalledProcess)Error)[\w.]*(?:Error|Exception)\b.*)$"
+)
+"""A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended."""
+
+    exit_code: int | None
+    """None: it ran longer than its time limit and was killed."""
+    output: str
+    """stdout and stderr together."""
+    wall_s: float
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, in one line that ends with its own words; None where it succeeded."""
+        if self.exit_code == 0:
+            return None
+        if self.exit_code is None:
+            return f"it was killed after {self.wall_s:.0f} s"
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        said = ([line for line in lines if _TELLS_WHY.match(line)] or lines or ["it printed nothing"])[-1]
+        code = self.exit_code
+        ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return f"{ended}: {said[:300]}"
+
+
+def run_program(
+    command: Sequence[str],
+    *,
+    log: Path,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float | None = None,
+) -> Ended:
+    """Run a program to its end; what it prints is appended to `log`. It ends with this process: on a time limit, a
+    signal or an exception here, it gets SIGTERM, then SIGKILL after 30 s, with all that it started.
+
+    Args:
+        command: the program and its words.
+        log: file that stdout and stderr are appended to.
+        environ: the whole environment (default: this process's).
+        cwd: the folder to start it in (default: this process's).
+        timeout_s: seconds after which it is killed.
+    """
+    with log.open("ab") as file:
+        begin, began = file.tell(), time.monotonic()
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=None if environ is None else dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that os.killpg reaches what it starts
+        )
+        try:
+            exit_code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun passes it on to its ranks, which are in sessions of their own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    output = log.read_bytes()[begin:].decode(errors="replace")
+    return Ended(exit_code, output, time.monotonic() - began)
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
