@@ -29,10 +29,9 @@ def main() -> int:
         sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True
     )
     # After the parser: --help and mistakes answer without loading the rest.
-    from llm_fp8.tools.predict.after_run import PREDICTOR
     from llm_fp8.train.run import run_training
 
-    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S), PREDICTOR)
+    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from llm_fp8.train.generate import default_batch_size, generate_greedy, generation_dtype  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
 
 from llm_fp8.data.prepare import pad_token_id  # noqa: E402
 from llm_fp8.data.prompt import encode_prompt  # noqa: E402
 from llm_fp8.observability.metrics import GIB  # noqa: E402
 from llm_fp8.observability.provenance import collect_provenance  # noqa: E402
-from llm_fp8.train.generate import default_batch_size, generate_greedy, generation_dtype  # noqa: E402
 from llm_fp8.utils.errors import OneSentenceParser, run_script  # noqa: E402
 from llm_fp8.utils.json_files import read_jsonl, require_writable, write_json_atomic  # noqa: E402
 

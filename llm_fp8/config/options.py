@@ -362,12 +362,6 @@ class RunConfig:
         0.0, "With --early_stopping_patience: the eval loss must fall by more than this, in nats per token, to improve."
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
-    eval_exact_match: int = option(
-        0,
-        "Validation problems that the model answers at each evaluation, compared with the dataset's expected_answer; "
-        "0: none. Where there are fewer, all of them.",
-    )
-    eval_max_new_tokens: int = option(512, "Largest number of tokens of an answer of --eval_exact_match.")
     certify: bool | None = option(
         None,
         "Record the GPU kernels of one early step, compare them with the precision that was asked for, and end the "

@@ -23,7 +23,6 @@ from llm_fp8.config.options import (
     Config,
     LoraConfig,
     PrecisionConfig,
-    RunConfig,
 )
 from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking, token_multiple
 from llm_fp8.utils.errors import UserError
@@ -34,13 +33,13 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
         lambda value: value >= 1,
         "max_seq_length num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
-        "preprocessing_workers num_of_samples max_steps eval_batches eval_max_new_tokens gradient_checkpointing_every "
+        "preprocessing_workers num_of_samples max_steps eval_batches gradient_checkpointing_every "
         "context_parallel_size hybrid_shard_size",
     ),
     (
         "a finite number that is not negative",
         lambda value: 0 <= value < math.inf,
-        "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every eval_exact_match "
+        "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every "
         "early_stopping_patience early_stopping_threshold save_minutes "
         "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank",
     ),
@@ -129,9 +128,6 @@ def check_options(config: Config) -> None:
             "--early_stopping_patience; add it.": (
                 run.early_stopping_threshold != 0 and run.early_stopping_patience == 0
             ),
-            f"--eval_max_new_tokens {run.eval_max_new_tokens} has no effect without --eval_exact_match; add it.": (
-                run.eval_exact_match == 0 and run.eval_max_new_tokens != RunConfig.eval_max_new_tokens
-            ),
         }
     )
 
@@ -196,10 +192,6 @@ def _data_checks(config: Config) -> Checks:
         f"--context_parallel_size {size} cuts every sequence into {2 * size} chunks of equal length, and "
         f"--max_seq_length {length} is not a multiple of {2 * size}; choose one that is.": (
             size > 1 and length % (2 * size) != 0
-        ),
-        f"--eval_exact_match {config.run.eval_exact_match} needs to look problems up by row, which --streaming "
-        "cannot; drop it and evaluate the trained model with scripts/evaluate.py.": (
-            data.streaming and config.run.eval_exact_match > 0
         ),
         "--streaming does not know how many rows there are; add --max_steps.": (
             data.streaming and config.optim.max_steps is None

@@ -92,11 +92,8 @@ METRICS: dict[str, Metric] = {
     "slowest_rank_lag": Metric("share", "How much longer than the mean rank's its work took."),
     "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
     "eval_perplexity": Metric("-", "exp(eval_loss)."),
-    "eval_exact_match": Metric("share", "Held-out problems whose generated answer equals the expected one."),
     "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
-    "eval_num_problems": Metric("problems", "Problems that eval_exact_match averages over."),
     "eval_time_s": Metric("s", "Wall time of the evaluation."),
-    "eval_generation_time_s": Metric("s", "Wall time of eval_exact_match, which eval_time_s leaves out."),
 }
 """Every key that reaches metrics.jsonl, summary.json and the trackers. A key keeps its meaning for good."""
 

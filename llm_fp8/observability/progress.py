@@ -54,10 +54,9 @@ def format_evaluation(record: Mapping[str, float]) -> str:
     shown = {
         "eval_loss": "loss {:.4f}",
         "eval_perplexity": "perplexity {:.4g}",
-        "eval_exact_match": "exact match {:.1%} of {eval_num_problems:,.0f}",
     }
     texts = [template.format(record[key], **record) for key, template in shown.items() if key in record]
-    time_s = sum(record.get(key, 0.0) for key in ("eval_time_s", "eval_generation_time_s"))
+    time_s = record.get("eval_time_s", 0.0)
     return f"evaluation at step {int(record['step'])}: {'  '.join([*texts, f'{time_s:,.1f} s'])}"
 
 

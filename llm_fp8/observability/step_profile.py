@@ -175,7 +175,7 @@ WORTH_A_WORD = 0.2
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-    """The entry `gpu_waiting` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
+    """The entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
     A layer launches dozens of kernels, in fp8 more than in bf16. With small micro-batches the GPU finishes them before
     the host has launched the next; the step then takes the host's time and fp8 gains nothing.

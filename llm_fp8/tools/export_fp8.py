@@ -93,10 +93,9 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     from llm_fp8.models.fp8_export import round_inputs_
     from llm_fp8.models.loss_model import TrainingModel
     from llm_fp8.models.source import load_config, resolve_source
-    from llm_fp8.train.generate import generation_dtype
 
     options, device = ModelConfig(model_name=str(folder)), own_device()
-    source, dtype = resolve_source(options), generation_dtype(device)
+    source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
     hf_config = load_config(options, source)
     model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if round_inputs:

@@ -15,7 +15,6 @@ from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, g
 from llm_fp8.observability.step_stats import WARMUP_STEPS
 from llm_fp8.precision.certificate import attention_library, certify, worst
 from llm_fp8.train.evaluate import evaluate_loss
-from llm_fp8.train.exact_match import ExactMatchEvaluation
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_record import RunResults, exported_bytes, parallel_record
 from llm_fp8.train.setup import TrainingSetup
@@ -48,7 +47,6 @@ class RunCallbacks:
     setup: TrainingSetup
     state: RunState
     loop: TrainingLoop
-    exact_match: ExactMatchEvaluation | None
     results: RunResults
     timer: SaveTimer
 
@@ -84,13 +82,11 @@ class RunCallbacks:
             reporter.print(f"so far {sentence}")
 
     def evaluate(self, step: int) -> float | None:
-        """Eval loss and, where asked for, exact match, reported; returns the main rank's eval loss."""
+        """Eval loss, reported; returns the main rank's eval loss."""
         if self.state.data.eval is None:
             return None
         loop = self.loop
         figures = evaluate_loss(loop.accelerator, loop.model, loop.precision, self.state.data.eval)
-        if self.exact_match is not None:
-            figures |= self.exact_match.evaluate(step)
         loop.reporter.evaluation({"step": step, **figures})
         eval_loss: list[float] = broadcast_object_list([figures["eval_loss"]])  # what follows must be so on all ranks
         return eval_loss[0]

@@ -37,13 +37,9 @@ from llm_fp8.optim.state import bytes_on_host
 from llm_fp8.train.callbacks import RunCallbacks, SaveTimer
 from llm_fp8.train.checkpoint import CheckpointManager
 from llm_fp8.train.eval_history import EvalHistory
-from llm_fp8.train.exact_match import ExactMatchEvaluation, encode_problems
 from llm_fp8.train.failures import explained_failures
-from llm_fp8.train.generate import check_positions
 from llm_fp8.train.graceful_stop import GracefulStop
-from llm_fp8.train.hub import prepare_hub_repo, upload_final
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
-from llm_fp8.train.prediction import Predictor
 from llm_fp8.train.run_dir import as_one_run, check_free_space, is_finished, refuse_finished, run_lock, with_output_dir
 from llm_fp8.train.run_record import (
     Progress,
@@ -86,16 +82,13 @@ def run_training(
     config: Config,
     idle_fp8_keys: Sequence[str] = (),
     clock: PhaseClock | None = None,
-    predictor: Predictor | None = None,
 ) -> int:
-    """Train, and return the exit code: 0, or that of the signal that stopped the run. Raises `FailedCheck` where the
-    run is finished and its upload failed (--push_to_hub).
+    """Train, and return the exit code: 0, or that of the signal that stopped the run.
 
     Args:
         config: passed `check_options`.
         idle_fp8_keys: sentences on what the launcher's fp8_config asked for and nothing here acts on.
         clock: started when the script began: its first phase is the imports.
-        predictor: of `llm_fp8.tools.predict`; without it nothing is predicted and no option can be `auto`.
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
     phase_ends = results.clock.end
@@ -108,7 +101,7 @@ def run_training(
     asked, config = config, with_output_dir(config, ranks)
     start_process_group(ranks)
     config = as_one_run(asked, config)
-    plan = plan_run(config, ranks, settle=None if predictor is None else predictor.settle)
+    plan = plan_run(config, ranks)
     config = plan.config
     phase_ends("devices")
     caches = [Path(config.data.data_cache_dir or datasets.config.HF_DATASETS_CACHE)]
@@ -122,7 +115,6 @@ def run_training(
         )
         fingerprint = run_fingerprint(config, plan.precision, plan.strategy, plan.optimizer_kind, plan.hf_config)
         resume_path = find_checkpoint(checkpoints, config.run.resume_from, fingerprint)
-        hub_repo = None if config.run.dry_run else prepare_hub_repo(config.run)
         phase_ends("config_and_tokenizer")
         data = _prepare_data(plan, tokenizer, context)
         num_steps = total_steps(config, data, resume_path)
@@ -131,7 +123,7 @@ def run_training(
             plan.say(f"resuming with other options: {', '.join(changed)}")
         refuse_finished(config, num_steps)
         if config.run.dry_run:
-            plan.say(describe_dry_run(plan, data, num_steps, first_step(data.train), predictor))
+            plan.say(describe_dry_run(data, num_steps))
             end_process_group(plan.accelerator)
             return 0
         phase_ends("data")
@@ -146,13 +138,12 @@ def run_training(
         loop = build_loop(state, resume_path)
         plan.accelerator.wait_for_everyone()  # with loading: the checkpoint may be one that gets its name back
         checkpoints.clean_up()
-        exact_match = _exact_match(setup, tokenizer, data, loop.reporter)
         phase_ends("optimizer")
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, loop.reporter as reporter:
             record_run(setup, data, loop, results)
             plan.say(f"training {loop.options.total_steps} steps on {_device_name(plan)}, results in {plan.folder}")
-            callbacks = RunCallbacks(setup, state, loop, exact_match, results, SaveTimer(config.run.save_minutes))
+            callbacks = RunCallbacks(setup, state, loop, results, SaveTimer(config.run.save_minutes))
             if plan.device.type == "cuda":
                 results.resident_gib = torch.cuda.memory_allocated(plan.device) / GIB
             phase_ends("records")
@@ -162,7 +153,7 @@ def run_training(
                 checkpoints.finish()
             if not loop.is_complete:
                 stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
-                figures = summary_of(setup, loop, results, None, predictor)
+                figures = summary_of(setup, loop, results, None)
                 reporter.finish({**figures, **_best_record(state, loop), **stopped})
                 plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
                 exit_code = stop.exit_code
@@ -183,15 +174,12 @@ def run_training(
                 if exported is not None:
                     best["exported_step"] = holds.step
                 why = {"stopped_early": loop.history.describe_stop()} if loop.stopped_early else {}
-                summary = reporter.finish({**summary_of(setup, loop, results, exported, predictor), **best, **why})
+                summary = reporter.finish({**summary_of(setup, loop, results, exported), **best, **why})
                 closing_words(setup, results, summary, exported)
                 exit_code = 0
-    accelerator, final = plan.accelerator, plan.folder / "final"
-    del plan, setup, data, loop, state, callbacks, exact_match, results, phase_ends  # before the group that they use
+    accelerator = plan.accelerator
+    del plan, setup, data, loop, state, callbacks, results, phase_ends  # before the group that they use
     end_process_group(accelerator)
-    # Behind the run: the other processes leave meanwhile, and Ctrl-C ends the upload alone.
-    if hub_repo is not None and exit_code == 0 and ranks.rank == 0:
-        upload_final(final, hub_repo)
     return exit_code
 
 
@@ -337,16 +325,13 @@ def _prepare_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase, context: Co
         split_batch=context.split if context.size > 1 else None,
     )
     plan.say(data.describe())
-    for name in ("eval_every", "eval_batches", "eval_exact_match"):
+    for name in ("eval_every", "eval_batches"):
         value = getattr(config.run, name)
         if data.eval is None and value:
             raise UserError(
                 f"--{name} {value} has no effect, because no row is held out to evaluate on; raise "
                 "--validation_fraction or drop it."
             )
-    if data.problems:
-        prompts = encode_problems(data.problems, tokenizer)
-        check_positions(prompts, plan.hf_config, config.run.eval_max_new_tokens, "--eval_max_new_tokens")
     return data
 
 
@@ -397,26 +382,6 @@ def _warm_up_scales(setup: TrainingSetup, data: PreparedData) -> None:
     warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
     plan.say(
         f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped"
-    )
-
-
-def _exact_match(
-    setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, data: PreparedData, reporter: RunReporter
-) -> ExactMatchEvaluation | None:
-    """What --eval_exact_match asks for; None without it."""
-    if not data.problems:
-        return None
-    plan = setup.plan
-    return ExactMatchEvaluation(
-        plan.accelerator,
-        setup.model,
-        tokenizer,
-        data.problems,
-        plan.strategy.full_tensor,
-        plan.export_dtype,
-        plan.config.run.eval_max_new_tokens,
-        plan.folder,
-        warn=reporter.print,
     )
 
 

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data import PreparedData
-from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.models.lora import scaling_of
@@ -28,7 +26,6 @@ from llm_fp8.optim.state import bytes_on_host
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.train.prediction import Predictor, RunDescription
 from llm_fp8.train.setup import RunPlan, TrainingSetup
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.phases import PhaseClock
@@ -49,8 +46,6 @@ class RunResults:
     recorded: StepProfile | None = None
     certificate: Certificate | None = None
     has_looked_for_gpu_idle: bool = False
-    prediction_line: str | None = None
-    """The run beside its prediction, for the terminal."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +56,15 @@ class Progress:
     tokens_seen: int
 
 
-def description_of(plan: RunPlan) -> RunDescription:
-    """The run of `plan`, which is on GPUs."""
-    return RunDescription(
-        config=plan.config,
-        hf_config=plan.hf_config,
-        recipe=plan.precision.effective_scenario or plan.precision.effective,
-        optimizer=plan.optimizer_kind,
-        mode=plan.strategy.mode,
-        num_gpus=plan.accelerator.num_processes,
-        gpu_name=torch.cuda.get_device_name(plan.device),
-    )
-
-
-def describe_dry_run(
-    plan: RunPlan, data: PreparedData, num_steps: int, batches: Sequence[Batch], predictor: Predictor | None
-) -> str:
-    """What --dry_run prints behind the data's counts; `batches` are this process's of the first step."""
+def describe_dry_run(data: PreparedData, num_steps: int) -> str:
+    """What --dry_run prints after the data's counts."""
     steps = f"{num_steps:,} steps of {data.train.global_batch_size:,} sequences"
     said = f"dry run: {steps}; no weight was loaded and no run written"
-    if data.train.steps_per_epoch is None:
-        said = f"the beginning of the stream: {data.report.summary()}\n{said}"
-    if plan.device.type != "cuda" or predictor is None:
-        return f"{said}\nno prediction without a GPU: 'llm-fp8 predict' predicts for one by its name"
-    first = count_tokens(batches)
-    length = first.sum_squared_lengths / first.num_tokens
-    found = predictor.describe_steps(description_of(plan), first.num_tokens // len(batches), length, num_steps)
-    return f"{said}\n{found or 'no prediction: nothing that was measured is like this run (docs/tools.md)'}"
+    return (
+        said
+        if data.train.steps_per_epoch is not None
+        else f"the beginning of the stream: {data.report.summary()}\n{said}"
+    )
 
 
 def parallel_record(plan: RunPlan) -> dict[str, Any]:
@@ -99,7 +76,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
     plan = setup.plan
     return {
         **plan.precision.to_dict(),
-        "census": setup.coverage.to_dict(),
+        "coverage": setup.coverage.to_dict(),
         "optimizer": plan.optimizer_kind,
         "parameter_dtype": str(plan.parameter_dtype),
         **({"idle_fp8_config_keys": results.idle_fp8_keys} if results.idle_fp8_keys else {}),
@@ -198,9 +175,7 @@ def export_final(
     return folder
 
 
-def summary_of(
-    setup: TrainingSetup, loop: TrainingLoop, results: RunResults, exported: Path | None, predictor: Predictor | None
-) -> dict[str, Any]:
+def summary_of(setup: TrainingSetup, loop: TrainingLoop, results: RunResults, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     plan, steps = setup.plan, loop.reporter.own_steps()
     return {
@@ -209,30 +184,16 @@ def summary_of(
         "attention_backend": results.attention_backend,
         **parallel_record(plan),
         "recorded_step": None if results.recorded is None else results.recorded.to_dict(),
-        "gpu_waiting": None if results.recorded is None else gpu_idle(results.recorded, steps),
+        "gpu_idle": None if results.recorded is None else gpu_idle(results.recorded, steps),
         "certificate": None if results.certificate is None else results.certificate.to_dict(),
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,
         "no_energy_because": loop.energy.no_counter,
         "exported": None if exported is None else str(exported),
-        "prediction": _prediction(plan, results, steps, predictor),
         "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
         "wall_time_s": time.time() - results.started_s,
     }
-
-
-def _prediction(
-    plan: RunPlan, results: RunResults, steps: list[dict[str, Any]], predictor: Predictor | None
-) -> dict[str, Any] | None:
-    """Step time and memory as predicted for this run and as they came out; None where nothing predicts it."""
-    if predictor is None or not plan.accelerator.is_main_process or plan.device.type != "cuda":
-        return None
-    found = predictor.compare(description_of(plan), steps)
-    if found is None:
-        return None
-    entry, results.prediction_line = found
-    return entry
 
 
 def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, Any], exported: Path | None) -> None:
@@ -242,9 +203,7 @@ def closing_words(setup: TrainingSetup, results: RunResults, summary: dict[str, 
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
-    if results.prediction_line is not None:
-        say(results.prediction_line)
-    if idle := describe_gpu_idle(summary["gpu_waiting"], plan.accelerator.num_processes):
+    if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
         say(idle)
     if results.certificate is not None:
         say(results.certificate.describe())

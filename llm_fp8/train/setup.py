@@ -22,13 +22,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import chosen, size_multiple
+from llm_fp8.config.recipes import size_multiple
 from llm_fp8.config.validation import check_machine, refuse_auto
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
-from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
+from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
+from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
 from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
@@ -43,10 +43,8 @@ from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.convert import convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
-from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.machine import gather_facts
-from llm_fp8.train.prediction import Machine, RunDescription, Settle
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -78,8 +76,6 @@ class RunPlan:
     stored_fp8: Fp8Format | None
     """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
     say: Say
-    notes: tuple[str, ...] = ()
-    """On what `auto` came to and on what was predicted."""
 
     @property
     def device(self) -> torch.device:
@@ -139,27 +135,18 @@ class TrainingSetup:
     num_trainable_parameters: int
 
 
-def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None, settle: Settle | None = None) -> RunPlan:
-    """Resolve the options on this machine; `UserError` for what `check_machine` or `settle` refuses. Collective.
+def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunPlan:
+    """Resolve the options on this machine; `UserError` for what `check_machine` refuses. Collective.
 
-    `config` passed `check_options`, and the process group exists. `say` replaces printing on the main process. Without
-    `settle` no option can be `auto`.
+    `config` passed `check_options`, and the process group exists. `say` replaces printing on the main process.
     """
-    device, asked = own_device(), config.precision.mixed_precision
+    device = own_device()
     source = resolve_source(config.model)
     model_config = load_config(config.model, source)
     memory_gib = smallest_gpu_gib(device)
     sharding = choose_mode(config, ranks, lambda: count_parameters(model_config), memory_gib)
-    notes: list[str] = []
-    if settle is None or memory_gib is None:
-        refuse_auto(config)
-    else:
-        run = _as_asked(config, model_config, sharding.mode, ranks.world_size, device)
-        machine = Machine(memory_gib, torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY)
-        config, notes = decided_by_main(functools.partial(settle, run, machine))
+    refuse_auto(config)
     precision = resolve_precision(config.precision, device)
-    if asked == "auto":
-        precision = dataclasses.replace(precision, requested=asked)
     check_machine(config, gather_facts(config, model_config, device, ranks, precision, sharding.mode))
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
@@ -179,34 +166,12 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None, settle:
         export_dtype=stored_dtype(model_config, default=parameter_dtype),  # building the model changes the entry
         stored_fp8=None if has_random_weights(config.model, source) else fp8_format(model_config),
         say=say or (functools.partial(print, flush=True) if accelerator.is_main_process else silent),
-        notes=tuple(notes),
-    )
-
-
-def _as_asked(
-    config: Config, hf_config: PretrainedConfig, mode: str, num_gpus: int, device: torch.device
-) -> RunDescription:
-    """The run that the options describe, before a recipe can fall back to another one."""
-    precision, kind = config.precision, config.optim.optimizer
-    name = precision.mixed_precision or "bf16"
-    if kind == "auto":
-        kind = "adamw_fp32" if name in ("no", "fp16") else default_optimizer(mode)
-    return RunDescription(
-        config=config,
-        hf_config=hf_config,
-        recipe=chosen(precision.fp8_scenario, precision.fp8_backend) if precision.may_be_fp8 else name,
-        optimizer=kind,
-        mode=mode,
-        num_gpus=num_gpus,
-        gpu_name=torch.cuda.get_device_name(device),
     )
 
 
 def announce(plan: RunPlan) -> None:
     """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
     precision, sharding, say = plan.precision, plan.sharding, plan.say
-    for note in plan.notes:
-        say(note)
     if plan.ranks.world_size > 1:
         say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
     asked = precision_name(precision.requested, precision.requested_scenario)

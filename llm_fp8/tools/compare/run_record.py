@@ -15,7 +15,6 @@ from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.step_stats import RESUMES, measured_steps
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.compare.variants import requested_variant
-from llm_fp8.train.answers import ANSWERS_FOLDER
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, require_entries, with_floats
 
@@ -221,7 +220,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         run,
         read_metrics(folder / "metrics.jsonl"),
         summary,
-        answers=_last_answers(folder / ANSWERS_FOLDER),
+        answers=_last_answers(folder / "eval_answers"),
         certificate=read_json(certificate, _CERTIFICATE) if certificate.is_file() else summary.get("certificate"),
         resumes=run.get("resumes") or [],
     )

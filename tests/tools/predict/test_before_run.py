@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from llm_fp8.train.prediction import Machine, RunDescription
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.config.recipes import chosen
@@ -17,7 +18,6 @@ from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, FITS_RESERVE_GIB, 
 from llm_fp8.tools.predict.memory import peak_memory
 from llm_fp8.tools.predict.prediction import known_gpu, predict
 from llm_fp8.tools.predict.step_time import step_time
-from llm_fp8.train.prediction import Machine, RunDescription
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 

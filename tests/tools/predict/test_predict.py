@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from llm_fp8.train.prediction import RunDescription
 from transformers import GPT2Config, LlamaConfig
 
 from benchmarks.prediction_records import bundled_size, recorded_rows, rows_for_memory_alone, with_errors, workload_of
@@ -54,7 +55,6 @@ from llm_fp8.tools.predict.step_time import (
     weight_cast_bytes,
 )
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
-from llm_fp8.train.prediction import RunDescription
 from llm_fp8.utils.errors import UserError, run_script
 from llm_fp8.utils.json_files import json_line
 from tests.support.reports import a_config, a_reporter
