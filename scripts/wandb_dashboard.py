@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -160,7 +161,7 @@ def read_offline_run(*wandb_folders: Path) -> OfflineRun:
     return OfflineRun(
         wandb_folders,
         name=options.get("wandb_run_name") or _run_id(wandb_folders[0]),
-        group=options.get("wandb_group") or output.resolve().name,
+        group=os.environ.get("WANDB_RUN_GROUP") or output.resolve().name,
         project=options.get("wandb_project") or RunConfig.wandb_project,
         labels=labels,
         history_keys=sorted({key for entry in history for key in entry}),

@@ -41,9 +41,6 @@ COLUMN_NAMES = (
 """Columns of a dataset that are understood (`llm_fp8.data.prompt`), which --columns gives other names."""
 
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-WANDB_TAG_LENGTH = 64
-"""Characters that W&B allows in a tag."""
-
 
 AUTO_BATCH_SIZE = 0
 """What --batch_size auto is until the run has settled it."""
@@ -336,17 +333,6 @@ class RunConfig:
         2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never."
     )
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    push_to_hub: bool = option(
-        False, "Upload final/ to the Hugging Face hub. The login and the repository are checked before the run."
-    )
-    hub_model_id: str | None = option(
-        None, "With --push_to_hub: the repository, OWNER/NAME or NAME (default: the name of the output folder)."
-    )
-    hub_private: bool | None = option(
-        None,
-        "With --push_to_hub: the repository is private (default: if the owner's new repositories are).",
-        alias="hub_private_repo",
-    )
     eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps")
     keep_best: bool = option(
         False,
@@ -358,9 +344,6 @@ class RunConfig:
         "End the run, with evaluation and export as after its last step, when this many evaluations of --eval_every in "
         "a row did not improve the eval loss; 0: never.",
     )
-    early_stopping_threshold: float = option(
-        0.0, "With --early_stopping_patience: the eval loss must fall by more than this, in nats per token, to improve."
-    )
     eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
     certify: bool | None = option(
         None,
@@ -370,18 +353,9 @@ class RunConfig:
     log_every: int = option(
         10, "Optimizer steps between log lines; every step reaches metrics.jsonl.", alias="logging_steps"
     )
-    use_wandb: bool = option(False, "Log to Weights & Biases (the same as --report_to wandb).")
+    use_wandb: bool = option(False, "Log to Weights & Biases; its variables (WANDB_RUN_GROUP, WANDB_TAGS, ...) hold.")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
-    wandb_group: str | None = option(
-        None, "Group of the W&B run; runs to be compared share one (default: the name of the output folder)."
-    )
-    wandb_tags: str | None = option(
-        None,
-        "Further tags of the W&B run, separated by commas; precision, model, sharding mode and GPU are tags anyway "
-        "(default: none).",
-    )
-    report_to: Literal["none", "wandb", "tensorboard", "all"] = option("none", "Trackers besides metrics.jsonl.")
 
 
 @dataclass(frozen=True)
@@ -421,9 +395,7 @@ GPUs, and the steps of the whole run.
 SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules")
 """Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
 
-EVALUATION_OPTIONS = (
-    "eval_every", "eval_batches", "keep_best", "early_stopping_patience", "early_stopping_threshold",
-)  # fmt: skip
+EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
 """What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
 
 ShardingMode = Literal[
@@ -509,19 +481,6 @@ class Config:
     def allowed_changes(self) -> list[str]:
         """The names in --allow_changed, in order."""
         return [name.strip() for name in (self.run.allow_changed or "").split(",") if name.strip()]
-
-    @property
-    def wandb_tags(self) -> list[str]:
-        """The tags of --wandb_tags, in order."""
-        return [tag.strip() for tag in (self.run.wandb_tags or "").split(",") if tag.strip()]
-
-    @property
-    def trackers(self) -> list[str]:
-        """Names of the trackers asked for, as Accelerate names them."""
-        chosen = {"none": [], "all": ["wandb", "tensorboard"]}.get(self.run.report_to, [self.run.report_to])
-        if self.run.use_wandb and "wandb" not in chosen:
-            chosen = ["wandb", *chosen]
-        return chosen
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]

@@ -19,7 +19,6 @@ from llm_fp8.config.options import (
     DECODER_LINEARS,
     FP8_GATHER_MODES,
     TRAINING_OPTIONS,
-    WANDB_TAG_LENGTH,
     Config,
     LoraConfig,
     PrecisionConfig,
@@ -40,7 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a finite number that is not negative",
         lambda value: 0 <= value < math.inf,
         "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every "
-        "early_stopping_patience early_stopping_threshold save_minutes "
+        "early_stopping_patience save_minutes "
         "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank",
     ),
     (
@@ -93,12 +92,6 @@ def check_options(config: Config) -> None:
             "--parity_check compares the TE decoder with Hugging Face's and needs --use_te.": (
                 model.parity_check and not model.use_te
             ),
-            **{
-                f"--wandb_tags: '{tag}' has {len(tag)} characters, and W&B takes {WANDB_TAG_LENGTH}; shorten it.": (
-                    len(tag) > WANDB_TAG_LENGTH
-                )
-                for tag in config.wandb_tags
-            },
             f"--wandb_project '{run.wandb_project}': W&B takes 1 to 128 characters, none of them in /\\#?%:.": (
                 re.fullmatch(r"[^/\\#?%:]{1,128}", run.wandb_project) is None
             ),
@@ -113,21 +106,11 @@ def check_options(config: Config) -> None:
                 f"--allow_changed: '{name}' is not among {', '.join(TRAINING_OPTIONS)}.": name not in TRAINING_OPTIONS
                 for name in config.allowed_changes
             },
-            "--push_to_hub uploads final/, which --no_export does not write; drop one of them.": (
-                run.push_to_hub and not run.export
-            ),
-            "--hub_model_id and --hub_private have no effect without --push_to_hub; add it.": (
-                not run.push_to_hub and (run.hub_model_id is not None or run.hub_private is not None)
-            ),
             "--keep_best compares evaluations during training and needs --eval_every; add it.": (
                 run.keep_best and run.eval_every == 0
             ),
             f"--early_stopping_patience {run.early_stopping_patience} counts evaluations during training and needs "
             "--eval_every; add it.": run.early_stopping_patience > 0 and run.eval_every == 0,
-            f"--early_stopping_threshold {run.early_stopping_threshold:g} has no effect without "
-            "--early_stopping_patience; add it.": (
-                run.early_stopping_threshold != 0 and run.early_stopping_patience == 0
-            ),
         }
     )
 
@@ -420,7 +403,6 @@ class MachineFacts:
 def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str]:
     """The packages that a run needs beyond those it always has -> the flag that asks for it."""
     model, parallel = config.model, config.parallel
-    tracker_flag = "--use_wandb" if config.run.use_wandb else f"--report_to {config.run.report_to}"
     mode = parallel.sharding_mode
     needed = {
         "transformer_engine": ("--use_te", model.use_te),
@@ -432,9 +414,8 @@ def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str
         ),
         "peft": (f"--lora_rank {config.lora.lora_rank}", config.lora.lora_rank),
         "deepspeed": (f"--sharding_mode {mode}", mode.startswith("deepspeed")),
-        # Only the first process of a launch talks to a tracker.
-        "tensorboard": (tracker_flag, "tensorboard" in config.trackers and rank == 0),
-        "wandb": (tracker_flag, "wandb" in config.trackers and rank == 0),
+        # Only the first process of a launch talks to W&B.
+        "wandb": ("--use_wandb", config.run.use_wandb and rank == 0),
     }
     return {package: flag for package, (flag, is_needed) in needed.items() if is_needed}
 

@@ -47,8 +47,8 @@ _SET_ELSEWHERE = {
     "--adam_epsilon",
     "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps",
     "activation_checkpointing": "recomputation comes from --gradient_checkpointing",
-    "tensorboard": "trackers come from --report_to",
-    "wandb": "trackers come from --report_to",
+    "tensorboard": "W&B comes from --use_wandb",
+    "wandb": "W&B comes from --use_wandb",
 }
 """Why other keys are refused."""
 

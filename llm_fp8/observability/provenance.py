@@ -34,7 +34,6 @@ PACKAGES = (
     "peft",
     "torchao",
     "wandb",
-    "tensorboard",
 )
 ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")

@@ -7,7 +7,6 @@ Only the main process writes.
       summary.json       written at the end: last values, medians, whatever the loop adds
       wandb/             the W&B run's files (with --use_wandb)
       wandb_run.json     its id, and the last step that it was given before a resume
-      tensorboard/       TensorBoard's event files (with --report_to tensorboard)
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
 On W&B it continues the same run. W&B's client cannot take back steps (its server can rewind a run, `resume_from`, which
@@ -68,8 +67,8 @@ def accelerator_tracking(config: Config) -> dict[str, Any]:
     """The arguments of `Accelerator(...)` for trackers: `log_with` and `project_config`."""
     folder = _output_dir(config)
     return {
-        "log_with": config.trackers or None,
-        "project_config": ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
+        "log_with": "wandb" if config.run.use_wandb else None,
+        "project_config": ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
     }
 
 
@@ -161,20 +160,15 @@ class RunReporter:
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
         labels = run_labels(record)
-        self._init_trackers(run_tags(labels, self._config.wandb_tags))
+        self._init_trackers(run_tags(labels))
         self._find_wandb_position()
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         for tracker in self._accelerator.trackers:
-            # W&B folds and searches nested values; TensorBoard's hparams are a flat table, and take no None.
-            if tracker.name == "wandb":
-                tracker.store_init_configuration(stored)
-                for axis in ("step", "tokens_seen"):
-                    tracker.tracker.define_metric(axis)
-                tracker.tracker.define_metric("*", step_metric="step")
-            else:
-                flat = _tracked(stored, ".").items()
-                tracker.store_init_configuration({key: "None" if value is None else value for key, value in flat})
+            tracker.store_init_configuration(stored)
+            for axis in ("step", "tokens_seen"):
+                tracker.tracker.define_metric(axis)
+            tracker.tracker.define_metric("*", step_metric="step")
 
     def _init_trackers(self, wandb_tags: list[str]) -> None:
         """Without an answer from W&B the run goes on offline: training does not depend on a tracker."""
@@ -182,26 +176,20 @@ class RunReporter:
         of_wandb: dict[str, Any] = {
             "dir": str(self._folder),
             "name": options.wandb_run_name,
-            "group": options.wandb_group or self._folder.resolve().name,
+            "group": os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
             "tags": wandb_tags,
             "job_type": "train",
         }
-        of_tensorboard = {"purge_step": self._resume_step + 1} if self._resume_step > 0 else {}
-        init_kwargs = {"wandb": of_wandb, "tensorboard": of_tensorboard}
-        if "wandb" not in self._config.trackers:
-            self._accelerator.init_trackers(options.wandb_project, init_kwargs=init_kwargs)
-            return
         import wandb
 
         of_wandb["settings"] = wandb.Settings(init_timeout=WANDB_START_S, finish_timeout=WANDB_END_S)
         of_wandb |= self._wandb_run()
         try:
-            self._accelerator.init_trackers(options.wandb_project, init_kwargs=init_kwargs)
+            self._accelerator.init_trackers(options.wandb_project, init_kwargs={"wandb": of_wandb})
         except wandb.errors.CommError as error:
             wandb.teardown()  # its service holds on to the id
-            for tracker in self._accelerator.trackers:  # made and not started: W&B is the first
-                if tracker.name == "wandb":
-                    tracker.init_kwargs["mode"] = "offline"
+            for tracker in self._accelerator.trackers:  # made and not started
+                tracker.init_kwargs["mode"] = "offline"
                 tracker.start()
             logger.warning(
                 "W&B did not take the run, which goes on offline: send it later by 'wandb sync %s'. W&B said: %s",
@@ -227,7 +215,7 @@ class RunReporter:
     def _find_wandb_position(self) -> None:
         """Where the rows of an online run end on the server; one that was killed may have sent less than it took."""
         for tracker in self._accelerator.trackers:
-            if tracker.name == "wandb" and (row := tracker.tracker.starting_step):
+            if row := tracker.tracker.starting_step:
                 self._wandb_last_step = min(self._wandb_last_step, row - 1)
                 self._wandb_shift = row - 1 - self._wandb_last_step
 
@@ -237,9 +225,6 @@ class RunReporter:
         """
         step, of_evaluation = int(record["step"]), "eval_loss" in record
         for tracker in self._accelerator.trackers:
-            if tracker.name != "wandb":
-                tracker.log(record, step=step)
-                continue
             if step < self._wandb_last_step or (step == self._wandb_last_step and not of_evaluation):
                 continue
             self._wandb_shift += step == self._wandb_last_step
@@ -281,8 +266,7 @@ class RunReporter:
     def track(self, summary: dict[str, Any]) -> None:
         """Put entries of the summary on W&B, where they survive if the run is killed."""
         for tracker in self._accelerator.trackers:
-            if tracker.name == "wandb":
-                tracker.tracker.summary.update(tracked_summary(summary))
+            tracker.tracker.summary.update(tracked_summary(summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
@@ -300,10 +284,6 @@ class RunReporter:
         if self._accelerator.is_main_process:
             write_json_atomic(self._folder / "summary.json", full)
             self.track(full)
-            for tracker in self._accelerator.trackers:
-                if tracker.name != "wandb":
-                    text = f"```json\n{json.dumps(full, indent=2, default=str)}\n```"
-                    tracker.tracker.add_text("summary.json", text, self._last_step)
         return full
 
     def own_steps(self) -> list[dict[str, float]]:

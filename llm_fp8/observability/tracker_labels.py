@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from llm_fp8.config.options import WANDB_TAG_LENGTH
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import package_version
+
+WANDB_TAG_LENGTH = 64
+"""Characters that W&B allows in a tag."""
 
 LABELS: dict[str, str] = {
     "precision_name": "Precision in effect: 'bf16', 'fp8 delayed', ...",
@@ -53,10 +55,11 @@ def _in_words(precision: str, scenario: str | None) -> str:
     return f"{precision} {scenario}" if precision == "fp8" else precision
 
 
-def run_tags(labels: dict[str, Any], further: list[str]) -> list[str]:
-    """The tags of a run, each once and within W&B's length: some labels, then `further`."""
+def run_tags(labels: dict[str, Any]) -> list[str]:
+    """The tags of a run, each once and within W&B's length: some labels, then those of WANDB_TAGS."""
     names = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
     own = [str(labels[name])[:WANDB_TAG_LENGTH] for name in names]
+    further = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
     return list(dict.fromkeys([*own, *further]))
 
 

@@ -20,13 +20,11 @@ class EvalHistory:
     keeps_best: bool = False
     patience: int = 0
     """Evaluations without improvement that end the run; 0: none do."""
-    threshold: float = 0.0
-    """A loss is an improvement where it is lower than `reference_loss` by more than this, in nats per token."""
     best_step: int | None = None
     """The optimizer step behind which the eval loss was lowest, the first of several; None before an evaluation."""
     best_loss: float | None = None
     reference_loss: float | None = None
-    """The last improvement. Not the lowest loss: small steps down, which are none each, add up to one."""
+    """The lowest so far of these evaluations."""
     num_without_improvement: int = 0
     """Evaluations since then."""
     data: str | None = None
@@ -35,7 +33,7 @@ class EvalHistory:
     @classmethod
     def of_run(cls, options: RunConfig, data: str | None) -> EvalHistory:
         """Before the first evaluation of a run."""
-        return cls(options.keep_best, options.early_stopping_patience, options.early_stopping_threshold, data=data)
+        return cls(options.keep_best, options.early_stopping_patience, data=data)
 
     @property
     def stops_early(self) -> bool:
@@ -46,8 +44,8 @@ class EvalHistory:
         """Why `stops_early` is true, for people."""
         lowest = "no finite eval loss" if self.reference_loss is None else f"eval loss {self.reference_loss:.4g}"
         return (
-            f"{self.num_without_improvement} evaluations in a row did not improve on {lowest} by more than "
-            f"{self.threshold:g} (--early_stopping_patience {self.patience})"
+            f"{self.num_without_improvement} evaluations in a row did not improve on {lowest} "
+            f"(--early_stopping_patience {self.patience})"
         )
 
     def add(self, step: int, eval_loss: float) -> None:
@@ -56,7 +54,7 @@ class EvalHistory:
             self.best_step, self.best_loss = step, eval_loss
         if self.patience == 0 or self.stops_early:  # stopped: a resumed run evaluates again before its export
             return
-        if eval_loss < _or_infinity(self.reference_loss) - self.threshold:
+        if eval_loss < _or_infinity(self.reference_loss):
             self.reference_loss, self.num_without_improvement = eval_loss, 0
         else:
             self.num_without_improvement += 1

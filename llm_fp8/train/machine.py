@@ -19,7 +19,7 @@ from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.host_memory import free_host_bytes
-from llm_fp8.utils.packages import FLASH_ATTENTION_4, TENSORBOARD, TRITON
+from llm_fp8.utils.packages import FLASH_ATTENTION_4, TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
 
@@ -29,7 +29,6 @@ PROBES: dict[str, Callable[[str], object]] = {
     "triton": TRITON.require_installed,
     "peft": require_peft,
     "deepspeed": load_deepspeed,
-    "tensorboard": TENSORBOARD.require_installed,
     "wandb": require_wandb_login,
 }
 """Package -> what raises `UserError` where it cannot be used, given the flag that asks for it."""

@@ -30,7 +30,7 @@ WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "che
 
 FREE_OPTIONS = (
     *("weights_cache_dir", "data_cache_dir", "preprocessing_workers"),
-    *("wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"),
+    *("wandb_project", "wandb_run_name"),
 )
 """What the processes of a run may be told differently: what is of the host, and names that rank 0 alone uses, which
 often hold the time or the host.
@@ -186,8 +186,7 @@ def _finished_summary(folder: Path) -> dict[str, Any] | None:
 
 def _stops_later(config: Config, folder: Path) -> bool:
     """Whether early stopping is asked for in another way than by the process that ended the run in `folder`."""
-    names = ("early_stopping_patience", "early_stopping_threshold")
     record = read_json(folder / "run.json", RESUMES)
     before = (record.get("resumes") or [record])[-1]
-    require_entries(str(folder / "run.json"), before, {f"config.run.{name}": float for name in names})
-    return any(getattr(config.run, name) != before["config"]["run"][name] for name in names)
+    require_entries(str(folder / "run.json"), before, {"config.run.early_stopping_patience": int})
+    return config.run.early_stopping_patience != int(before["config"]["run"]["early_stopping_patience"])

@@ -26,7 +26,7 @@ model_name dataset_name split_name batch_size mixed_precision max_seq_length use
 wandb_project wandb_run_name num_epochs learning_rate gradient_accumulation_steps num_warmup_steps
 gradient_checkpointing num_of_samples weights_cache_dir max_steps eval_every eval_batches save_every save_total_limit
 output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer attn_implementation packing
-train_on_prompt random_init report_to log_every fp8_format amax_history_len amax_compute_algo fp8_first_bf16_layers
+train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_algo fp8_first_bf16_layers
 fp8_last_bf16_layers fp8_strict
 """.split()
 
@@ -242,10 +242,7 @@ def test_packing_follows_use_te_unless_said():
 
 
 def test_trackers():
-    assert parse_config([]).trackers == []
-    assert parse_config(["--use_wandb"]).trackers == ["wandb"]
-    assert parse_config(["--report_to", "all"]).trackers == ["wandb", "tensorboard"]
-    assert parse_config(["--report_to", "tensorboard", "--use_wandb"]).trackers == ["wandb", "tensorboard"]
+    assert parse_config(["--use_wandb"]).run.use_wandb
 
 
 def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
@@ -410,7 +407,7 @@ RUN_FILES = [
 def test_every_example_file_is_a_configuration(path):
     config = parse_config(["--config", str(path)])
     assert config.model.model_name != EMBEDDED
-    assert config.trackers == [], "an example runs without an account"
+    assert not config.run.use_wandb, "an example runs without an account"
 
 
 def test_an_option_of_the_other_script_is_told_as_such(capsys):

@@ -46,7 +46,7 @@ SCENARIOS: dict[str, list[str]] = {
         "--keep_best", "--eval_every=3", "--save_total_limit=1", "--learning_rate=1", "--lr_scheduler=constant",
     ],
     "stopped early": [
-        "--early_stopping_patience=2", "--early_stopping_threshold=0.05", "--eval_every=1", "--keep_best",
+        "--early_stopping_patience=2", "--eval_every=1", "--keep_best",
         "--save_every=0", "--learning_rate=1e-3",
     ],
     "saved by the clock": ["--save_every=0", "--save_minutes=0.0001", "--log_every=1"],

@@ -130,12 +130,12 @@ def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "first"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_RUN_GROUP", "pairs")
+        patch.setenv("WANDB_TAGS", "nightly,h200")
         assert 0 == train(
             "--use_wandb",
             "--wandb_project=a-project",
             "--wandb_run_name=a-run",
-            "--wandb_group=pairs",
-            "--wandb_tags=nightly,h200",
             "--output_dir",
             folder,
             "--max_steps=4",

@@ -26,8 +26,8 @@ _SECTIONS = ("effective", "data", "model", "provenance")
 """Sections of a record that its source may lack."""
 
 _IGNORED = {
-    *(f"config.run.{name}" for name in ("output_dir", "wandb_run_name", "wandb_group", "wandb_tags", "wandb_project")),
-    *(f"config.run.{name}" for name in ("use_wandb", "report_to", "resume_from")),
+    *(f"config.run.{name}" for name in ("output_dir", "wandb_run_name", "wandb_project")),
+    *(f"config.run.{name}" for name in ("use_wandb", "resume_from")),
     "config.optim.seed",
 }
 _EFFECTS: tuple[tuple[str, Effect], ...] = (
@@ -50,7 +50,6 @@ _EFFECTS: tuple[tuple[str, Effect], ...] = (
     ("effective", "all"),
     ("evaluation", "quality"),
     ("provenance.packages.wandb", "note"),
-    ("provenance.packages.tensorboard", "note"),
     ("provenance.packages", "all"),
     ("provenance.git.commit", "all"),
     ("provenance.git.dirty", "note"),

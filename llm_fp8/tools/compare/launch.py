@@ -33,7 +33,7 @@ from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import torchrun
 
-_SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_group", "wandb_run_name")
+_SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_name")
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def plan_runs(train: str, variants: Sequence[str], seeds: Sequence[int], num_gpu
                     "--train: --fp8_params changes what is stored and not only what is computed in, and bf16 has no "
                     "such option; leave it out."
                 )
-            if "wandb" in config.trackers:
-                own += ["--wandb_group", folder.resolve().name, "--wandb_run_name", f"{variant}-seed{seed}"]
+            if config.run.use_wandb:
+                own += ["--wandb_run_name", f"{variant}-seed{seed}"]
             runs.append(PlannedRun(variant, seed, tuple(own)))
     return Plan(tuple(runs), folder, num_gpus, words)
 
@@ -282,7 +282,9 @@ def _start(plan: Plan, run: PlannedRun, slot: Slot, say: Callable[[str], None], 
     folder, log = plan.run_folder(run), plan.log(run)
     set_aside(folder)
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(slot)} if slot else dict(os.environ)
+    environment = {"WANDB_RUN_GROUP": plan.folder.resolve().name, **os.environ}
+    if slot:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot)
     command = command_line(plan, run)
     where = f" on GPU {','.join(slot)}" if slot else ""
     say(f"{run.name}: started{where}, log in {log}")

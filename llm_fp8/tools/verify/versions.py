@@ -30,7 +30,6 @@ OPTIONAL = {
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
     "wandb": "--use_wandb",
     "wandb-workspaces": "scripts/wandb_dashboard.py",
-    "tensorboard": "--report_to tensorboard",
     "nvidia-ml-py": "energy figures",
 }
 """Package that a run can do without -> what needs it."""
