@@ -113,6 +113,7 @@ def test_processes_of_tests_are_forked_from_one_server():
     assert files == {ROOT / "tests" / "support" / "processes.py", Path(__file__)}
 
 
+@pytest.mark.slow
 def test_a_lazy_import_upward_breaks_the_contract(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "llm_fp8", ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from llm_fp8 import __version__
 from llm_fp8.__main__ import PROGRAMS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = {"": "requirements.txt", "gpu": "requirements-gpu.txt", "deepspeed": "requirements-deepspeed.txt"}
 BUILT_FROM = ("llm_fp8", "configs", "te_llama.py", "train_fp8.py", "train_multi_gpu.py", "pyproject.toml", "README.md",

@@ -217,6 +217,7 @@ def test_every_recorded_file_is_understood_and_no_regression_against_itself(path
         assert entry["model"] in workload_of(entry, [])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     new = write(tmp_path / "new.json", row("delayed", 15_000), row("hf_bf16", 10_000))
     old = write(tmp_path / "old.json", row("delayed", 18_000), row("hf_bf16", 10_000))

@@ -31,6 +31,7 @@ def rows_of(folder) -> Dataset:
     return load_split(open_source(str(folder)), SPLIT)
 
 
+@pytest.mark.slow
 def test_the_rows_are_the_same_every_time_and_differ_from_one_another(own_cache, tmp_path):
     for name in ("one", "two"):
         write_split(tmp_path / name, 300)
@@ -45,6 +46,7 @@ def test_the_rows_are_the_same_every_time_and_differ_from_one_another(own_cache,
     assert max(lengths) > 2 * sorted(lengths)[150], "a few are much longer than most"
 
 
+@pytest.mark.slow
 def test_a_split_of_several_files_keeps_its_rows(own_cache, tmp_path, monkeypatch):
     write_split(tmp_path / "one", 100)
     monkeypatch.setattr("benchmarks.made_up_math.ROWS_PER_FILE", 30)
@@ -89,6 +91,7 @@ def test_a_run_on_a_few_rows(own_cache, tmp_path, monkeypatch):
                 assert one["num_steps"] > 0 and one["wall_s"] >= 0.2
 
 
+@pytest.mark.slow
 def test_the_hash_is_of_all_that_batches_hold(own_cache, tmp_path):
     place = bench.Place(tmp_path, "embedded", 1)
     write_split(place.rows, 60)
@@ -102,6 +105,7 @@ def test_the_hash_is_of_all_that_batches_hold(own_cache, tmp_path):
     assert bench.hash_of(again) != found
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named(own_cache, tmp_path):
     """Its process finds no rows; the others are not waited for."""
     place = bench.Place(tmp_path / "nothing", "embedded", 1)

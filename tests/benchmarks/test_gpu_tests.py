@@ -57,6 +57,7 @@ def outcomes(record: dict) -> dict[str, str]:
     return {name.rpartition("::")[2]: test["outcome"] for name, test in record["tests"].items()}
 
 
+@pytest.mark.slow
 def test_runs_add_up(record, tmp_path):
     first, second = "1" * 40, "2" * 40
     code, found = record(first, ("test_one",))
@@ -86,6 +87,7 @@ def write_record(path: Path, **tests: str) -> dict:
     return record
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_run_and_what_is_gone_is_dropped(record, tmp_path):
     first, second = "1" * 40, "2" * 40
     write_record(tmp_path / "record.json", test_one="passed", test_two="failed", test_gone="passed")
@@ -96,6 +98,7 @@ def test_what_is_missing_is_run_and_what_is_gone_is_dropped(record, tmp_path):
     assert code == 0 and again == found
 
 
+@pytest.mark.slow
 def test_what_is_missing_of_the_projects_own_tests(tmp_path, warm_python):
     """pytest is called twice in one process: to collect, then with workers."""
     done = subprocess.run(
@@ -116,6 +119,7 @@ def test_what_is_missing_of_the_projects_own_tests(tmp_path, warm_python):
     assert found and {test["outcome"] for test in found.values()} == {"skipped"}
 
 
+@pytest.mark.slow
 def test_a_test_whose_process_dies_has_failed(record, tmp_path):
     write_record(tmp_path / "record.json", test_one="passed", test_two="passed")
     code, found = record("2" * 40, ("test_two",), two="os._exit(3)")
@@ -123,6 +127,7 @@ def test_a_test_whose_process_dies_has_failed(record, tmp_path):
     assert "crashed" in found["tests"]["test_small.py::test_two"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_collected_takes_nothing_from_the_record(record, tmp_path):
     """An error in the file of the tests: what was recorded stays, and nothing is called passed."""
     before = write_record(tmp_path / "record.json", test_one="passed", test_two="failed")
@@ -257,6 +262,7 @@ def span(tests: dict, start: str) -> tuple[float, float]:
     return min(began for began, _ in spans), max(ended for _, ended in spans)
 
 
+@pytest.mark.slow
 def test_every_gpu_is_used_and_what_needs_one_for_itself_has_it(several, tmp_path):
     seconds = [0.1, 0.2, 0.3, 0.4, 1.5]
     code, first = several(["0", "GPU-b"], 4, seconds)
@@ -291,6 +297,7 @@ def test_every_gpu_is_used_and_what_needs_one_for_itself_has_it(several, tmp_pat
     assert sum(gpu == longest["gpus"] for gpu in seen_by(second, "test_exclusive[")) <= 2
 
 
+@pytest.mark.slow
 def test_what_follows_a_death_on_a_gpu_runs_on_it_as_well(several, tmp_path):
     """The one that takes its place sees the same GPU; a failure of the last part is the run's."""
     code, tests = several(["0", "1", "2"], 2, ["death", "held", "held too", 0.1, 0.2, 0.3], whole="False")
@@ -306,6 +313,7 @@ def test_what_follows_a_death_on_a_gpu_runs_on_it_as_well(several, tmp_path):
     assert seen_by(tests, "test_exclusive[0.1]") == [(tmp_path / "died_on").read_text()]
 
 
+@pytest.mark.slow
 def test_on_one_gpu_what_needs_it_for_itself_runs_one_at_a_time(several):
     code, tests = several(["0"], 2, [0.1, 0.2])
     assert code == 0 and len(tests) == 10 and {test["properties"]["gpus"] for test in tests.values()} == {"0"}

@@ -46,6 +46,7 @@ def model_and_rows(work, tmp_path_factory):
     return folder / "model", folder / "rows.jsonl"
 
 
+@pytest.mark.slow
 def test_our_arm_fills_every_row(work, model_and_rows, tmp_path):
     """Its own command, without what needs a GPU."""
     command = command_of("train_fp8", work, *model_and_rows, tmp_path, "bfloat16")

@@ -36,6 +36,7 @@ def test_options_by_which_samples_are_taken_are_refused(tmp_path):
     assert training_options(["--batch_size=2"], 400, tmp_path)[-1] == "--batch_size=2"
 
 
+@pytest.mark.slow
 def test_samples_are_of_the_training(tmp_path, warm_python):
     words = ["--max_seq_length=128", "--batch_size=2", "--num_of_samples=60", "--no_export"]
     done = subprocess.run(

@@ -186,6 +186,7 @@ def test_rows_of_the_text_and_full_ones(model, tmp_path):
         write_rows(tmp_path / "rows.jsonl", tmp_path / "no_answers.jsonl", "text", model, 128, 50)
 
 
+@pytest.mark.slow
 def test_ours_runs_and_a_trainer_that_is_missing_says_so(model, tmp_path, warm_python):
     """On the CPU, and again with --resume, which measures only what failed."""
     text, output = write_short_rows(tmp_path / "text.jsonl", 200), tmp_path / "rivals.json"

@@ -561,6 +561,7 @@ def test_two_launches_of_two_processes_at_a_time(tmp_path, warm_python, tiny_arc
     )
 
 
+@pytest.mark.slow
 def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processes):
     """In one process and in a launch, with all that they have started."""
     stopped, mark = threading.Event(), {"WHOSE": tiny_architecture}
@@ -580,6 +581,7 @@ def test_a_measurement_is_ended_from_outside(tiny_architecture, started_processe
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
 def test_the_plan_says_what_is_left_to_measure(tmp_path):
     path, table = tmp_path / "r.json", write_table(tmp_path, ROW)
@@ -671,6 +673,7 @@ def test_the_whole_command(tmp_path, tiny_architecture, monkeypatch, capsys):
     assert abs(record["comparisons"][0]["ours"]["bf16:swap"]["first_loss_differences"]["hf_bf16"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_call_that_is_terminated_leaves_no_process_and_is_gone_on_with(tmp_path, warm_python, tiny_architecture):
     """Two rows side by side, in processes of their own: what was measured stays, and what ran is measured by the
     next call.

@@ -38,6 +38,7 @@ def test_every_row_is_longer_than_the_sequence(tmp_path):
     assert min(len(tokenizer(row["generated_solution"])["input_ids"]) for row in read_jsonl(rows)) > 1024
 
 
+@pytest.mark.slow
 def test_trainers_run_and_one_that_cannot_says_why(tmp_path, warm_python):
     """On the CPU: the Trainer and the loop train, and small letters are no backend to Accelerate."""
     output = tmp_path / "found.json"

@@ -195,6 +195,7 @@ def test_a_key_that_nobody_knows_is_named(launch, backend):
     assert idle_keys({**environ, "ACCELERATE_MIXED_PRECISION": "bf16"}) == {}
 
 
+@pytest.mark.slow
 def test_a_run_says_which_keys_do_nothing(launch, monkeypatch, capsys, tmp_path):
     """Before it finds that there is no GPU for the rest."""
     for variable, value in launch({"backend": "TE", "interval": 3}).items():

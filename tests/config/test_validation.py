@@ -185,6 +185,7 @@ def context_facts(windows=(None, None), **facts):
     return {"ranks": EIGHT, "sharding_mode": "fsdp_full", "model": ModelFacts(2, windows=windows), **facts}
 
 
+@pytest.mark.slow
 def test_context_parallelism_that_works_passes():
     options = [*CONTEXT, "--max_seq_length=65536", "--batch_size=1"]
     check_machine(config(*options), MachineFacts(**context_facts(scenario="block")))
@@ -193,6 +194,7 @@ def test_context_parallelism_that_works_passes():
     check_machine(config("--max_seq_length=30"), facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "facts", "words"),
     [
@@ -206,6 +208,7 @@ def test_context_parallelism_that_cannot_work(options, facts, words):
     assert words in said and "--context_parallel_size 4" in said
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_cut_into_chunks():
     with pytest.raises(UserError, match="--context_parallel_size 4 .* --max_seq_length 100 is not a multiple of 8"):
         config(*CONTEXT, "--max_seq_length=100", "--batch_size=4")

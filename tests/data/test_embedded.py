@@ -38,6 +38,7 @@ def _files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_regenerates_the_committed_files_byte_for_byte(tmp_path: Path, hash_seed: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "LC_ALL": "C"}

@@ -575,6 +575,7 @@ def _run_with_hub(hub: str, home: Path, program: str, offline: bool = False) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
     program = """
 for name in ("nobody/nothing", "somebody/gated"):
@@ -590,6 +591,7 @@ for name in ("nobody/nothing", "somebody/gated"):
         )
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_and_then_without_the_hub(hub: str, tmp_path: Path) -> None:
     program = """
 source = open_source("own/math")
@@ -604,6 +606,7 @@ print(list(source.files), split, len(load_split(source, split)), len(rows))
     assert offline.stdout.strip() == "['train_1M'] train_1M 3 3", offline.stderr
 
 
+@pytest.mark.slow
 def test_a_configuration_on_the_hub(hub: str, tmp_path: Path) -> None:
     program = """
 source = open_source("own/math", "default")
@@ -622,6 +625,7 @@ except UserError as error:
     assert offline.stdout.splitlines() == ["['train_1M'] 3"], offline.stderr
 
 
+@pytest.mark.slow
 def test_a_cache_without_the_data_is_no_dataset(hub: str, tmp_path: Path) -> None:
     # Only the README was ever fetched.
     online = _run_with_hub(hub, tmp_path / "home", "open_source('own/math')")

@@ -77,6 +77,7 @@ def _row_ids(batches: Any) -> list[int]:
     return sorted(row for batch in batches for row in batch.row_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 def test_embedded(prepare: Any, packing: str) -> None:
     data = prepare("embedded", packing, "--num_of_samples", "500")
@@ -100,6 +101,7 @@ def test_packing_wastes_less(prepare: Any) -> None:
     assert packed.report.padding_efficiency > 0.97 and padded.report.padding_efficiency < 0.2
 
 
+@pytest.mark.slow
 def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl")
     data = prepare(tmp_path, "--validation_fraction", "0.2", "--packing")
@@ -148,6 +150,7 @@ def test_rows_held_out_of_a_stream_are_found_without_streaming(tmp_path: Path) -
     assert sorted(contents[0]) == sorted(contents[1])
 
 
+@pytest.mark.slow
 def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
     others = [_row(f"What is {i} - 1?", f"{i - 1}") for i in range(10)]
@@ -183,6 +186,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _write(tmp_path / "train.jsonl", MIXED)
@@ -203,6 +207,7 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
         assert first[0].num_real_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_nothing_left(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _write(tmp_path / "train.jsonl", MIXED[1:4])
@@ -242,6 +247,7 @@ def test_a_message_without_content_is_an_empty_one(prepare: Any, tmp_path: Path,
     assert ">>>= " in prepare(path, *streaming).sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps=1"]])
 def test_columns_under_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     """The same batches as those of a dataset with our names; a column that stands in the way is not looked at."""
@@ -261,6 +267,7 @@ def test_columns_under_other_names(prepare: Any, tmp_path: Path, streaming: list
         prepare(tmp_path / "theirs", "--columns=problem=qestion", *streaming)
 
 
+@pytest.mark.slow
 def test_columns_that_change_places(prepare: Any, tmp_path: Path) -> None:
     _write(tmp_path / "a" / "train.jsonl", MIXED)
     swapped = [{"problem": row["generated_solution"], "generated_solution": row["problem"]} for row in MIXED]
@@ -300,6 +307,7 @@ def _counted(data: PreparedData, tokenizer: PreTrainedTokenizerBase, steps: list
     return Counter(found for text in texts for found in re.findall(r"[ab] \d+(?=\n)", text))
 
 
+@pytest.mark.slow
 def test_several_datasets_are_trained_on_whole(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
     data = prepare(_mix(tmp_path), "--validation_fraction=0")
     assert _counted(data, tokenizer, [[batch] for batch in _epoch(data)]) == Counter(
@@ -308,6 +316,7 @@ def test_several_datasets_are_trained_on_whole(prepare: Any, tmp_path: Path, tok
     assert "a.jsonl, split train: 30 of 30 rows\n" in data.describe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [[], ["--streaming", "--dataset_weights=1,1", "--max_steps=1"]])
 def test_columns_of_one_dataset_leave_one_of_another_form_alone(
     prepare: Any, tmp_path: Path, tokenizer: Any, streaming: list[str]
@@ -325,6 +334,7 @@ def test_columns_of_one_dataset_leave_one_of_another_form_alone(
         prepare(f"{chats},{shutil.copy(chats, tmp_path / 'more.jsonl')}", "--columns=problem=qestion", *streaming)
 
 
+@pytest.mark.slow
 def test_weights_are_shares_of_the_rows(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
     name = _mix(tmp_path)
     for weights, num_ours, num_chats in (("0.75,0.25", 30, 10), ("1,9", 10, 90), ("3, 1.0", 30, 10)):
@@ -338,6 +348,7 @@ def test_weights_are_shares_of_the_rows(prepare: Any, tmp_path: Path, tokenizer:
             prepare(names, f"--dataset_weights={weights}")
 
 
+@pytest.mark.slow
 def test_a_mix_in_a_stream_is_drawn_by_weight(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
     name = _mix(tmp_path, 2000, 2000)
     options = ["--streaming", "--validation_fraction=0", "--batch_size=32"]
@@ -350,6 +361,7 @@ def test_a_mix_in_a_stream_is_drawn_by_weight(prepare: Any, tmp_path: Path, toke
         prepare(name, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     name, options = _mix(tmp_path), ["--batch_size=2", *streaming]
@@ -372,6 +384,7 @@ def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, 
             fresh("--dataset_weights=0.5,0.5").train.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_mix_in_a_stream_that_changed_is_not_continued(prepare: Any, tmp_path: Path) -> None:
     options = ("--dataset_weights=1,1", "--streaming", "--batch_size=2")
     begun = prepare(_mix(tmp_path), *options)
@@ -444,6 +457,7 @@ def test_an_empty_name_is_not_the_current_folder(prepare: Any, tmp_path: Path, m
             prepare(name, *options)
 
 
+@pytest.mark.slow
 def test_a_broken_line_in_a_mix(prepare: Any, tmp_path: Path) -> None:
     name = _mix(tmp_path)
     with open(tmp_path / "b.jsonl", "a") as file:
@@ -453,6 +467,7 @@ def test_a_broken_line_in_a_mix(prepare: Any, tmp_path: Path) -> None:
             _take(prepare(name, "--dataset_weights=1,9", *streaming), 30)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text_in_a_mix_of_streams(prepare: Any, tmp_path: Path) -> None:
     name = _mix(tmp_path, num_ours=3)
     broken = (tmp_path / "a.jsonl").read_bytes().replace(b"a 2", b"a \xba")
@@ -461,6 +476,7 @@ def test_bytes_that_are_no_text_in_a_mix_of_streams(prepare: Any, tmp_path: Path
         _take(prepare(name, "--dataset_weights=1,1", "--streaming"), 1)
 
 
+@pytest.mark.slow
 def test_a_mix_of_streams_with_hardly_any_row_of_one(prepare: Any, tmp_path: Path) -> None:
     data = prepare(_mix(tmp_path), "--dataset_weights=0.0001,1", "--streaming", "--validation_fraction=0")
     assert _take(data, 3) and data.report.num_rows_used == 90
@@ -481,6 +497,7 @@ def test_a_folder_from_save_to_disk_stays_as_it_is(prepare: Any, tmp_path: Path)
     assert len(load_from_disk(tmp_path / "saved")) == 5
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work_and_the_preparation(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl")
     entered = []
@@ -500,6 +517,7 @@ def test_ranks_share_the_work_and_the_preparation(prepare: Any, tmp_path: Path) 
     assert len({len(_epoch(data)) for data in ranks}) == 1 and len({len(list(data.eval)) for data in ranks}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_csv_files_of_other_columns_in_a_stream(prepare: Any, tmp_path: Path, mixed: bool) -> None:
     (tmp_path / "a-0.csv").write_text("problem,generated_solution\np,s\n")
@@ -534,6 +552,7 @@ def test_many_dropped_rows_are_warned_of(prepare: Any, tmp_path: Path, num_empty
     assert "1 are longer than 128 tokens (the first is row 50; --max_seq_length or --overlong truncate keeps" in lines
 
 
+@pytest.mark.slow
 def test_data_is_known_by_its_content(prepare: Any, tmp_path: Path) -> None:
     """Not by the file's name or time: a copy continues a run, another answer does not."""
     rows = _repeated_problems(tmp_path / "one" / "train.jsonl")
@@ -547,6 +566,7 @@ def test_data_is_known_by_its_content(prepare: Any, tmp_path: Path) -> None:
         other.train.load_state_dict(first.train.state_dict())
 
 
+@pytest.mark.slow
 def test_a_stream_that_changed_is_not_continued(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl")
     options = ("--validation_fraction", "0.1", "--batch_size", "4", "--streaming")
@@ -597,6 +617,7 @@ def _same(first: list[list[Batch]], second: list[list[Batch]]) -> bool:
     return all(a.row_ids == b.row_ids and torch.equal(a.labels, b.labels) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 def test_a_stream_holds_out_the_same_problems(prepare: Any, tmp_path: Path, packing: str) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl")
@@ -617,6 +638,7 @@ def test_a_stream_holds_out_the_same_problems(prepare: Any, tmp_path: Path, pack
     assert set(trained.values()) <= {2, 3} and stream.report.num_rows_read >= 2 * len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 @pytest.mark.parametrize("done", [0, 1, 7, 12, 19])
 def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: str, done: int) -> None:
@@ -631,6 +653,7 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
     assert _same(_take(second, 40 - done), whole[done:])
 
 
+@pytest.mark.slow
 def test_a_stream_hands_poorly_filled_sequences_on(prepare: Any, tmp_path: Path) -> None:
     _repeated_problems(tmp_path / "train.jsonl", num_problems=200)
     data = _small_buffer(
@@ -651,6 +674,7 @@ def test_a_stream_hands_poorly_filled_sequences_on(prepare: Any, tmp_path: Path)
     assert filled > 0.97 * best
 
 
+@pytest.mark.slow
 def test_a_stream_is_cut_into_ranks_as_prepared_data_is(prepare: Any, tmp_path: Path) -> None:
     _repeated_problems(tmp_path / "train.jsonl")
     options = ("--packing", "--streaming", "--gradient_accumulation_steps", "2", "--batch_size", "2")
@@ -661,6 +685,7 @@ def test_a_stream_is_cut_into_ranks_as_prepared_data_is(prepare: Any, tmp_path: 
         assert [batch.row_ids for batch in one[i]][1::2] == [batch.row_ids for batch in ranks[1][i]]
 
 
+@pytest.mark.slow
 def test_looking_at_the_first_batch_counts_nothing_twice(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl")
     data = _small_buffer(prepare(tmp_path, "--streaming", "--validation_fraction", "0"), len(rows) + 1)
@@ -679,6 +704,7 @@ def test_a_stream_takes_its_validation_split(prepare: Any) -> None:
     assert ">>>" in data.describe()
 
 
+@pytest.mark.slow
 def test_a_broken_line_in_a_stream(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl")
     with (tmp_path / "train.jsonl").open("a") as file:

@@ -11,6 +11,7 @@ from llm_fp8.models.build import decoder_layers
 from tests.support.small import tiny_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "expected"), [(0, 3), (1, 6), (2, 5), (3, 4)])
 def test_chosen_layers_are_computed_twice_with_the_same_gradients(every, expected):
     gradients, calls = [], []

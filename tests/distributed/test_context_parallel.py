@@ -335,6 +335,7 @@ def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) -> None:
     world_size, size = 4, 2
     address = str(tmp_path / "rendezvous")

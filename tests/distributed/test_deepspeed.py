@@ -376,6 +376,7 @@ def reference(case: Case) -> dict[str, Any]:
     return {"after": {n: p.detach() for n, p in model.named_parameters()}, "gradients": gradients, "taken": taken}
 
 
+@pytest.mark.slow
 @fp32_cases
 def test_gradients_are_the_sum_over_ranks_and_micro_batches(outcomes, case):
     expected = reference(case)["gradients"]
@@ -388,6 +389,7 @@ def test_gradients_are_the_sum_over_ranks_and_micro_batches(outcomes, case):
             )
 
 
+@pytest.mark.slow
 @fp32_cases
 def test_steps_are_those_of_one_process(outcomes, case):
     expected = reference(case)
@@ -404,6 +406,7 @@ def test_steps_are_those_of_one_process(outcomes, case):
             )
 
 
+@pytest.mark.slow
 @cases
 def test_a_resumed_run_goes_on_bit_for_bit(outcomes, case):
     folder, made = outcomes
@@ -418,6 +421,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(outcomes, case):
         assert sum(written.values()) == pytest.approx(result["state_bytes"], rel=0.3)
 
 
+@pytest.mark.slow
 @cases
 def test_ranks_hold_the_same_weights_and_their_share_of_them(outcomes, case):
     first, second = outcomes[1][case.name]
@@ -434,12 +438,14 @@ def test_ranks_hold_the_same_weights_and_their_share_of_them(outcomes, case):
         assert sum(first["resident"].values()) == num_elements
 
 
+@pytest.mark.slow
 @cases
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(outcomes, case):
     for result in outcomes[1][case.name]:
         assert not math.isfinite(result["norm_of_nan"])
 
 
+@pytest.mark.slow
 @fp32_cases
 def test_evaluation_sees_the_trained_weights(outcomes, case):
     model = make_model(case)
@@ -454,6 +460,7 @@ def test_evaluation_sees_the_trained_weights(outcomes, case):
         assert result["evaluation"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 @bf16_cases
 def test_bf16_weights_have_fp32_master_weights(outcomes, case):
     """The master weights follow fp32's path; what bf16 weights can hold does not."""
@@ -470,10 +477,12 @@ def test_bf16_weights_have_fp32_master_weights(outcomes, case):
     )
 
 
+@pytest.mark.slow
 def test_nothing_was_compiled(outcomes):
     assert not list(outcomes[0].glob("compiled-*"))
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_refused(outcomes):
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"bf16": {"enabled": False}}))
     strategy = DeepSpeedStrategy("deepspeed_1", SimpleNamespace(state=state, num_processes=4), Config().parallel)

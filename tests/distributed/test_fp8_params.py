@@ -259,6 +259,7 @@ def is_fp8(name: str) -> bool:
     return name.endswith("weight") and name.startswith("layers.") and not name.startswith(f"layers.{NUM_LAYERS - 1}.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "mode", "sync_every_micro_batch"),
     [
@@ -291,6 +292,7 @@ def test_masters_take_the_steps_of_one_process(
             assert result["scale_inv_of_doubled"][name] == pytest.approx(2 * result["scale_inv"][name])
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
     results = on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)
     elements, bias, gathers = WIDTH * WIDTH // 2, WIDTH // 2, STEPS * MICRO_BATCHES * 2

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.processes import exit_code, start_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
 def test_a_checkpoint_after_an_evaluation_holds_everything(

@@ -19,6 +19,8 @@ from tests.support.processes import exit_code, run_ranks, start_ranks
 from tests.support.reference import check_against_reference, reference_options
 from tests.support.small import assert_goes_on, run_json, steps
 
+pytestmark = pytest.mark.slow
+
 MODES = [
     # ranks, mode, rows of a micro-batch, micro-batches, more
     (1, "fsdp_full", 8, 2, []),

@@ -7,6 +7,8 @@ import pytest
 from tests.support.planted import VALUES, check_that_the_run_stops
 from tests.support.small import write_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize(("place", "mode"), [("activation", "fsdp_full"), ("gradient", "ddp")])

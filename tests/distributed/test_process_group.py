@@ -9,6 +9,8 @@ import pytest
 from tests.support.launches import environment
 from tests.support.processes import free_port
 
+pytestmark = pytest.mark.slow
+
 RANK = """
 import datetime, os, sys, time
 import torch

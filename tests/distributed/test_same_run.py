@@ -13,6 +13,8 @@ from llm_fp8.utils.json_files import read_json
 from tests.support.processes import exit_code, run_ranks, start_ranks, start_training
 from tests.support.small import steps
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = (
     "--validation_fraction=0",
     "--max_seq_length=256",

@@ -28,6 +28,8 @@ from tests.support import stand_in_te
 from tests.support.reference import NUM_ROWS, NUM_STEPS, compare_with_reference
 from tests.support.small import final_weights, forget_accelerator, steps, tiny_config, train, write_model, write_rows
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS_OF_LAYER = 4
 
 

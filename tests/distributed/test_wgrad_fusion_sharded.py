@@ -30,6 +30,8 @@ from tests.support.counted_gather import CountedAllGather
 from tests.support.ranks import on_ranks
 from tests.support.small import tiny_config
 
+pytestmark = pytest.mark.slow
+
 RANKS, STEPS, MICRO_BATCHES = 2, 3, 4
 LEARNING_RATE = 0.5
 WEIGHTS_OF_LAYER = 4

@@ -9,6 +9,8 @@ import pytest
 
 from tests.faults.disks import campaign
 
+pytestmark = pytest.mark.slow
+
 
 def test_runs_on_full_disks_end_in_a_sentence_and_go_on(tmp_path):
     (tmp_path / "probe").mkdir()

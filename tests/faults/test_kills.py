@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults.kills import campaign
+
+pytestmark = pytest.mark.slow
 
 
 def test_killed_runs_are_the_runs_that_were_not(tmp_path):

@@ -88,6 +88,7 @@ def outcome(flash: bool, bounds=DOCUMENTS, checkpointing=False, **changes):
     return model, logits, {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [DOCUMENTS, (0, 40)], ids=["documents", "one_document"])
 def test_packed_rows_are_what_transformer_engine_makes_of_them(bounds, windows):
     model, logits, gradients = outcome(True, bounds)
@@ -103,6 +104,7 @@ def test_packed_rows_are_what_transformer_engine_makes_of_them(bounds, windows):
         assert difference < 0.02, name
 
 
+@pytest.mark.slow
 def test_recomputed_layers_have_the_same_gradients(windows):
     _model, logits, gradients = outcome(True)
     _model, recomputed, recomputed_gradients = outcome(True, checkpointing=True)

@@ -292,6 +292,7 @@ LOSS_BOUND = 0.02
 """Of the relative difference of the last steps' mean loss; `benchmarks/fp8_head_rounding.py` trains longer."""
 
 
+@pytest.mark.slow
 def test_training_reaches_the_same_loss(tmp_path, tiny_model, rows):
     losses = {}
     for mode in ("none", *MODES):
@@ -325,6 +326,7 @@ def put_head_in(mode: str) -> None:
     _FOR_THE_PROCESS.enter_context(emulated_head(mode))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "tied"), [("gradients", False), ("all", True)])
 def test_two_processes_take_the_steps_of_one(mode, tied, tmp_path, rows):
     """One process or two take the same micro-batches, and so round the same numbers to fp8; FSDP those of weights that

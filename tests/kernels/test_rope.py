@@ -122,6 +122,7 @@ def train(family, layout, recompute):
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("layout", BATCHES)
 def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in_kernel, monkeypatch):
@@ -184,6 +185,7 @@ print([tuple(part.shape) for part in empty])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's CUDA builds")
 def test_the_kernel_in_tritons_interpreter():
     """The kernel itself, run by numpy."""

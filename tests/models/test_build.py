@@ -70,6 +70,7 @@ def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype,
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.slow
 def test_what_transformers_would_not_save_again_is_refused_before_training(tmp_path, rows):
     model = write_model(tmp_path / "model")
     config = Path(model) / "config.json"
@@ -261,6 +262,7 @@ def bloom(tmp_path) -> str:
     return str(tmp_path / "bloom")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--random_init"]], ids=str)
 def test_a_family_without_sdpa_trains_with_eager_and_says_so(bloom, tmp_path, capsys, options):
     words = [

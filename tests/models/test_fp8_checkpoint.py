@@ -94,6 +94,7 @@ def sharded(rank: int, name: str) -> dict[str, torch.Tensor]:
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_reads_its_rows(tmp_path, kind):
     # Of 32 rows the ranks hold 11, 11 and 10, which no block divides.
@@ -175,6 +176,7 @@ def calibrate(module: torch.nn.Module, kind: str) -> None:
 RUN = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--log_every=1", "--max_steps=3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -206,6 +208,7 @@ def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows, capfd, options, 
         assert "quantization_config" not in json.loads((Path(f"{fp8}-run") / "final" / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_final_has_the_dtype_of_the_config(tmp_path, rows):
     fp8, _ = write_fp8_model(tmp_path, "channel")
     set_quantization(fp8, quantization_config("channel"), dtype="bfloat16")
@@ -213,6 +216,7 @@ def test_final_has_the_dtype_of_the_config(tmp_path, rows):
     assert {tensor.dtype for tensor in final_weights(tmp_path / "run").values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_random_weights_need_none_of_it(tmp_path, rows, capfd):
     fp8, _ = write_fp8_model(tmp_path, "channel")
     train(f"--model_name={fp8}", "--random_init", f"--dataset_name={rows}", *RUN, f"--output_dir={tmp_path / 'run'}")

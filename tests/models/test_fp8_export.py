@@ -142,6 +142,7 @@ def test_transformers_computes_the_emulated_logits(tmp_path, family, dtype):
     assert (expected - only_weights).abs().max() > 0.01 and (only_weights - before).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_the_export_of_a_run_trains_again(tmp_path, rows):
     options = [f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=256", "--batch_size=2"]
     options += ["--log_every=1", "--max_steps=2"]

@@ -123,6 +123,7 @@ def loaded_by_peft(model_folder: str, folder: Path) -> peft.PeftModel:
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_peft_in_a_plain_loop(tmp_path, tied_model, sixteen_rows, monkeypatch):
     """And its frozen weights are those of the file, bit for bit; its exports, adapter and merged, compute what it
     ends with.
@@ -165,6 +166,7 @@ def install_stand_in_for_good() -> None:
     install_stand_in(pytest.MonkeyPatch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False), ("fsdp_full", True)])
 def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, mode, use_te):
     """With tied embeddings; recomputed under FSDP."""
@@ -179,6 +181,7 @@ def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, m
     check(tmp_path, tied_model, sixteen_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "more"),
     [("all-linear", ["--packing"]), ("q_proj,v_proj", ["--no_packing", "--gradient_checkpointing"])],
@@ -199,6 +202,7 @@ def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_r
     }
 
 
+@pytest.mark.slow
 def test_the_parity_check_accepts_fp32_adapters_on_a_bf16_model(tmp_path, tiny_model, rows, stand_in):
     """bf16 weights with fp32 adapters beside them, which Transformer Engine's modules refuse outside of autocast."""
     train(
@@ -338,6 +342,7 @@ def test_no_more_gemms_are_expected_than_run_beside_attention(config):
     ), found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_alone(tmp_path, tiny_model, rows):
     from llm_fp8.train.checkpoint import saved_names
 
@@ -371,6 +376,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
             train(*words, changed)
 
 
+@pytest.mark.slow
 def test_random_weights_are_exported_merged(tmp_path, rows):
     """--random_init keeps its frozen weights nowhere else."""
     options = [
@@ -405,6 +411,7 @@ def script(name: str, *words: object) -> int:
         return module.main()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_adapter, tied_model, tmp_path):
     final = trained_adapter / "final"
     assert script("merge_adapter", "--adapter", final, "--output", tmp_path / "merged") == 0
@@ -439,6 +446,7 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
     assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     {
@@ -495,6 +503,7 @@ def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter,
     assert not (tmp_path / "merged").exists() and not (tmp_path / "answers.json").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_finds_its_base_model_from_every_folder(tiny_model, rows, tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "base").symlink_to(tiny_model)
@@ -507,6 +516,7 @@ def test_an_adapter_finds_its_base_model_from_every_folder(tiny_model, rows, tmp
     assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "models" / "base")
 
 
+@pytest.mark.slow
 def test_a_base_model_of_the_hub_is_found_in_the_cache_of_the_run(tiny_model, rows, tmp_path):
     cached = tmp_path / "cache" / "models--owner--base"
     (cached / "refs").mkdir(parents=True)
@@ -519,6 +529,7 @@ def test_a_base_model_of_the_hub_is_found_in_the_cache_of_the_run(tiny_model, ro
     assert script("evaluate", f"--model={final}", "--num_problems=1", "--max_new_tokens=4") == 0
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
     final = trained_adapter / "final"
     with pytest.raises(UserError, match="--model_name .*final holds a PEFT adapter and no model; .*merge_adapter.py"):

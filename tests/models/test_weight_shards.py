@@ -113,6 +113,7 @@ def load_and_export(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -149,6 +150,7 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
+@pytest.mark.slow
 def test_hybrid_shards_load_and_export(tmp_path):
     source = write_model(tmp_path / "source", torch.float32, "40KB")
     on_ranks(4, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), torch.float32, "fsdp_hybrid", 2)
@@ -222,6 +224,7 @@ def load_counting_reads(rank: int, name: str) -> tuple[int, int, int]:
     return num_read, held, sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_each_rank_reads_its_shards_and_nothing_else(tmp_path, tied):
     source = write_model(tmp_path / "source", torch.bfloat16, "40KB", tie_word_embeddings=tied)
@@ -262,6 +265,7 @@ def export_watched(rank: int, name: str, out: str) -> tuple[int, list[tuple[int,
     return gathered, written
 
 
+@pytest.mark.slow
 def test_files_are_written_as_soon_as_their_tensors_are_gathered(tmp_path):
     source = write_model(tmp_path / "source", max_shard_size="40KB")
     (num_parameters, written), (_, nothing) = on_ranks(
@@ -296,6 +300,7 @@ def export_to_nowhere(rank: int, name: str, file: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_model):
     (tmp_path / "file").touch()
     said, nothing = on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
@@ -314,6 +319,7 @@ def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torc
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
@@ -378,6 +384,7 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim"])
 def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family, num_ranks):
@@ -419,6 +426,7 @@ def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_local_shard_is_where_its_rows_are(tmp_path):
     results = on_ranks(3, tmp_path / "run", blocks_of)
     for parameters in zip(*results, strict=True):

@@ -132,6 +132,7 @@ def give_each_rank_a_board() -> None:
     llm_fp8.train.loop.EnergyMeter = meter  # type: ignore[misc, assignment]
 
 
+@pytest.mark.slow
 def test_the_energy_of_two_processes_is_their_sum_and_nothing_where_one_is_missing(tmp_path: Path) -> None:
     options = [
         "--model_name", write_model(tmp_path / "model"), "--dataset_name",

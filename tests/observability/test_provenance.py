@@ -64,6 +64,7 @@ def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> 
     assert collect_provenance(["x.py"])["command"] == ["x.py"]
 
 
+@pytest.mark.slow
 def test_provenance_imports_nothing_heavy() -> None:
     code = (
         "import sys; from llm_fp8.observability.provenance import collect_provenance; collect_provenance(['x']); "
@@ -77,6 +78,7 @@ def test_a_package_that_is_not_installed_has_no_version() -> None:
     assert package_version("no-such-package-here") is None
 
 
+@pytest.mark.slow
 def test_git_state_tells_a_clean_commit_from_a_changed_one(tmp_path: Path) -> None:
     assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
@@ -90,6 +92,7 @@ def test_git_state_tells_a_clean_commit_from_a_changed_one(tmp_path: Path) -> No
     assert git_state(tmp_path) == {"commit": commit, "dirty": True}
 
 
+@pytest.mark.slow
 def test_a_copy_inside_another_repository_has_no_git_state(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "file.txt").write_text("one")

@@ -237,6 +237,7 @@ def start_again(python: str, folder: Path, *words: object, **environment: str) -
     assert done.returncode == ("killed" in words), done.stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_training_continues_its_wandb_run_offline(tmp_path: Path, warm_python: str) -> None:
     start_again(warm_python, tmp_path, 1, 8, "killed", WANDB_MODE="offline")
     start_again(warm_python, tmp_path, 5, 6, "killed", WANDB_MODE="offline")  # it takes steps again, and no others
@@ -263,6 +264,7 @@ def test_a_damaged_id_of_the_wandb_run_is_named(tmp_path: Path, run_id: str) -> 
         a_reporter(a_config(tmp_path, "--use_wandb"), resume_step=4)
 
 
+@pytest.mark.slow
 def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_path: Path, warm_python: str) -> None:
     """The killed process had taken 8 steps and sent 7 of them."""
     tail = {"historyLineCount": 7, "historyTail": json.dumps([json.dumps({"_step": 7, "step": 7})])}
@@ -279,6 +281,7 @@ def test_a_resumed_training_continues_where_the_rows_on_wandb_s_server_end(tmp_p
     assert [row["step"] for row in rows] == [row["_step"] for row in rows] == [8, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_marked_as_failed_on_wandb(tmp_path: Path, warm_python: str) -> None:
     code = f"""
 from pathlib import Path
@@ -306,6 +309,7 @@ run_script(main)
     assert stored.exit_code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers_at_start", [False, True], ids=["never there", "gone during the run"])
 def test_a_run_does_not_depend_on_wandb_s_server(tmp_path: Path, warm_python: str, answers_at_start: bool) -> None:
     code = f"""
@@ -358,6 +362,7 @@ ends on, empty for none.
 """
 
 
+@pytest.mark.slow
 def test_whether_wandb_can_work_is_known_before_anything_is_trained(tmp_path: Path) -> None:
     """In a process with a home and a W&B of its own, one after the other."""
     code = """
@@ -395,6 +400,7 @@ print(json.dumps(said))
         assert said[name].startswith(sentence) and bool(said[name]) == bool(sentence), (name, said[name])
 
 
+@pytest.mark.slow
 def test_wandb_that_is_not_installed_is_named_even_beside_a_folder_of_its_name(tmp_path: Path) -> None:
     """A folder `wandb`, as W&B leaves it, imports as an empty package; an interpreter without site-packages has no
     other.

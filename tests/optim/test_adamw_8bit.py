@@ -198,6 +198,7 @@ def train(parameters, optimizer, steps):
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_step_is_torchaos():
     """Moments, scales and the number that is rounded, by torchao's functions, in the middle of a run."""
     adam = pytest.importorskip("torchao.optim.adam")
@@ -250,6 +251,7 @@ def test_small_tensors_and_those_that_are_no_whole_blocks_keep_fp32_moments():
     assert state["exp_avg"].shape == (64, 128) and state["exp_avg_scale"].shape == (32,)
 
 
+@pytest.mark.slow
 def test_fp32_parameters_are_not_rounded_to_bf16():
     """With plain moments that is fp32 AdamW."""
     parameters, optimizer = make(torch.float32)
@@ -262,6 +264,7 @@ def test_fp32_parameters_are_not_rounded_to_bf16():
     assert (parameters["codes"] - others["codes"]).abs().max() < 5e-3 and parameters["codes"].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_chunks_do_not_show(monkeypatch):
     whole, optimizer = make()
     train(whole, optimizer, range(3))
@@ -332,6 +335,7 @@ def test_updates_below_half_a_spacing_are_not_lost():
     assert (start - weight.detach().float().mean()).item() == pytest.approx(1e-3, rel=0.02)
 
 
+@pytest.mark.slow
 def test_all_ranks_round_alike_and_other_seeds_otherwise():
     """No generator is asked, so replicas stay equal, and none is moved on."""
     ends = []
@@ -346,6 +350,7 @@ def test_all_ranks_round_alike_and_other_seeds_otherwise():
     assert not torch.equal(ends[0]["codes"], ends[2]["codes"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     config = OptimConfig(learning_rate=1e-3, lr_scheduler="linear", seed=3)
 
@@ -387,6 +392,7 @@ def test_gradient_scale_is_scaling_beforehand_and_serves_one_step(dtype, factor)
         assert all(torch.equal(folded[name], scaled[name]) for name in SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_shows_in_its_weight_and_then_in_its_block(value):
     (parameters, optimizer), (clean, other) = make(), make()

@@ -25,6 +25,8 @@ from llm_fp8.optim.state import bytes_on_host, optimizer_scalars, optimizer_tens
 from llm_fp8.utils.errors import UserError
 from tests.support.optimizer_state import take_over
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"embedding": (64, 16), "head": (64, 16), "up": (48, 16), "down": (16, 47), "norm": (16,), "idle": (30, 16)}
 """Pieces of 100 elements leave a rest in every matrix; `idle` never has a gradient, `head` is the embedding."""
 NUM_ELEMENTS = 64 * 16 + 48 * 16 + 16 * 47 + 16 + 30 * 16

@@ -223,6 +223,7 @@ STATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
 def test_state_tensors_are_the_optimizers_own(kind):
     model, optimizer = fresh(kind=kind)
@@ -239,6 +240,7 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
@@ -262,6 +264,7 @@ def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
 def test_initialize_state_leaves_existing_state(kind):
     model, optimizer = fresh(kind=kind)
@@ -272,6 +275,7 @@ def test_initialize_state_leaves_existing_state(kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
 def test_resumed_run_is_the_uninterrupted_run(kind):
     whole, whole_optimizer = fresh(kind=kind)

@@ -469,6 +469,7 @@ def options(model: str, rows: str, folder, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, BF16_STEP)
     assert (
@@ -494,6 +495,7 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
     assert "num_gemm_kernels" in steps(tmp_path / "run")[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("work_s", "waits"), [(1e-6, True), (1e6, False)])
 def test_a_run_says_early_that_its_gpu_waits(work_s, waits, tiny_model, rows, tmp_path, monkeypatch, capsys):
     """Once, ten steps behind the recorded one, and again at its end."""
@@ -510,6 +512,7 @@ def test_a_run_says_early_that_its_gpu_waits(work_s, waits, tiny_model, rows, tm
         assert "step 18/20" in behind and "done: 20 steps" in behind
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step_is_certified(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, BF16_STEP)
     assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=1"))) == 0
@@ -517,6 +520,7 @@ def test_a_run_of_one_step_is_certified(tiny_model, rows, tmp_path, monkeypatch,
     assert "median_step_time_s" not in json.loads((tmp_path / "run" / "summary.json").read_text())["throughput"]
 
 
+@pytest.mark.slow
 def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, FP8_STEP)
     config = parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=9", "--save_every=2"))
@@ -539,6 +543,7 @@ def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_pat
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, rows, tmp_path, monkeypatch):
     import wandb
 
@@ -566,6 +571,7 @@ def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, r
     assert stored.summary["certificate/verdict"] == "certified" and "wall_time_s" not in stored.summary
 
 
+@pytest.mark.slow
 def test_an_open_verdict_is_a_loud_warning(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, {})
     assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2"))) == 0
@@ -574,6 +580,7 @@ def test_an_open_verdict_is_a_loud_warning(tiny_model, rows, tmp_path, monkeypat
     assert "certificate: UNDETERMINED, bf16" in printed
 
 
+@pytest.mark.slow
 def test_without_certify_nothing_is_recorded(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, FP8_STEP)
     assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=2", "--no_certify"))) == 0
@@ -581,6 +588,7 @@ def test_without_certify_nothing_is_recorded(tiny_model, rows, tmp_path, monkeyp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] is None
 
 
+@pytest.mark.slow
 def test_the_cpu_certifies_nothing(tiny_model, rows, tmp_path):
     with pytest.raises(
         UserError, match="--certify records the kernels of an NVIDIA GPU and this run has none; drop it"
@@ -596,6 +604,7 @@ def _break_rank_1() -> None:
     pretend_gpu(pytest.MonkeyPatch(), FP8_STEP if os.environ["RANK"] == "1" else BF16_STEP)
 
 
+@pytest.mark.slow
 def test_one_wrong_rank_ends_all(tiny_model, rows, tmp_path):
     log = tmp_path / "log"
     processes = start_ranks(2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_break_rank_1)

@@ -84,6 +84,7 @@ def bf16_losses(tiny_model, rows, tmp_path_factory):
     return losses(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["default", "rowwise", "rowwise_with_gw_hp"])
 def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_path, capfd):
     train(*options(tiny_model, rows, tmp_path, "--batch_size=4", *FP8, f"--fp8_scenario={scenario}"))
@@ -110,6 +111,7 @@ def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_pa
     assert "EMULATED on the CPU" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
     """Packed rows, recomputation, bf16 parameters with their remainders, evaluation, resuming, layers left in bf16;
     and the files are those of any run.
@@ -135,6 +137,7 @@ def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
     assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_backend_is_not_continued(tiny_model, rows, tmp_path):
     train(
         *options(
@@ -190,6 +193,7 @@ def one_process(tiny_model, rows, tmp_path_factory):
     return losses(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
 def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process, tmp_path):
     cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--no_export"]
@@ -199,6 +203,7 @@ def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process
     assert "gathers" not in log and "computes" not in log
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows, one_process, tmp_path):
     cut = ["--batch_size=4", "--sharding_mode=fsdp_full", "--fp8_all_gather", *FP8]
     log = in_two_processes(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, "--save_every=2"))
@@ -270,6 +275,7 @@ def test_lm_head_stays_out_under_any_name():
     assert coverage.num_head_weights == 32 * 96 and coverage.skipped == {"output_projection": "1 bf16 (lm_head)"}
 
 
+@pytest.mark.slow
 def test_a_model_without_a_layer_for_fp8_is_an_error(rows, tmp_path):
     model = write_model(tmp_path / "model", hidden_size=24, intermediate_size=40, num_attention_heads=1)
     with pytest.raises(UserError, match="no linear layer of the model could be converted, so nothing would run in fp8"):
@@ -478,11 +484,13 @@ def test_modes_that_cannot(mode, more, sentence):
         parse_config([*FP8, f"--sharding_mode={mode}", *more], parallel=True)
 
 
+@pytest.mark.slow
 def test_first_and_last_layers_must_leave_some(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="leave none of the 2 decoder layers in fp8"):
         train(*options(tiny_model, rows, tmp_path, *FP8, "--fp8_first_bf16_layers=2"))
 
 
+@pytest.mark.slow
 def test_modules_that_stay_in_bf16_are_named(tiny_model, rows, tmp_path):
     """A pattern for a whole layer is --fp8_last_bf16_layers; an end of a name is that module of every layer."""
     folders = {
@@ -525,6 +533,7 @@ def test_fp8_with_a_quantised_model_is_refused(method, backend, tiny_model, tmp_
         check_model(config, load_config(config.model, source), load_tokenizer(config.model, source)[0])
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named(monkeypatch, tiny_model, rows, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
@@ -547,6 +556,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
         TRITON.require_installed("--fp8_backend torchao")
 
 
+@pytest.mark.slow
 def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9"):
         train(*options(tiny_model, rows, tmp_path / "te", "--mixed_precision=fp8"))

@@ -131,6 +131,7 @@ def test_what_runs_by_default_was_copied():
     assert "scripts/" in copied() and not all_of("ENTRYPOINT"), "NVIDIA's stays"
 
 
+@pytest.mark.slow
 def test_what_the_first_installation_needs_stands_before_it(tmp_path):
     """Its script imports modules of this project, and must find them with nothing but the files that were copied by
     then.

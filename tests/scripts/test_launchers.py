@@ -179,6 +179,7 @@ def accelerate_launch(python: str, name: str, *options: str) -> list[str]:
     return [*command, "--num_processes", "2", "--main_process_port", str(free_port()), *options]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_accelerate_launch_with_two_processes(environment, script, tmp_path, warm_python, mode):
     result = run(
@@ -189,6 +190,7 @@ def test_accelerate_launch_with_two_processes(environment, script, tmp_path, war
     assert told_by_ranks(tmp_path) == [expected, expected]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_a_flag_that_contradicts_the_file(environment, script, tmp_path, warm_python):
     result = run(
         [*accelerate_launch(warm_python, "bf16_fsdp"), script(SETTINGS_SCRIPT), "--sharding_mode=ddp"], environment
@@ -202,6 +204,7 @@ def test_accelerate_launch_with_a_flag_that_contradicts_the_file(environment, sc
 # ---- several hosts ----
 
 
+@pytest.mark.slow
 def test_two_nodes_on_this_host_form_one_group(environment, script, tmp_path):
     environment |= {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
     environment |= {"TRAIN_SCRIPT": script(RANKS_SCRIPT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -224,12 +227,14 @@ def test_two_nodes_on_this_host_form_one_group(environment, script, tmp_path):
     assert told_by_ranks(tmp_path) == [{"rank": rank, **shared} for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_one_host_needs_nothing_set(environment, script, tmp_path):
     result = run([MULTI_NODE], {**environment, "TRAIN_SCRIPT": script(RANKS_SCRIPT)})
     assert result.returncode == 0, result.stderr
     assert [told["world_size"] for told in told_by_ranks(tmp_path)] == [1]
 
 
+@pytest.mark.slow
 def test_sigterm_lets_every_process_end_in_its_own_time(environment, script, tmp_path):
     environment |= {"TRAIN_SCRIPT": script(WAITING_SCRIPT), "NPROC_PER_NODE": "2"}
     launcher = subprocess.Popen([MULTI_NODE], env=environment, stderr=subprocess.DEVNULL)
@@ -242,6 +247,7 @@ def test_sigterm_lets_every_process_end_in_its_own_time(environment, script, tmp
     assert len(list(tmp_path.glob("*.saved"))) == 2
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_command(environment, script):
     environment |= {
         "NNODES": "4",
@@ -257,6 +263,7 @@ def test_a_dry_run_prints_the_command(environment, script):
     assert result.stdout.strip() == f"{expected} --master_addr=10.0.0.1 --master_port=29500 {path} --model_name a\\ b"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
@@ -291,6 +298,7 @@ def test_what_is_missing_is_one_sentence(environment, script, variables, sentenc
 # ---- Slurm ----
 
 
+@pytest.mark.slow
 def test_the_slurm_script_starts_one_launcher_per_host(environment, script, tmp_path):
     """With an `scontrol` and an `srun` that take two hosts to be this one."""
     programs = tmp_path / "bin"
@@ -330,6 +338,7 @@ def test_slurm_announces_the_end_to_the_tasks():
     assert int(notice.rpartition("@")[2]) >= 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [MULTI_NODE, SLURM])
 def test_shell_syntax(path):
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*REPOSITORY.glob("scripts/*.sh"), REPOSITORY / ".ci" / "run"])
 REQUIREMENTS = ["requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt", "requirements-dev.txt"]

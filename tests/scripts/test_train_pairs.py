@@ -22,6 +22,8 @@ from llm_fp8.utils.errors import UserError
 from tests.support.made_up_runs import made_up_run, write_run_folder
 from tests.support.small import run_json, steps
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 MULTI_GPU = ("train_bf16_multi_gpu", "train_fp8_multi_gpu")

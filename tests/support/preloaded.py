@@ -1,6 +1,4 @@
-"""What a training and its tests import and make once, for the servers that processes of tests are forked from:
-importing this is their start.
-"""
+"""What a training and its tests import once, for the server that processes of tests are forked from."""
 
 import gc
 

@@ -1,7 +1,8 @@
 """Training in processes of their own, which can be signalled and killed.
 
-Where they can be (`tests.support.forking`) they are forked from a server that has imported everything once, so that
-each starts in a tenth of a second. What runs in them is what train_fp8.py runs, down to the exit code.
+Where there is no GPU they are forked from a server that has imported everything once, so that each starts in a tenth of
+a second. (Importing the packages initialises CUDA, which a forked process cannot use.) What runs in them is what
+train_fp8.py runs, down to the exit code.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from typing import Any, Protocol
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script
-from tests.support.forking import can_fork
 
-CONTEXT: Any = multiprocessing.get_context("forkserver" if can_fork() else "spawn")
+CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 if CONTEXT.get_start_method() == "forkserver":
     CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 

@@ -35,6 +35,8 @@ from llm_fp8.utils.errors import UserError
 from tests.support import made_up_te
 from tests.support.small import forget_accelerator, run_json, steps, tiny_config, train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FP8_KERNEL = "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT"
 BF16_KERNEL = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"

@@ -152,6 +152,7 @@ def offline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline_folder: Path) -> None:
     run = the_wandb_run(offline_folder)
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
@@ -190,6 +191,7 @@ def test_a_run_of_train_fp8_arrives_with_group_tags_labels_and_every_key(offline
     assert listed.figures == {key: value for key, value in run.summary.items() if not key.startswith("_")}
 
 
+@pytest.mark.slow
 def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     offline_folder: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +206,7 @@ def test_offline_runs_are_listed_with_what_they_lack_and_how_to_send_them(
     assert f"  wandb sync {kept}\n" in capsys.readouterr().out, "the run knows its project"
 
 
+@pytest.mark.slow
 def test_an_offline_run_is_sent_to_its_own_project_unless_another_is_given(
     offline_folder: Path, tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +223,7 @@ def test_an_offline_run_is_sent_to_its_own_project_unless_another_is_given(
         assert f"  python scripts/wandb_dashboard.py --project {project} --name 'fp8 comparison'\n" in shown
 
 
+@pytest.mark.slow
 def test_a_resumed_offline_run_is_listed_once_and_sent_with_all_its_parts(
     tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +244,7 @@ def test_a_resumed_offline_run_is_listed_once_and_sent_with_all_its_parts(
     assert listed.figures["step"] == 4 and first.name.endswith(listed.name)
 
 
+@pytest.mark.slow
 def test_how_an_offline_run_ended_is_told(offline_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(offline_folder, tmp_path / "run")
     summary = tmp_path / "run" / "summary.json"
@@ -251,6 +256,7 @@ def test_how_an_offline_run_ended_is_told(offline_folder: Path, tmp_path: Path) 
     assert killed.ended == "no (killed or still running)" and killed.figures["step"] == 4
 
 
+@pytest.mark.slow
 def test_mistakes_of_offline_use_are_one_sentence(
     offline_folder: Path, tmp_path: Path, call: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.scripts_as_main import run_as_main
 from tests.support.small import records, steps, train, write_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -346,6 +346,7 @@ def resume_and_save_forever(output_dir, connection):
         connection.send(step)
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     rng = random.Random(0)
     manager = CheckpointManager(tmp_path, limit=2)
@@ -400,6 +401,7 @@ def interrupt_while_saving(output_dir, connection):
         connection.send(names_in(manager))
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_save_is_an_interrupt_and_cleans_up(tmp_path):
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=interrupt_while_saving, args=(str(tmp_path), sender), daemon=True)
@@ -447,6 +449,7 @@ def save_sharded(output_dir, rendezvous, rank):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_save_what_one_can_read(tmp_path):
     output_dir = str(tmp_path / "run")
     ranks = [
@@ -481,6 +484,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount command")
 @pytest.mark.parametrize(
     "too_much",

@@ -51,6 +51,7 @@ def test_a_loss_that_is_not_finite_is_no_improvement():
     assert history.stops_early and "did not improve on no finite eval loss" in history.describe_stop()
 
 
+@pytest.mark.slow
 def test_the_run_ends_as_after_its_last_step(tmp_path, options, eval_losses, capsys):
     assert train(*options, f"--output_dir={tmp_path}") == 0
     assert steps(tmp_path)[-1]["step"] == 6 and evaluated(tmp_path) == [1, 2, 3, 4, 5, 6]
@@ -73,6 +74,7 @@ def test_the_run_ends_as_after_its_last_step(tmp_path, options, eval_losses, cap
     assert steps(tmp_path)[-1]["step"] == 8 and "stopped_early" not in summary_json(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 4, 6])
 def test_an_interrupted_and_resumed_run_stops_at_the_same_step(tmp_path, options, eval_losses, stop_after, stop):
     """A signal in step 6 comes before the evaluation that ends the run, which the resumed run makes up."""
@@ -88,6 +90,7 @@ def test_an_interrupted_and_resumed_run_stops_at_the_same_step(tmp_path, options
     assert_same_tensors(final_weights(whole), final_weights(resumed))
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_export_is_finished(tmp_path, options, eval_losses):
     options = [*options, f"--output_dir={tmp_path}"]
     train(*options, "--no_export")
@@ -101,6 +104,7 @@ def test_a_run_killed_before_its_export_is_finished(tmp_path, options, eval_loss
     assert final_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_evaluation_after_the_last_step_ends_nothing_early(tmp_path, options, tell_eval_losses, capsys):
     """It is the second in a row without improvement, and comes when there is nothing left to save."""
     tell_eval_losses({1: 3.0, 2: 4.0, 3: 4.0, 4: 2.0})
@@ -112,6 +116,7 @@ def test_the_evaluation_after_the_last_step_ends_nothing_early(tmp_path, options
     assert steps(tmp_path)[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_the_best_step_is_exported_after_an_early_stop(tmp_path, options, eval_losses):
     train(*options, "--keep_best", f"--output_dir={tmp_path}")
     assert steps(tmp_path)[-1]["step"] == 6 and summary_json(tmp_path)["exported_step"] == 4
@@ -119,6 +124,7 @@ def test_the_best_step_is_exported_after_an_early_stop(tmp_path, options, eval_l
     assert steps(tmp_path / "other")[-1]["step"] == 3 and summary_json(tmp_path / "other")["exported_step"] == 2
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_at_the_same_step(tmp_path, small_run):
     """No loss falls: the second evaluation is the first without improvement."""
     options = [

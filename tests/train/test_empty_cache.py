@@ -12,6 +12,8 @@ import torch
 from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("device", "every", "emptied_after"),

@@ -17,6 +17,8 @@ from llm_fp8.train.loop import TrainingLoop
 from tests.support.reference import NUM_ROWS, compare_with_reference, documents, mean_loss
 from tests.support.small import records, run_json, steps, train, write_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("cut", ["16x1", "8x2", "4x4", "3x6", "1x16"])
 def test_a_padded_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, sixteen_rows, cut):

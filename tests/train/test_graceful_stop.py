@@ -11,6 +11,8 @@ import pytest
 
 from llm_fp8.train.graceful_stop import GracefulStop, exit_code
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LOOP = """

@@ -18,6 +18,8 @@ from tests.support.processes import run_ranks
 from tests.support.small import assert_same_tensors, final_weights, records, steps, summary_json, train, write_rows
 from tests.support.told_losses import tell
 
+pytestmark = pytest.mark.slow
+
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0}
 """Step -> the eval loss that the run is told."""
 

@@ -170,6 +170,7 @@ def taken(training):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
 def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypatch, stand_in, changes):
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
@@ -187,6 +188,7 @@ def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypa
             assert relative_difference(ours, other) < 0.03, name
 
 
+@pytest.mark.slow
 def test_gradients_keep_their_place_and_begin_anew_in_every_step(stand_in):
     training = Training(True)
     one = [batch(3, seed=1), batch(3, seed=2)]
@@ -208,6 +210,7 @@ def test_gradients_keep_their_place_and_begin_anew_in_every_step(stand_in):
     assert all(gradient.any() for gradient in found[0])
 
 
+@pytest.mark.slow
 def test_gradients_of_a_transposed_weight_begin_anew(stand_in):
     """Its gradient would be transposed too, and no GEMM would overwrite it."""
     training = Training(False)
@@ -242,6 +245,7 @@ def test_the_lm_head_casts_its_weight_in_every_micro_batch():
 GRAPHS = ("--use_te", "--cuda_graphs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["8x1", "2x4"])
 def test_a_run_is_the_reference(tmp_path, tiny_model, sixteen_rows, monkeypatch, stand_in, cut):
     captures = emulate_graphs(monkeypatch)
@@ -252,6 +256,7 @@ def test_a_run_is_the_reference(tmp_path, tiny_model, sixteen_rows, monkeypatch,
     assert sum(graph.num_replays for graph in capture.graphs) >= 9
 
 
+@pytest.mark.slow
 def test_a_run_that_evaluates_stops_and_goes_on_takes_the_same_steps(tmp_path, tiny_model, rows, monkeypatch, stand_in):
     captures = emulate_graphs(monkeypatch)
 
@@ -272,6 +277,7 @@ def test_a_run_that_evaluates_stops_and_goes_on_takes_the_same_steps(tmp_path, t
     assert_same_tensors(final_weights(whole), final_weights(parts))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_stopped_one_behind_it_needs_no_graphs(tmp_path, tiny_model, rows, monkeypatch, stand_in):
     """A checkpoint holds nothing of them."""
     emulate_graphs(monkeypatch)
@@ -283,6 +289,7 @@ def test_a_run_with_a_stopped_one_behind_it_needs_no_graphs(tmp_path, tiny_model
     assert [step["step"] for step in steps(tmp_path)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_the_recorded_step_captures_nothing(tmp_path, tiny_model, rows, monkeypatch, stand_in):
     asked = []
 

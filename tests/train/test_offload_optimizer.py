@@ -12,6 +12,8 @@ from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import assert_goes_on, final_weights, run_json, tiny_config, train, write_model
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

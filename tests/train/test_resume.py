@@ -40,6 +40,8 @@ from tests.support.small import (
     write_model,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 10
 MEASURED = (

@@ -16,6 +16,8 @@ from llm_fp8.train.loop import TrainingLoop
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_tensors, final_weights, steps, train
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = "--save_minutes=1e-9"
 
 

@@ -193,6 +193,7 @@ def lagging(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, capsys):
     options = [
         f"--model_name={tiny_model}",
@@ -218,6 +219,7 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
     assert len(found) == 6 and found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0)], ids=["fewer modules in fp8", "more"])
 def test_other_bf16_layers_can_resume(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, before, now):
     """Modules that the checkpoint knows have its scales, others those of the passes before the resumed steps."""
@@ -249,6 +251,7 @@ def test_other_bf16_layers_can_resume(tmp_path, tiny_model, sixteen_rows, laggin
         assert scale.tolist() == [1.0 if name in first else 2.0] * 3, name
 
 
+@pytest.mark.slow
 def test_scales_of_another_format_are_not_taken(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch):
     """Amax histories are: they are of the tensors themselves."""
     kept: list[dict[str, torch.Tensor]] = []
@@ -294,6 +297,7 @@ def note_backward_losses(folder: Path) -> None:
     torch.Tensor.backward = note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
 def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
     """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import final_weights, train, write_model
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--log_every=1"]
 IN_BF16 = ["--mixed_precision=bf16", "--optimizer=adamw_master"]
 DTYPES = [torch.float32, torch.float16]

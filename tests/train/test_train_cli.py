@@ -35,6 +35,8 @@ from tests.support.documented_commands import (
 )
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -16,6 +16,8 @@ from tests.support.launches import ROOT, SCRIPT, environment, torchrun
 from tests.support.processes import free_port, wait_for_the_end_of_processes_with
 from tests.support.small import run_json, steps
 
+pytestmark = pytest.mark.slow
+
 
 def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder` with one thread per process."""

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("handler", ["strict", "surrogateescape"])  # the latter is Python's in the C locale
 def test_characters_that_the_console_lacks_end_no_program(handler: str) -> None:

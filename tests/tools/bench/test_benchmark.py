@@ -325,6 +325,7 @@ def test_a_bench_goes_on_from_its_file(tmp_path, monkeypatch, capsys):
         benchmark.parse(["--resume"])
 
 
+@pytest.mark.slow
 def test_a_measurement_that_hangs_or_is_killed_is_ended(workload, started_processes, monkeypatch):
     folder = workload.partition(":")[0]
     started = time.monotonic()

@@ -64,6 +64,7 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, architecture, start):
     """The TE decoder needs a GPU, so its variant fails; the one after it is measured by the processes of the second
     start.
@@ -112,6 +113,7 @@ def test_rows_of_every_arm_and_a_new_start_behind_one_that_fails(tmp_path, archi
     assert by_arm["deepspeed_1:hf_bf16"][0] == by_arm["ddp:hf_bf16"][0], "the same weights and tokens"
 
 
+@pytest.mark.slow
 def test_a_file_for_deepspeed(tmp_path, architecture, start):
     """Ours is refused what a run refuses; the baseline has it, and DeepSpeed then exchanges fp32. What ours may have is
     in its row, and harmless.
@@ -137,6 +139,7 @@ def test_a_file_for_deepspeed(tmp_path, architecture, start):
     assert losses["data_types"] == pytest.approx(losses["communication_data_type"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_an_arm_that_takes_too_long_and_one_that_is_killed(tmp_path, architecture, start):
     path = tmp_path / "result.json"
     works = f"--workloads={architecture}:1x16x100000,{architecture}:2x16x100000,{architecture}:1x16x1"

@@ -596,6 +596,7 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
     assert command[5].endswith("train_multi_gpu.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
@@ -766,6 +767,7 @@ def test_the_help_gives_each_default_once(capsys):
     assert "(default: bf16,fp8)" in said and "(default: None)" not in said and "(default: False)" not in said
 
 
+@pytest.mark.slow
 def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(
         cli, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8")
@@ -793,6 +795,7 @@ def test_mistakes_are_said_in_one_sentence(tmp_path, monkeypatch):
     assert done.returncode == 2 and done.stderr.startswith("error: --runs") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_from_its_checkpoint_or_begins_anew_beside_what_it_left(
     tmp_path, tiny_model, rows
 ):

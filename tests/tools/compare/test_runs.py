@@ -26,6 +26,8 @@ from tests.support import small
 from tests.support.made_up_runs import made_up_run
 from tests.support.wandb_file import the_wandb_run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "compare_performance.py"
 TRAIN = (
     "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200 "

@@ -37,6 +37,7 @@ def run(*options, **environ):
         return run_as_main(SCRIPT, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
 def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     path = tmp_path / "new" / "findings.json"
@@ -70,6 +71,7 @@ def test_without_a_gpu_it_says_what_it_can_and_exits_3(tmp_path, tiny_model):
     assert sum(found["planned_memory_gib"].values()) * GIB > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "environ", "said"),
     [

@@ -55,6 +55,7 @@ def test_it_finds_the_module_that_fp8_spoils(outlier_model, tiny_model, rows):
     assert kept.all_in_fp8.divergence == pytest.approx(found.kinds[0].without.divergence, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_script_prints_and_writes_them(tiny_model, rows, tmp_path):
     path = tmp_path / "quality.json"
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", *FP8, "--quality", f"--json={path}"]
@@ -66,6 +67,7 @@ def test_the_script_prints_and_writes_them(tiny_model, rows, tmp_path):
     assert found["num_tokens"] > 0 and len(found["modules"]) == 14 and found["scenario"] == "tensorwise"
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_sentence(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="--quality compares fp8 with bf16; add --mixed_precision fp8"):
         measure_quality(parse_config([f"--model_name={tiny_model}", f"--dataset_name={rows}"]))

@@ -875,6 +875,7 @@ def test_a_time_limit_ends_the_whole_family_and_says_where_each_was(tmp_path):
     assert_ends(int(hung.output.split()[0]))
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_verifier_that_is_killed(tmp_path):
     log = tmp_path / "a.log"
     program = f"""
@@ -904,6 +905,7 @@ def verify(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_without_a_gpu_it_does_what_it_can(tmp_path):
     path = tmp_path / "verify.json"
@@ -930,6 +932,7 @@ def test_without_a_gpu_it_does_what_it_can(tmp_path):
     assert found["provenance"]["packages"]["torch"] and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @without_gpu
 def test_a_package_that_does_not_load_is_one_failed_check(tmp_path):
     (tmp_path / "transformers").mkdir()
