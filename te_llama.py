@@ -83,8 +83,6 @@ class DecoderSpec:
     """Per layer: number of most recent positions attended to, itself included; None for all."""
     unfused_mlp: bool = False
     """fc1 and fc2 are separate modules, so that adapters reach what lies between them; slower than LayerNormMLP."""
-    flash_attention_4: bool = False
-    """Packed documents take flash-attn 4 (`llm_fp8.kernels.flash_attention`) instead of TE's choice."""
 
     @property
     def q_size(self) -> int:
@@ -97,7 +95,7 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_spec(config: PretrainedConfig, unfused_mlp: bool = False, flash_attention_4: bool = False) -> DecoderSpec:
+def decoder_spec(config: PretrainedConfig, unfused_mlp: bool = False) -> DecoderSpec:
     """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedArchitecture(
@@ -131,7 +129,6 @@ def decoder_spec(config: PretrainedConfig, unfused_mlp: bool = False, flash_atte
         tied_embeddings=bool(config.tie_word_embeddings),
         windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
         unfused_mlp=unfused_mlp,
-        flash_attention_4=flash_attention_4,
     )
 
 
@@ -449,18 +446,11 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
-        flash = self.spec.flash_attention_4 and batch == 1 and fused.dtype == torch.bfloat16
-        packed = flash or self.context_size > 1 or (batch == 1 and num_documents != batch)
+        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
         if packed:
             q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
             q, k, v = self._split_and_rotate(fused, angles, None, None)
-        if flash:
-            from llm_fp8.kernels.flash_attention import flash_attention
-
-            longest = length if max_seqlen is None else max_seqlen
-            window = self.spec.windows[self.layer]
-            return flash_attention(q, k, v, cu_seqlens, longest, self.softmax_scale, window).flatten(1)[None]
         context = self.attention(
             q,
             k,
@@ -515,18 +505,17 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     unfused_mlp: bool = False,
-    flash_attention_4: bool = False,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` and `flash_attention_4` see `DecoderSpec`. Fill the parameters with
+    `unfused_mlp` see `DecoderSpec`. Fill the parameters with
     `llm_fp8.models.weight_shards.te_filler` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device = torch.device(device)
-    spec = decoder_spec(config, unfused_mlp, flash_attention_4)
+    spec = decoder_spec(config, unfused_mlp)
     # SDPA for the general form: Hugging Face then builds the masks that it needs, and none for training.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -577,13 +566,8 @@ def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
 
 
-def attention_backend(model: PreTrainedModel | None = None) -> str | None:
-    """Attention kernels of packed documents: flash-attn 4 where `model` was built with it, else TE's last choice.
-
-    TE's are fused (cuDNN), flash-attn or unfused; None before its first call.
-    """
-    if model is not None and spec_of(model).flash_attention_4:
-        return "flash-attn 4"
+def attention_backend() -> str | None:
+    """TE's last choice of attention kernels: fused (cuDNN), flash-attn or unfused; None before its first call."""
     chosen = attention_backends()
     names = {
         "use_fused_attention": "fused (cuDNN)",

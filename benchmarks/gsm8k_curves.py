@@ -7,9 +7,6 @@ The question is whether fp8 stays inside what the choice of a seed does to bf16.
 own on the same data in the same order of tokens per step; the seed changes the initial weights and the order. fp8
 variants use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plot_curves.py`.
 
-`--arms bf16,delayed,delayed_fp8head,delayed_fp8head_all` asks the same of an output head in fp8 (--fp8_lm_head), which
-stays in bf16 in the others.
-
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
         --output benchmarks/results/multi_gpu_curves.json
 
@@ -50,8 +47,6 @@ VARIANTS = {
     "delayed": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
-    "delayed_fp8head": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed", "--fp8_lm_head", "gradients"],
-    "delayed_fp8head_all": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed", "--fp8_lm_head", "all"],
 }
 DEFAULT_VARIANTS = "bf16,delayed,current,block"
 MODES = ("fsdp_full", "ddp")

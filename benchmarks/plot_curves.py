@@ -22,8 +22,8 @@ from benchmarks.colours import PRECISION_COLOURS, label_ends, save, write_messag
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, require_writable
 
-LABELS = {"delayed_fp8head": "delayed, fp8 lm_head gradients", "delayed_fp8head_all": "delayed, fp8 lm_head"}
-LINES = {"delayed_fp8head": "--", "delayed_fp8head_all": ":"}
+LABELS = {}
+LINES: dict[str, str] = {}
 """Of variants of a precision, in its colour; others are solid."""
 
 

@@ -17,7 +17,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.tools.bench.variants import HEADS, OFFLOAD
+from llm_fp8.tools.bench.variants import OFFLOAD
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, CHECKED_GPUS, MODES
 from llm_fp8.tools.predict.prediction import Prediction, known_gpu, predict
 from llm_fp8.tools.predict.workload import PREDICTED, ModelSize, StepWorkload
@@ -181,7 +181,7 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
     mode, recipe, *options = ["single", *words] if words[0] in PREDICTED else [*words, ""]
     options = [REMOVED_OPTIONS.get(option, option) for option in options if option]
     on_host = [share for share in map(OFFLOAD.fullmatch, options) if share]
-    known = {"sync", "fp8_params", "recompute", "adamw_8bit", "flash4", "recast", *HEADS}
+    known = {"sync", "fp8_params", "recompute", "adamw_8bit", "recast"}
     unknown = set(options) - known - {share[0] for share in on_host}
     if mode not in MODES or recipe not in PREDICTED or unknown:
         return None
@@ -205,8 +205,6 @@ def workload_of(row: dict[str, Any]) -> StepWorkload | None:
         num_gpus=row.get("num_gpus", 1),
         sync_every_micro_batch="sync" in options,
         recomputed_layers=model.spec.num_layers if "recompute" in options else 0,
-        fp8_lm_head=next((HEADS[option] for option in options if option in HEADS), "none"),
-        flash_attention_4="flash4" in options,
         fp8_params="fp8_params" in options,
         fp8_recast_weights="recast" in options,
         offload_optimizer=int(on_host[0][1]) / 100 if on_host else 0.0,

@@ -58,13 +58,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "current": (*_FP8, "--fp8_scenario", "current"),
     "block": (*_FP8, "--fp8_scenario", "block"),
     "current_e4m3": (*_FP8, "--fp8_scenario", "current", "--fp8_format", "E4M3"),
-    "delayed_ends_bf16": (
-        *_FP8, "--fp8_scenario", "delayed", "--fp8_first_bf16_layers", "2", "--fp8_last_bf16_layers", "4"
-    ),
+    "delayed_ends_bf16": (*_FP8, "--fp8_scenario", "delayed", "--fp8_bf16_modules", "layers.0:2,layers.-4:"),
     "delayed_qkv_bf16": (*_FP8, "--fp8_scenario", "delayed", "--fp8_bf16_modules", "qkv"),
     "block_qkv_bf16": (*_FP8, "--fp8_scenario", "block", "--fp8_bf16_modules", "qkv"),
-    "delayed_head_gradients": (*_FP8, "--fp8_scenario", "delayed", "--fp8_lm_head", "gradients"),
-    "delayed_head_all": (*_FP8, "--fp8_scenario", "delayed", "--fp8_lm_head", "all"),
     "bf16_adamw_8bit": ("--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_8bit"),
     "bf16_lora": ("--use_te", "--mixed_precision", "bf16", "--lora_rank", "16", "--lora_merge"),
     "delayed_lora": (*_FP8, "--fp8_scenario", "delayed", "--lora_rank", "16", "--lora_merge"),

@@ -99,19 +99,16 @@ def gemm_floor_s(answer: dict[str, Any], num_tokens: int, rates: MeasuredRates) 
     """Seconds of a step's linear layers at the measured rates, from the "census" of an answer and the positions that a
     GPU computes.
 
-    6 FLOPs per weight and token, at the fp8 rates those of fp8 layers and of lm_head's GEMMs in fp8
-    (--fp8_lm_head). None where a rate was not measured, and with adapters, whose frozen weights need fewer GEMMs.
+    6 FLOPs per weight and token, at the fp8 rates those of fp8 layers. None where a rate was not measured, and with
+    adapters, whose frozen weights need fewer GEMMs.
     """
     if answer.get("num_adapter_parameters"):
         return None
     census = answer["census"]
     in_fp8 = census["num_fp8_weights"]
-    num_head_gemms = census.get("num_fp8_head_products", 0)  # files from before it was counted hold no such head
-    head = census["num_head_weights"] if num_head_gemms else 0
-    bf16_s = rates.bf16_gemm_s(6.0 * (census["num_linear_weights"] - in_fp8 - head) * num_tokens)
+    bf16_s = rates.bf16_gemm_s(6.0 * (census["num_linear_weights"] - in_fp8) * num_tokens)
     fp8_s = rates.fp8_gemm_s(6.0 * in_fp8 * num_tokens) if in_fp8 else 0.0
-    head_s = rates.head_gemm_s(6.0 * head * num_tokens, num_head_gemms)
-    return None if fp8_s is None or head_s is None else bf16_s + fp8_s + head_s
+    return None if fp8_s is None else bf16_s + fp8_s
 
 
 def read_table(path: Path, num_steps: int, text: str | None = None) -> list[TableRow]:

@@ -353,7 +353,7 @@ def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]
     if any(switched_on(name.lower()) for name in _OVERRIDE):
         raise UserError(
             "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; remove "
-            "it, or keep layers in bf16 with --fp8_first_bf16_layers and --fp8_last_bf16_layers."
+            "it, or keep layers in bf16 with --fp8_bf16_modules."
         )
     if mxfp8 := switched_on("use_mxfp8_block_scaling"):
         settings["fp8_scenario"] = "mxfp8"

@@ -90,11 +90,10 @@ class ModelConfig:
     use_te: bool = option(
         False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
     )
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"] = option(
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
         "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for "
-        "architectures that have neither. With --use_te it is Transformer Engine's choice, cuDNN on Hopper, or with "
-        "flash_attention_4 flash-attn 4 (packed sequences on Hopper alone).",
+        "architectures that have neither. With --use_te it is Transformer Engine's choice, cuDNN on Hopper.",
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
@@ -119,11 +118,6 @@ class ModelConfig:
         "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train "
         "on a difference. Default: on with --use_te when weights were loaded.",
     )
-
-    @property
-    def flash_attention_4(self) -> bool:
-        """Whether packed sequences of the TE decoder take flash-attn 4 (`llm_fp8.kernels.flash_attention`)."""
-        return self.attn_implementation == "flash_attention_4"
 
 
 @dataclass(frozen=True)
@@ -155,17 +149,11 @@ class PrecisionConfig:
         None, "Delayed scaling: scale from the maximum of the amax history or from its newest entry (default: max)."
     )
     fp8_margin: int | None = option(None, "Delayed scaling: headroom above the amax, in powers of two (default: 0).")
-    fp8_first_bf16_layers: int = option(0, "Decoder layers at the input that stay in bf16.")
-    fp8_last_bf16_layers: int = option(0, "Decoder layers at the output that stay in bf16.")
     fp8_bf16_modules: str = option(
         "",
-        "Modules of the decoder layers that stay in bf16: names or patterns, separated by commas, e.g. qkv (of every "
-        "layer), 0.mlp or layers.2?.*; diagnose_fp8.py --quality measures which ones fp8 costs most.",
-    )
-    fp8_lm_head: Literal["none", "gradients", "all"] = option(
-        "none",
-        "GEMMs of the lm_head that run in fp8 in training: none; gradients: dgrad and wgrad, with logits and loss "
-        "unchanged; all: fprop too. Evaluation keeps them in high precision. Needs --fp8_backend te.",
+        "Decoder layers and modules in them that stay in bf16, separated by commas: layers.0, layers.2:5 or layers.-4: "
+        "(slices, negative from the end), names like qkv (of every layer) or 0.mlp, patterns like layers.2?.*; "
+        "diagnose_fp8.py --quality measures which ones fp8 costs most.",
     )
     fp8_recast_weights: bool = option(
         False,
@@ -385,14 +373,13 @@ class LoraConfig:
 TRAINING_OPTIONS = (
     "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len",
-    "amax_compute_algo", "fp8_margin", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules",
-    "fp8_lm_head", "fp8_recast_weights",
+    "amax_compute_algo", "fp8_margin", "fp8_bf16_modules", "fp8_recast_weights",
 )  # fmt: skip
 """What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
 GPUs, and the steps of the whole run.
 """
 
-SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules")
+SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
 """Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
 
 EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")

@@ -40,7 +40,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: 0 <= value < math.inf,
         "learning_rate num_warmup_steps weight_decay max_grad_norm save_every eval_every "
         "early_stopping_patience save_minutes "
-        "fp8_first_bf16_layers fp8_last_bf16_layers empty_cache_freq lora_rank",
+        "empty_cache_freq lora_rank",
     ),
     (
         "at least 0 and below 1",
@@ -56,10 +56,6 @@ RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_ma
 """Options that some recipes take (`Recipe.options`)."""
 HOST_RESERVE_GIB = 4.0
 """Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
-FLASH_ATTENTION_HEAD_DIMS = (64, 128)
-"""Those for which flash-attn 4's gradients were compared with an fp32 reference."""
-FLASH_ATTENTION_CAPABILITY = (9, 0)
-"""Compute capability on which they were compared: Hopper's."""
 
 
 Checks = Mapping[str, Any]
@@ -184,17 +180,10 @@ def _data_checks(config: Config) -> Checks:
 
 def _attention_checks(config: Config) -> Checks:
     flag, use_te = f"--attn_implementation {config.model.attn_implementation}", config.model.use_te
-    fa4, size = config.model.flash_attention_4, config.parallel.context_parallel_size
-    mixed = config.precision.mixed_precision
     return {
-        f"{flag} has no effect with --use_te, whose attention is Transformer Engine's, or flash_attention_4; drop "
-        "one.": use_te and not fa4 and config.model.attn_implementation != "auto",
-        f"{flag} is attention of the TE decoder; add --use_te, or choose flash_attention_2.": fa4 and not use_te,
-        f"{flag} is for packed sequences; drop --no_packing, or {flag}.": fa4 and not config.packing,
-        f"{flag}: its gradients were compared in bf16 alone; drop it, or --mixed_precision {mixed}.": (
-            fa4 and mixed in ("no", "fp16")
+        f"{flag} has no effect with --use_te, whose attention is Transformer Engine's; drop one.": (
+            use_te and config.model.attn_implementation != "auto"
         ),
-        f"{flag} cannot share a sequence between GPUs; drop it, or --context_parallel_size {size}.": (fa4 and size > 1),
     }
 
 
@@ -209,8 +198,6 @@ def _graph_checks(config: Config) -> Checks:
         ),
         "--cuda_graphs cannot go with --gradient_checkpointing, whose recomputation reads the random state on the "
         "host; drop one of them.": asked and model.gradient_checkpointing,
-        "--cuda_graphs was shown to be exact with Transformer Engine's attention alone; drop it, or "
-        f"--attn_implementation {model.attn_implementation}.": asked and model.flash_attention_4,
         f"--cuda_graphs cannot go with --lora_rank {rank}, whose frozen weights are cast to fp8 once; drop one of "
         "them.": asked and rank > 0,
         "--cuda_graphs lets a first micro-batch's GEMMs begin the gradients anew, which they do where "
@@ -243,8 +230,6 @@ def _precision_checks(config: Config) -> Checks:
         "one per row; drop one of them.": gathers and not recipe.one_scale_per_weight,
         "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot "
         "convert; drop one of them.": torchao and config.model.use_te,
-        f"--fp8_lm_head {options.fp8_lm_head} is computed by Transformer Engine and cannot go with --fp8_backend "
-        "torchao; drop one of them.": torchao and options.fp8_lm_head != "none",
         "--fp8_recast_weights is of Transformer Engine's modules; torchao keeps no casts, so drop it.": (
             torchao and options.fp8_recast_weights
         ),
@@ -338,8 +323,6 @@ def _mode_checks(config: Config, mode: str) -> Checks:
         "the mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
         f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that "
         "torchao compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
-        f"--fp8_lm_head {precision.fp8_lm_head} cannot go with {flag}, where DeepSpeed moves parameters "
-        "itself; use ddp or an fsdp mode.": deepspeed and precision.fp8_lm_head != "none",
         f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
         f"{lacking_for_context}.": size > 1 and lacking_for_context,
         f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode "
@@ -406,7 +389,6 @@ def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str
     mode = parallel.sharding_mode
     needed = {
         "transformer_engine": ("--use_te", model.use_te),
-        "flash_attention_4": ("--attn_implementation flash_attention_4", model.flash_attention_4),
         "triton": (
             f"--optimizer {config.optim.optimizer}",
             (config.optim.optimizer in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0)
@@ -423,7 +405,6 @@ def packages_needed(config: Config, device: str, rank: int = 0) -> dict[str, str
 def check_machine(config: Config, facts: MachineFacts) -> None:
     """Raise `UserError` where options cannot take effect on this machine, in this launch or with this model."""
     on_gpu, kind, share = facts.device == "cuda", config.optim.optimizer, config.optim.offload_optimizer
-    fa4, capability = config.model.flash_attention_4, facts.capability or FLASH_ATTENTION_CAPABILITY
     _refuse(
         {
             "--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.": (
@@ -443,10 +424,6 @@ def check_machine(config: Config, facts: MachineFacts) -> None:
                 share > 0 and kind == "auto" and not (on_gpu and facts.compute == "bf16")
             ),
             **dict.fromkeys(facts.problems.values(), True),
-            "--attn_implementation flash_attention_4: its gradients were compared on Hopper alone (compute capability "
-            f"9.0), and this GPU has {'.'.join(map(str, capability))}; drop it.": (
-                fa4 and capability != FLASH_ATTENTION_CAPABILITY
-            ),
         }
     )
     _refuse(_token_checks(config, facts))
@@ -498,20 +475,12 @@ def _rank_checks(config: Config, facts: MachineFacts) -> Checks:
 
 
 def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None:
-    precision, size = config.precision, config.parallel.context_parallel_size
-    first, last = precision.fp8_first_bf16_layers, precision.fp8_last_bf16_layers
-    vocabulary, width = model.lm_head or (0, 0)
+    size = config.parallel.context_parallel_size
     _refuse(
         {
-            f"--fp8_first_bf16_layers {first} and --fp8_last_bf16_layers {last} leave none of the {model.num_layers} "
-            "decoder layers in fp8.": first + last > 0 and first + last >= model.num_layers,
             f"--context_parallel_size {size} cannot go with this model's sliding-window attention (sliding_window in "
             "its config.json), which the ring that passes keys and values between GPUs does not have; drop it.": (
                 size > 1 and any(window is not None for window in model.windows)
-            ),
-            f"--fp8_lm_head {precision.fp8_lm_head}: the lm_head has {vocabulary} x {width} weights, and fp8 GEMMs "
-            f"need both to be multiples of {FP8_SIZE_MULTIPLE}; drop it.": (
-                precision.fp8_lm_head != "none" and (vocabulary % FP8_SIZE_MULTIPLE or width % FP8_SIZE_MULTIPLE)
             ),
             "--cuda_graphs repeats the random numbers of attention dropout, and this model's config.json has "
             f"attention_dropout {model.attention_dropout}; drop it.": (
@@ -519,25 +488,10 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
             ),
         }
     )
-    if config.model.flash_attention_4 and model.head_dim is not None:
-        check_flash_attention(model.head_dim, model.attention_dropout)
     if config.parallel.fp8_params:
         hybrid = facts.sharding_mode == "fsdp_hybrid"
         num_shards = config.parallel.gpus_per_copy(facts.ranks.local_world_size) if hybrid else facts.ranks.world_size
         check_fp8_params(facts.scenario, model.layer_weights, num_shards)
-
-
-def check_flash_attention(head_dim: int, attention_dropout: float) -> None:
-    """Raise `UserError` where flash-attn 4 cannot serve a model, or was not shown to be right for it."""
-    asked, compared = "--attn_implementation flash_attention_4", " and ".join(map(str, FLASH_ATTENTION_HEAD_DIMS))
-    _refuse(
-        {
-            f"{asked}: this model's heads have {head_dim} elements, and its gradients were compared for {compared} "
-            "alone; drop it.": head_dim not in FLASH_ATTENTION_HEAD_DIMS,
-            f"{asked} has no dropout, and this model's config.json has attention_dropout {attention_dropout}; drop "
-            "it.": attention_dropout,
-        }
-    )
 
 
 def fp8_params_recipes() -> list[str]:

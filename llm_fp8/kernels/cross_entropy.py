@@ -15,19 +15,18 @@ fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here th
                   because of this accumulator chunks save memory only for T well above 2 h.
 
 The GEMMs run in `compute_dtype` (bf16 in training). From the logits on everything is fp32 (fp64 for fp64 inputs); only
-the gradient with respect to the logits is rounded, to `compute_dtype` or fp8. NaN stays NaN.
+the gradient with respect to the logits is rounded, to `compute_dtype`. NaN stays NaN.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llm_fp8.kernels import softmax
-from llm_fp8.kernels.fp8_lm_head import Fp8Gemms, Fp8Head
 
 LOGITS_BUDGET_GIB = 4.0
 """Largest logits buffer of the default chunk size: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
@@ -48,7 +47,6 @@ def linear_cross_entropy_sum(
     *,
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    fp8_head: Fp8Head | None = None,
 ) -> Tensor:
     """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight:
     0-dim, fp32 (fp64 if `compute_dtype` is fp64). ValueError on shapes that do not fit together.
@@ -59,7 +57,6 @@ def linear_cross_entropy_sum(
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: of the GEMMs and the logits. Default: autocast's in an autocast region, else that of `hidden`.
-        fp8_head: runs two or all three GEMMs in fp8 where there is something to differentiate.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -78,10 +75,9 @@ def linear_cross_entropy_sum(
     with torch.autocast(device_type, enabled=False):
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
-        gemms = _Bf16Gemms() if fp8_head is None else Fp8Gemms(fp8_head)
         if hidden.shape[0] <= chunk_tokens:
-            return _OneChunk.apply(hidden, weight, labels, compute_dtype, gemms)
-        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype, gemms)
+            return _OneChunk.apply(hidden, weight, labels, compute_dtype)
+        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype)
 
 
 def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, compute_dtype: torch.dtype) -> Tensor:
@@ -94,38 +90,14 @@ def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
     return loss
 
 
-class _Bf16Gemms:
-    """The three GEMMs in the dtype of their operands, with the methods of `Fp8Gemms`."""
-
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden @ weight.t()
-
-    def grad_logits(self, logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> Tensor:
-        softmax.to_gradient_(logits, statistics, labels, grad_output)
-        return logits
-
-    def gradients(
-        self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return grad_logits @ weight if needed[0] else None, grad_logits.t() @ hidden if needed[1] else None
-
-    def end(self) -> None:
-        pass
-
-
-_Gemms: TypeAlias = _Bf16Gemms | Fp8Gemms
-
-
 class _OneChunk(torch.autograd.Function):
     """All logits at once, overwritten by their gradient in the backward pass. autograd then refuses a second one."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype, gemms: _Gemms
-    ) -> Tensor:
-        ctx.dtypes, ctx.gemms = (hidden.dtype, weight.dtype), gemms
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = hidden.dtype, weight.dtype
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-        logits = gemms.logits(hidden, weight)
+        logits = hidden @ weight.t()
         losses, statistics = softmax.losses(logits, labels)
         ctx.save_for_backward(hidden, weight, labels, logits, statistics)
         return losses.sum()
@@ -136,13 +108,11 @@ class _OneChunk(torch.autograd.Function):
         hidden, weight, labels, logits, statistics = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         with torch.autocast(hidden.device.type, enabled=False):
-            grad_logits = ctx.gemms.grad_logits(logits, statistics, labels, grad_output)
-            grad_hidden, grad_weight = ctx.gemms.gradients(grad_logits, hidden, weight, ctx.needs_input_grad[:2])
-            del grad_logits  # frees it before a gradient is cast
-            ctx.gemms.end()
-            grad_hidden = grad_hidden.to(hidden_dtype) if grad_hidden is not None else None
-            grad_weight = grad_weight.to(weight_dtype) if grad_weight is not None else None
-        return grad_hidden, grad_weight, None, None, None
+            softmax.to_gradient_(logits, statistics, labels, grad_output)
+            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+            grad_hidden = (logits @ weight).to(hidden_dtype) if needs_hidden else None
+            grad_weight = (logits.t() @ hidden).to(weight_dtype) if needs_weight else None
+        return grad_hidden, grad_weight, None, None
 
 
 class _ManyChunks(torch.autograd.Function):
@@ -150,10 +120,10 @@ class _ManyChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype, gemms: _Gemms
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
-        needs_hidden, needs_weight = needed = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         accurate = softmax.accurate(dtype)
         compute_weight = weight.to(dtype)
         one = torch.ones((), dtype=accurate, device=hidden.device)
@@ -163,17 +133,15 @@ class _ManyChunks(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
-            logits = gemms.logits(rows, compute_weight)
+            logits = rows @ compute_weight.t()
             losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
-            grad_logits = gemms.grad_logits(logits, statistics, labels[chunk], one)
-            chunk_hidden, chunk_weight = gemms.gradients(grad_logits, rows, compute_weight, needed)
-            if grad_hidden is not None and chunk_hidden is not None:
-                grad_hidden[chunk] = chunk_hidden
-            if grad_weight is not None and chunk_weight is not None:
-                grad_weight += chunk_weight
-            del logits, grad_logits, chunk_hidden, chunk_weight  # before the next chunk's logits
-        gemms.end()
+            softmax.to_gradient_(logits, statistics, labels[chunk], one)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = logits @ compute_weight
+            if grad_weight is not None:
+                grad_weight += logits.t() @ rows
+            del logits  # before the next chunk's
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -186,4 +154,4 @@ class _ManyChunks(torch.autograd.Function):
         if grad_weight is not None:
             # One kernel multiplies and casts.
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None

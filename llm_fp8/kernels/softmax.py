@@ -1,8 +1,7 @@
 """The elementwise part of cross entropy: from logits to losses, and to their own gradient.
 
 On a GPU with Transformer Engine these are its two Triton kernels (transformer_engine.pytorch.triton.cross_entropy): two
-reads and one write of the logits. Elsewhere they are torch, in blocks of rows. A gradient in fp8 has a kernel of its
-own: `llm_fp8.kernels.fp8_gradients_triton`.
+reads and one write of the logits. Elsewhere they are torch, in blocks of rows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) ->
 
     if not isinstance(quantizer, Float8Quantizer):
         return None, quantizer(tex.dswiglu(gradient, gate_and_up, None))
-    from llm_fp8.kernels.fp8_gradients_triton import dswiglu_cast
+    from llm_fp8.kernels.swiglu_triton import dswiglu_cast
 
     fp8_dtype = {DType.kFloat8E5M2: torch.float8_e5m2, DType.kFloat8E4M3: torch.float8_e4m3fn}[quantizer.dtype]
     rowwise, transposed, scale_inverse = dswiglu_cast(gradient, gate_and_up, quantizer.scale, quantizer.amax, fp8_dtype)

@@ -24,7 +24,6 @@ from transformers import (
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.kernels.flash_attention import keep_from_transformer_engine
 from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, reading_model
 from llm_fp8.models.weight_shards import stored_names
@@ -47,7 +46,7 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
     """The attention implementation of the Hugging Face decoder; `auto` takes the fastest that the architecture has.
     Raises `UserError` where the requested one is not installed, or the architecture lacks it.
     """
-    installed = package_version("flash-attn") is not None  # flash-attn 4 has a folder flash_attn too
+    installed = package_version("flash-attn") is not None
     if requested == "flash_attention_2" and not installed:
         raise UserError(
             "--attn_implementation flash_attention_2 needs flash-attn, which is not installed; run: pip install "
@@ -82,7 +81,8 @@ def _build_te_decoder(
     unfused_mlp: bool,
 ) -> PreTrainedModel:
     require_te("--use_te")
-    keep_from_transformer_engine(te_llama.decoder_spec(hf_config).head_dim)
+    # Transformer Engine would choose an installed flash-attn 4, a beta whose dQ was wrong for heads of 80 elements.
+    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     if device.type == "cuda":
         choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
     return te_llama.build_te_model(
@@ -91,7 +91,6 @@ def _build_te_decoder(
         device if with_memory else "meta",
         table_device=device,
         unfused_mlp=unfused_mlp,
-        flash_attention_4=options.flash_attention_4,
     )
 
 

@@ -14,20 +14,16 @@ from transformers import PreTrainedModel
 import te_llama
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
-from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 
 
 class TrainingModel(nn.Module):
-    """A causal LM that returns the summed cross entropy of a `Batch`; `fp8_head`: lm_head GEMMs in fp8 (training)."""
+    """A causal LM that returns the summed cross entropy of a `Batch`."""
 
-    def __init__(
-        self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype, fp8_head: Fp8Head | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype) -> None:
         super().__init__()
-        self.fp8_head = fp8_head
         self.model = model
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
@@ -47,7 +43,6 @@ class TrainingModel(nn.Module):
             self.model.get_output_embeddings().weight,
             batch.labels,
             compute_dtype=self.compute_dtype,
-            fp8_head=self.fp8_head,
         )
 
     def hidden(self, batch: Batch) -> Tensor:

@@ -70,8 +70,6 @@ class ExpectedKernels:
     """Of `Fp8Coverage`."""
     num_spared_fp8_gemms: int = 0
     """GEMMs that frozen weights do without: wgrad, and dgrad where nothing below them is trained."""
-    num_fp8_lm_head_gemms: int = 0
-    """GEMMs of lm_head in fp8 (--fp8_lm_head)."""
 
     @classmethod
     def of_model(
@@ -96,13 +94,12 @@ class ExpectedKernels:
                 len(linear_weights(module)) * (GEMMS_PER_WEIGHT - gemms.get(module, GEMMS_PER_WEIGHT))
                 for module in precision.fp8_modules
             ),
-            num_fp8_lm_head_gemms=sum(precision.lm_head_gemms(gemms).values()),
         )
 
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels in a step; a GEMM may take several kernels."""
         own = self.num_fp8_gemms_per_weight * self.num_fp8_weights - self.num_spared_fp8_gemms
-        return num_micro_batches * (own + self.num_recomputed_fp8_weights + self.num_fp8_lm_head_gemms)
+        return num_micro_batches * (own + self.num_recomputed_fp8_weights)
 
 
 @dataclass(frozen=True)
@@ -191,7 +188,7 @@ def certify(
     total_s = sum(found.time_s for found in gemms.values())
     low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
     num_gemms, num_low = sum(by_type.values()), sum(by_type.get(kind, 0) for kind in LOW_PRECISION)
-    num_own = _num_of_recipe(expected, by_type, num_micro_batches)
+    num_own = _num_of_recipe(expected, by_type)
     by_class = time_by_class(kernels)
     unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
     possible_s = total_s + other.time_s
@@ -311,12 +308,10 @@ def _nothing_recorded(evidence: _Evidence) -> str:
     )
 
 
-def _num_of_recipe(expected: ExpectedKernels, by_type: Mapping[str, int], num_micro_batches: int) -> int:
-    """GEMMs of the type that the recipe has: fp8, or fp4, with which an lm_head may be in fp8."""
-    num_fp8 = by_type.get("fp8", 0)
-    if expected.scenario is None or RECIPES[expected.scenario].has_fp8_peak:
-        return num_fp8
-    return by_type.get("fp4", 0) + min(num_fp8, num_micro_batches * expected.num_fp8_lm_head_gemms)
+def _num_of_recipe(expected: ExpectedKernels, by_type: Mapping[str, int]) -> int:
+    """GEMMs of the type that the recipe has: fp8 or fp4."""
+    is_fp4 = expected.scenario is not None and not RECIPES[expected.scenario].has_fp8_peak
+    return by_type.get("fp4" if is_fp4 else "fp8", 0)
 
 
 def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
@@ -403,8 +398,6 @@ def _how_many(expected: ExpectedKernels, evidence: _Evidence) -> str:
         parts += f" less {expected.num_spared_fp8_gemms} that frozen weights spare"
     if expected.num_recomputed_fp8_weights:
         parts += f" and {expected.num_recomputed_fp8_weights} recomputed ones"
-    if expected.num_fp8_lm_head_gemms:
-        parts += f" and {expected.num_fp8_lm_head_gemms} of lm_head"
     if evidence.num_micro_batches > 1:
         parts += f" in each of {evidence.num_micro_batches} micro-batches"
     return parts

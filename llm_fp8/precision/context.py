@@ -17,7 +17,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES, size_multiple
-from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.modules import (
@@ -44,24 +43,37 @@ from llm_fp8.utils.te_internals import keep_weight_casts, put_off_scale_updates,
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """The modules that options keep in bf16 with all that is inside them: decoder layers (--fp8_first_bf16_layers,
-    --fp8_last_bf16_layers), and modules in them that --fp8_bf16_modules names by the end of their name or a pattern
-    for it. Raises `UserError` for a pattern that names none.
+    """The modules that --fp8_bf16_modules keeps in bf16 with all that is inside them.
+
+    A pattern is a decoder layer or a slice of them (`layers.0`, `layers.-4:`), or the end of the name of a module in
+    one, in which `*` and `?` stand for any characters. Raises `UserError` for a pattern that names none.
     """
-    first, last = options.fp8_first_bf16_layers, options.fp8_last_bf16_layers
-    kept = [*decoder_layers[:first], *decoder_layers[len(decoder_layers) - last :]]
+    kept: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}
     names = {name: module for name, module in model.named_modules() if module in inside and _has_linear(module)}
     for pattern in options.bf16_patterns:
-        found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
+        found = _slice_of(pattern, decoder_layers)
+        if found is None:
+            found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
         if not found:
             first_layer = [name for name in names if re.search(r"\.0\.", name)]
             raise UserError(
-                f"--fp8_bf16_modules: no module with linear layers is named '{pattern}'; those of the first decoder "
-                f"layer are {', '.join(first_layer)}."
+                f"--fp8_bf16_modules: no module with linear layers is named '{pattern}'; those of the first of the "
+                f"{len(decoder_layers)} decoder layers are {', '.join(first_layer)}."
             )
         kept += found
     return kept
+
+
+def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
+    """The decoder layers that `layers.2`, `layers.-1` or `layers.2:5` means; None for another pattern."""
+    match = re.fullmatch(r"layers\.(-?\d*)(:?)(-?\d*)", pattern)
+    if match is None or pattern == "layers.":
+        return None
+    first, last = (int(end) if end not in ("", "-") else None for end in (match[1], match[3]))
+    if not match[2]:  # a single layer
+        last = first + 1 or None
+    return list(decoder_layers[first:last])
 
 
 def _has_linear(module: nn.Module) -> bool:
@@ -87,8 +99,6 @@ class Precision:
         """Name of a Transformer Engine module -> why the recipe cannot compute it, so that it stays in bf16."""
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
-        self.fp8_head: Fp8Head | None = None
-        """Computes lm_head's GEMMs in fp8; None where --fp8_lm_head is none."""
         self.recipe_inside_modules: str | None = None
         """Class of the recipe in force in a Transformer Engine module's first forward pass, or 'none'; None before it,
         and without such a module.
@@ -126,9 +136,6 @@ class Precision:
         self._unseen = next(iter(self._fp8_modules.values()))
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
-        if self._options.fp8_lm_head != "none":
-            head: Any = model.get_output_embeddings()  # type: ignore[operator]
-            self.fp8_head = Fp8Head(head, self._options.fp8_lm_head)
 
     def _require_fp8_modules(self, otherwise: str) -> None:
         """Raise a `UserError` where nothing is in fp8: because of --fp8_bf16_modules, or for the reason `otherwise`."""
@@ -138,19 +145,9 @@ class Precision:
         why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16" if kept else otherwise
         raise UserError(f"{why}, so nothing would run in fp8; use --mixed_precision bf16.")
 
-    def lm_head_gemms(self, gemms: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
-        """lm_head -> how many of its GEMMs in a micro-batch run in fp8; empty where none does.
-
-        `gemms`: `llm_fp8.models.lora.gemms_per_weight`.
-        """
-        if self.fp8_head is None:
-            return {}
-        head = self.fp8_head.module
-        return {head: self.fp8_head.num_gemms_of(of=gemms.get(head, GEMMS_PER_WEIGHT))}
-
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The modules whose GEMMs run in fp8; never lm_head (`lm_head_gemms`)."""
+        """The modules whose GEMMs run in fp8; never lm_head."""
         return frozenset(self._fp8_modules.values())
 
     @property
@@ -212,8 +209,6 @@ class Precision:
             self._unseen = None
         for module in self._caching_modules:
             module.is_first_microbatch = first_microbatch  # type: ignore[assignment]
-        if self.fp8_head is not None:
-            self.fp8_head.is_first_microbatch = first_microbatch
         with contextlib.ExitStack() as stack:
             if self._torch_autocast:
                 stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))

@@ -21,8 +21,7 @@ class Fp8Coverage:
     """Which linear weights compute in fp8. A GEMM takes 2 FLOPs per token and weight element."""
 
     num_fp8_weights: int
-    """Elements of the weights of modules in fp8; lm_head never counts, though --fp8_lm_head may put GEMMs of it in fp8.
-    """
+    """Elements of the weights of modules in fp8; lm_head never counts."""
     num_linear_weights: int
     """Elements of all linear weights, lm_head included (also where it is the tied embedding)."""
     converted: dict[str, int]
@@ -35,8 +34,6 @@ class Fp8Coverage:
     """Of all linear weights' GEMMs."""
     num_head_weights: int = 0
     """Elements of lm_head's weight."""
-    num_fp8_lm_head_gemms: int = 0
-    """GEMMs of lm_head in a micro-batch (3, or 2 where it is frozen) that --fp8_lm_head puts in fp8."""
 
     @property
     def fp8_linear_flop_share(self) -> float:
@@ -50,7 +47,6 @@ class Fp8Coverage:
             "num_fp8_weights": self.num_fp8_weights,
             "num_linear_weights": self.num_linear_weights,
             "num_head_weights": self.num_head_weights,
-            "num_fp8_head_products": self.num_fp8_lm_head_gemms,
             "converted": self.converted,
             "skipped": self.skipped,
         }
@@ -72,7 +68,6 @@ def measure_coverage(
     reasons: dict[str, str],
     gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     most_in_fp8: int = GEMMS_PER_WEIGHT,
-    lm_head_gemms: Mapping[nn.Module, int] = MappingProxyType({}),
 ) -> Fp8Coverage:
     """Count the linear weights of `model`.
 
@@ -83,7 +78,6 @@ def measure_coverage(
         reasons: name -> why a module is not in fp8, where that is known.
         gemms: `llm_fp8.models.lora.gemms_per_weight`.
         most_in_fp8: GEMMs of a trained weight that the recipe computes in fp8.
-        lm_head_gemms: `llm_fp8.precision.context.Precision.lm_head_gemms`.
     """
     in_fp8, head = set(fp8_modules), lm_head_of(model)
     converted: Counter[str] = Counter()
@@ -96,7 +90,7 @@ def measure_coverage(
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
-        is_head = module is head or module in lm_head_gemms or name.rpartition(".")[2] in HEAD_NAMES
+        is_head = module is head or name.rpartition(".")[2] in HEAD_NAMES
         num_head += size * is_head
         num_gemms = gemms.get(module, GEMMS_PER_WEIGHT)
         all_gemm_elements += size * num_gemms
@@ -107,16 +101,11 @@ def measure_coverage(
         else:
             known = "adapter" if is_adapter(name) else "lm_head" if is_head else ""
             why = reasons.get(name) or known
-            if module in lm_head_gemms:
-                in_part = lm_head_gemms[module]
-                fp8_gemm_elements += size * in_part
-                why = f"lm_head, {in_part} of {num_gemms} GEMMs in fp8"
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
         num_head_weights=num_head,
-        num_fp8_lm_head_gemms=sum(lm_head_gemms.values()),
         fp8_flops_per_token=2.0 * fp8_gemm_elements,
         linear_flops_per_token=2.0 * all_gemm_elements,
         converted=dict(converted),

@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
@@ -57,22 +56,14 @@ class MeasuredRates:
     def bf16_gemm_s(self, flops: float) -> float:
         return flops / self.bf16_gemm_tflops / 1e12
 
-    def fp8_gemm_s(self, flops: float, forward_in_fp8: bool = True) -> float | None:
-        """Seconds of these model FLOPs of fp8 layers, a third with fast accumulation (fprop; in bf16 without
-        `forward_in_fp8`) and the rest with split; None without fp8.
+    def fp8_gemm_s(self, flops: float) -> float | None:
+        """Seconds of these model FLOPs of fp8 layers, a third with fast accumulation (fprop) and the rest with split;
+        None without fp8.
         """
         fast, split = self.fp8_gemm_tflops, self.fp8_split_gemm_tflops
         if fast is None or split is None:
             return None
-        return flops * (1 / (fast if forward_in_fp8 else self.bf16_gemm_tflops) + 2 / split) / 3 / 1e12
-
-    def head_gemm_s(self, flops: float, num_fp8_gemms_of: int) -> float | None:
-        """Seconds of these model FLOPs of the lm_head, of whose three GEMMs none, those of the gradients, or all run in
-        fp8 (--fp8_lm_head); None where a rate that is needed was not measured.
-        """
-        if not num_fp8_gemms_of:
-            return self.bf16_gemm_s(flops)
-        return self.fp8_gemm_s(flops, forward_in_fp8=num_fp8_gemms_of == GEMMS_PER_WEIGHT)
+        return flops * (1 / fast + 2 / split) / 3 / 1e12
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class RunCallbacks:
         """Print the attention backend, and warn of the slow one."""
         if not self.setup.plan.config.model.use_te:
             return
-        backend = self.results.attention_backend = te_llama.attention_backend(self.setup.model)
+        backend = self.results.attention_backend = te_llama.attention_backend()
         if backend == "unfused":
             self.loop.reporter.print(
                 "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable "

@@ -180,8 +180,6 @@ class TrainingLoop:
     def _build_graphs(self) -> MicroBatchGraphs:
         strategy, precision = self.strategy, self.precision
         assert strategy.wgrad_accumulation is not None
-        if precision.fp8_head is not None:
-            precision.fp8_head.keeps_cast = False
 
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
             with precision.put_off_scale_updates():
@@ -394,5 +392,5 @@ class TrainingLoop:
         raise NonFiniteLoss(
             f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's "
             f"dataset rows: {listed(rows)}. {self._last_good_checkpoint()} Lower --learning_rate, look at these "
-            "rows, or in fp8 keep the outer layers in bf16 (--fp8_last_bf16_layers 2)."
+            "rows, or in fp8 keep the outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )

@@ -19,13 +19,12 @@ from llm_fp8.optim.optimizers import bytes_per_parameter
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.host_memory import free_host_bytes
-from llm_fp8.utils.packages import FLASH_ATTENTION_4, TRITON
+from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
 
 PROBES: dict[str, Callable[[str], object]] = {
     "transformer_engine": require_te,
-    "flash_attention_4": FLASH_ATTENTION_4.require,
     "triton": TRITON.require_installed,
     "peft": require_peft,
     "deepspeed": load_deepspeed,

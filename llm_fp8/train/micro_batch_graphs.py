@@ -8,7 +8,7 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
     gradients                   allocated once and lent to the parameters as `.grad` in each step, since the step drops
                                 them. A first micro-batch begins them anew (`_begin`)
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
-                                place by every later one that is first. `Fp8Head` casts in each micro-batch here
+                                place by every later one that is first
     scales, amax histories      updated in place behind each micro-batch, outside the graph: several GPUs reduce amax
                                 values for it, and one may replay a graph where another runs eagerly
 

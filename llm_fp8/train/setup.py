@@ -215,11 +215,10 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         reasons | precision.misfits,
         gemms,
         precision.num_fp8_gemms_per_weight,
-        precision.lm_head_gemms(gemms),
     )
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
-    training_model = TrainingModel(model, config.data.max_seq_length, precision_plan.compute_dtype, precision.fp8_head)
+    training_model = TrainingModel(model, config.data.max_seq_length, precision_plan.compute_dtype)
     if config.parallel.fp8_params:
         assert isinstance(strategy, FsdpStrategy)  # check_options saw to it
         strategy.keep_in_fp8(precision)

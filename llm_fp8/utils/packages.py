@@ -71,13 +71,6 @@ class OptionalPackage:
 TRANSFORMER_ENGINE = OptionalPackage(
     "Transformer Engine", "transformer_engine.pytorch", f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}"
 )
-FLASH_ATTENTION_4 = OptionalPackage(
-    "flash-attn-4",
-    "flash_attn.cute.interface",
-    "pip install 'flash-attn-4[cu13]==4.0.0b11' nvidia-cutlass-dsl==4.4.2 quack-kernels==0.4.1",
-    "4.0.0b11",  # whose gradients were compared: others have other kernels
-)
-"""For --attn_implementation flash_attention_4 (`llm_fp8.kernels.flash_attention`); the command is for CUDA 13."""
 TORCHAO = OptionalPackage("torchao", "torchao.float8", "pip install torchao")
 TRITON = OptionalPackage("Triton", "triton", "pip install triton")
 PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")

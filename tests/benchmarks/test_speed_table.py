@@ -16,16 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from benchmarks import speed_table
 from benchmarks.speed_table import TABLE, Limit, Record, Turns, compare, measure_table, measurer
 from benchmarks.speed_table_rows import gemm_floor_s, read_table
-from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.observability.provenance import recorded_command
-from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.tools.bench.measure import header, measure
 from llm_fp8.tools.bench.worker import STOPPED, measure_apart
 from llm_fp8.tools.gemm_rates import MeasuredRates
@@ -33,7 +28,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.processes import wait_for_the_end_of_processes_with
 from tests.support.scripts_as_main import run_as_main
-from tests.support.small import tiny_config
 from tests.support.speed_tables import ROW, made_up, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,25 +133,6 @@ def test_the_floor_of_the_gemms():
     )
     assert gemm_floor_s({**answer, "num_adapter_parameters": 5}, 1000, ceilings) is None
     assert gemm_floor_s(answer, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
-
-
-@pytest.mark.parametrize(("mode", "logits_tflops"), [("gradients", 100.0), ("all", 300.0)])
-def test_the_floor_of_a_head_in_fp8(mode, logits_tflops):
-    """The census of a model in which the head's products alone are in fp8: the logits fast or in bf16, the gradients
-    split.
-    """
-    ceilings = MeasuredRates(bf16_gemm_tflops=100.0, fp8_gemm_tflops=300.0, fp8_split_gemm_tflops=200.0, copy_tb_s=4.0)
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    head = model.get_output_embeddings()
-    in_head = {head: Fp8Head(head, mode).num_gemms_of(of=GEMMS_PER_WEIGHT)}
-    census = measure_coverage(model, (), "bf16", {}, lm_head_gemms=in_head)
-    rest = (
-        sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head.weight.numel()
-    )
-    tflop = 6 * 1000 / 1e12  # of a weight and 1000 tokens
-    expected = tflop * (rest / 100 + head.weight.numel() / 3 * (1 / logits_tflops + 2 / 200))
-    assert gemm_floor_s({"census": census.to_dict()}, 1000, ceilings) == pytest.approx(expected)
-    assert gemm_floor_s({"census": census.to_dict()}, 1000, MeasuredRates(100.0, None, None, 4.0)) is None
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ model_name dataset_name split_name batch_size mixed_precision max_seq_length use
 wandb_project wandb_run_name num_epochs learning_rate gradient_accumulation_steps num_warmup_steps
 gradient_checkpointing num_of_samples weights_cache_dir max_steps eval_every eval_batches save_every save_total_limit
 output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer attn_implementation packing
-train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_algo fp8_first_bf16_layers
-fp8_last_bf16_layers fp8_strict
+train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_algo fp8_strict
 """.split()
 
 
@@ -355,7 +354,7 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
                     "eval_every",
                     "seed",
                 ),
-                *("fp8_first_bf16_layers", "fp8_last_bf16_layers", "adam_beta1", "adam_beta2", "validation_fraction"),
+                *("adam_beta1", "adam_beta2", "validation_fraction"),
             )
         ],
         ["--learning_rate", "nan"],
@@ -370,17 +369,12 @@ def test_what_the_parser_refuses_is_one_sentence(capsys, argv, named):
         ["--allow_changed", "learning_rate,colour", "--resume_from", "run/checkpoints/step-00000003"],
         ["--streaming"],
         ["--attn_implementation", "eager", "--use_te"],
-        ["--attn_implementation", "flash_attention_4"],
-        ["--attn_implementation", "flash_attention_4", "--use_te", "--no_packing"],
-        ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "no"],
-        ["--attn_implementation", "flash_attention_4", "--use_te", "--mixed_precision", "fp16"],
         ["--cuda_graphs"],
         *(
             ["--cuda_graphs", "--use_te", *more.split()]
             for more in (
                 "--no_packing",
                 "--gradient_checkpointing",
-                "--attn_implementation flash_attention_4",
                 "--lora_rank 4",
                 "--optimizer adamw_fp32",
                 "--mixed_precision fp8 --fp8_recast_weights",

@@ -11,7 +11,6 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.config.validation import (
     MachineFacts,
     ModelFacts,
-    check_flash_attention,
     check_fp8_params,
     check_machine,
     packages_needed,
@@ -143,7 +142,6 @@ def test_what_the_number_of_processes_does_not_allow(mode, options, words):
         ),
         (["--mixed_precision=bf16", "--fp8_scenario=current"], "--fp8_scenario has no effect"),
         (["--mixed_precision=no", "--amax_history_len=4"], "--amax_history_len has no effect"),
-        (["--fp8_last_bf16_layers=1"], "--fp8_last_bf16_layers has no effect"),
         (["--fp8_strict"], "--fp8_strict has no effect without --mixed_precision fp8"),
         (
             ["--mixed_precision=fp8", "--fp8_scenario=current", "--fp8_margin=0"],
@@ -287,28 +285,10 @@ def test_a_package_that_cannot_be_used_is_named():
         (["--offload_optimizer=1"], "cuda", 0, {"triton": "--optimizer auto"}),
         (["--lora_rank=8"], "cpu", 0, {"peft": "--lora_rank 8"}),
         (["--sharding_mode=deepspeed_1"], "cpu", 1, {"deepspeed": "--sharding_mode deepspeed_1"}),
-        (
-            ["--use_te", "--attn_implementation=flash_attention_4"],
-            "cuda",
-            0,
-            {"transformer_engine": "--use_te", "flash_attention_4": "--attn_implementation flash_attention_4"},
-        ),
     ],
 )
 def test_the_packages_of_a_run_and_the_flags_that_ask_for_them(options, device, rank, needed):
     assert packages_needed(config(*options), device, rank) == needed
-
-
-def test_flash_attention_is_taken_where_its_gradients_were_compared():
-    check_flash_attention(64, 0.0)
-    with pytest.raises(UserError, match="flash_attention_4: this model's heads have 80 .* compared for 64 and 128"):
-        check_flash_attention(80, 0.0)
-    with pytest.raises(UserError, match=r"attention_dropout 0\.1"):
-        check_flash_attention(128, 0.1)
-    options = ["--use_te", "--attn_implementation=flash_attention_4"]
-    assert "this GPU has 10.0" in refusal(*options, capability=(10, 0))
-    facts = model_facts(config(*options), tiny_config())
-    assert "this model's heads have 16 elements" in refusal(*options, capability=(9, 0), model=facts)
 
 
 @pytest.mark.parametrize("scenario", ["block", "mxfp8", None])
@@ -327,17 +307,3 @@ def test_fp8_params_are_split_by_equal_numbers_of_rows():
     assert "a weight of 64 x 32 cannot" in refusal(
         *options, ranks=LaunchRanks(world_size=3), scenario="delayed", sharding_mode="fsdp_full", model=facts
     )
-
-
-def test_fp8_gemms_of_the_lm_head_need_sizes_of_multiples_of_16():
-    options = ["--mixed_precision=fp8", "--fp8_lm_head=gradients"]
-    check_machine(config(*options), MachineFacts(model=model_facts(config(), tiny_config())))
-    facts = model_facts(config(), tiny_config(vocab_size=1001))
-    said = refusal(*options, model=facts)
-    assert "--fp8_lm_head gradients: the lm_head has 1001 x 32 weights" in said and "multiples of 16" in said
-
-
-def test_some_layers_must_stay_in_fp8():
-    options = ["--mixed_precision=fp8", "--fp8_first_bf16_layers=1", "--fp8_last_bf16_layers=1"]
-    assert "leave none of the 2 decoder layers in fp8" in refusal(*options, model=ModelFacts(2))
-    check_machine(config(*options), MachineFacts(model=ModelFacts(3)))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.families import family_config
-from tests.support.fp8_head_reference import MODES, NUM_PRODUCTS
 from tests.support.multi_gpu_training import MICRO_BATCHES, PRECISIONS, train
 from tests.support.small import records
 
@@ -120,56 +119,6 @@ def test_tied_embeddings(models, single_gpu, tmp_path):
     for mode in ("ddp", "fsdp_full", "deepspeed_3"):
         taken = train(2, tmp_path / mode, model, *PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}")[0]
         assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=1e-2)
-
-
-HEAD_CASES = [
-    *((mode, "delayed", head, ["--use_te"]) for mode in ("ddp", "fsdp_full") for head in MODES),
-    ("fsdp_grad", "current", "all", ["--use_te"]),
-    ("fsdp_offload", "current", "gradients", ["--use_te"]),
-    ("fsdp_hybrid", "delayed", "all", ["--use_te", "--hybrid_shard_size=1"]),
-    ("fsdp_full", "delayed", "all", []),
-]
-
-
-@pytest.mark.parametrize(
-    ("mode", "precision", "head", "options"),
-    HEAD_CASES,
-    ids=["-".join([mode, p, head, *(o.strip("-") for o in more)]) for mode, p, head, more in HEAD_CASES],
-)
-def test_an_output_head_in_fp8_takes_the_steps_of_one_gpu(
-    mode, precision, head, options, models, single_gpu, tmp_path, record_property
-):
-    """And its products run in fp8: of the three in bf16 one is left, or none."""
-    model, in_fp8 = models["llama3_rope_gqa"], [*PRECISIONS[precision], f"--fp8_lm_head={head}"]
-    expected = single_gpu(model, *in_fp8, *[option for option in options if not option.startswith("--hybrid")])
-    taken, summary, _ = train(2, tmp_path / "two", model, *in_fp8, *options, f"--sharding_mode={mode}")
-    certificate, gemms = summary["certificate"], summary["recorded_step"]["gemm_kernels"]
-    record_property("loss", [r["loss"] for r in taken])
-    record_property("loss_on_one_gpu", [r["loss"] for r in expected])
-    record_property("certificate", certificate)
-    assert taken[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-3)
-    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=1e-2)
-    number = 2 if precision == "delayed" else 0
-    assert taken[number]["grad_norm"] == pytest.approx(expected[number]["grad_norm"], rel=5e-2)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
-    weights = family_config("llama3_rope_gqa").num_hidden_layers * (4 if "--use_te" in options else 7)
-    assert certificate["verdict"] == "certified", certificate["reasons"]
-    assert certificate["num_expected_fp8_gemm_kernels"] == MICRO_BATCHES * (3 * weights + NUM_PRODUCTS[head])
-    if "--use_te" in options:  # Hugging Face's decoder has products of its own beside those of linear layers
-        num_bf16 = gemms.get("bf16", 0)
-        assert num_bf16 == 0 if head == "all" else MICRO_BATCHES <= num_bf16 < 3 * MICRO_BATCHES
-
-
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_a_tied_output_head_in_fp8(mode, models, single_gpu, tmp_path, record_property):
-    model, in_fp8 = models["qwen3_qk_norm_head_dim"], [*PRECISIONS["delayed"], "--use_te", "--fp8_lm_head=all"]
-    expected = single_gpu(model, *in_fp8)
-    taken, summary, _ = train(2, tmp_path / "two", model, *in_fp8, f"--sharding_mode={mode}")
-    record_property("loss", [r["loss"] for r in taken])
-    record_property("loss_on_one_gpu", [r["loss"] for r in expected])
-    assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=1e-2)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
-    assert summary["certificate"]["verdict"] == "certified" and "bf16" not in summary["recorded_step"]["gemm_kernels"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="two copies of two GPUs each need four")

@@ -28,7 +28,7 @@ SCALE = 512.0
 
 @pytest.fixture
 def dswiglu_cast():
-    from llm_fp8.kernels.fp8_gradients_triton import dswiglu_cast
+    from llm_fp8.kernels.swiglu_triton import dswiglu_cast
 
     return dswiglu_cast
 

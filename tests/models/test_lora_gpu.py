@@ -31,7 +31,6 @@ from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.bench.workload import Workload
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
-from tests.support.fp8_head_reference import MODES, NUM_PRODUCTS
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, fp8, recorded_step, step
 from tests.support.gpu_training import certificate_of, common, train
 from tests.support.small import tiny_config
@@ -68,9 +67,8 @@ def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, kee
     if keep_casts:
         precision.keep_casts_of_frozen_weights()
     gemms = gemms_per_weight(model)
-    in_head = precision.lm_head_gemms(gemms)
-    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms, lm_head_gemms=in_head)
-    return TrainingModel(model, S, torch.bfloat16, precision.fp8_head), precision, coverage, gemms
+    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
+    return TrainingModel(model, S, torch.bfloat16), precision, coverage, gemms
 
 
 def draw_b_(model) -> None:
@@ -117,32 +115,6 @@ def test_the_kernels_are_those_that_the_certificate_expects(
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         name for name, p in model.named_parameters() if "lora_" in name
     }
-
-
-@pytest.mark.parametrize("targets", [ALL, ATTENTION])
-@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_frozen_output_head_in_fp8(mode, use_te, targets, device, record_property):
-    """Two gemms of it are left, of which `gradients` computes one in fp8; adapters below it learn as with a bf16
-    head.
-    """
-    model, precision, coverage, gemms = build(fp8(fp8_lm_head=mode), device, use_te, targets)
-    model.train()
-    expected = ExpectedKernels.of_model(precision, coverage, (), gemms)
-    assert expected.num_fp8_lm_head_gemms == NUM_PRODUCTS[mode] - 1
-    certificate = certificate_of_step(model, precision, expected, device)
-    record_property("certificate", certificate.to_dict())
-    assert certificate.verdict == "certified", certificate.reasons
-    assert certificate.num_fp8_gemm_kernels == expected.num_fp8_gemms(MICRO_BATCHES)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert all("lora_" in name for name in gradients)
-    wide, wide_precision, _, _ = build(fp8(), device, use_te, targets)
-    recorded_step(wide.train(), wide_precision, device)
-    differences = {
-        name: relative_difference(gradients[name], p.grad) for name, p in wide.named_parameters() if p.grad is not None
-    }
-    record_property("largest_difference", max(differences.values()))
-    assert differences.keys() == gradients.keys() and max(differences.values()) < HEAD_ROUNDING, differences
 
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])

@@ -148,7 +148,6 @@ NO_GEMMS = {
     "_split_rope_kernel": "rope",
     "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "rope",
     "cross_entropy_backward_kernel": "loss",
-    "_softmax_gradient_cast_kernel": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous "
     "namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
     "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, "

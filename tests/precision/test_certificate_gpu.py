@@ -60,7 +60,7 @@ def test_every_scenario_is_certified(scenario, use_te, every, device, record_pro
 @pytest.mark.parametrize(
     ("options", "num_weights"),
     [
-        ({"fp8_first_bf16_layers": 1, "fp8_last_bf16_layers": 1}, 4),
+        ({"fp8_bf16_modules": "layers.0,layers.-1"}, 4),
         ({"fp8_bf16_modules": "qkv,0.mlp"}, 3 * 4 - 3 - 2),
     ],
 )

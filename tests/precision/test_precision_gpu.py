@@ -43,7 +43,7 @@ def test_kernels_are_what_was_asked_for(scenario, use_te, device, record_propert
 
 
 def test_the_first_and_last_layers_stay_in_bf16(device):
-    model, precision, coverage = build(fp8(fp8_first_bf16_layers=1, fp8_last_bf16_layers=1), device)
+    model, precision, coverage = build(fp8(fp8_bf16_modules="layers.0,layers.-1"), device)
     layers = decoder_layers(model.model)
     step(model, precision, packed_batch(device))
     assert [bool(layer.mlp.fp8_initialized) for layer in layers] == [False, True, False]

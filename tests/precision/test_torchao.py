@@ -116,7 +116,7 @@ def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
     """Packed rows, recomputation, bf16 parameters with their remainders, evaluation, resuming, layers left in bf16;
     and the files are those of any run.
     """
-    shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_last_bf16_layers=1"]
+    shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
     kept, again, resumed = tmp_path / "kept", tmp_path / "again", tmp_path / "resumed"
     train(*options(tiny_model, rows, kept, *shared, "--save_every=2", "--validation_fraction=0.3"))
     train(
@@ -315,7 +315,7 @@ def test_the_diagnosis_sees_the_operands(scenario):
 
 
 def test_the_diagnosis_without_a_gpu(tiny_model):
-    found = diagnose_without_gpu(parse_config([*FP8, f"--model_name={tiny_model}", "--fp8_first_bf16_layers=1"]))
+    found = diagnose_without_gpu(parse_config([*FP8, f"--model_name={tiny_model}", "--fp8_bf16_modules=layers.0"]))
     assert (found["precision"]["effective_scenario"], found["precision"]["backend"]) == ("tensorwise", "torchao")
     assert set(found["census"]["converted"].values()) == {1}
 
@@ -487,16 +487,16 @@ def test_modes_that_cannot(mode, more, sentence):
 @pytest.mark.slow
 def test_first_and_last_layers_must_leave_some(tiny_model, rows, tmp_path):
     with pytest.raises(UserError, match="leave none of the 2 decoder layers in fp8"):
-        train(*options(tiny_model, rows, tmp_path, *FP8, "--fp8_first_bf16_layers=2"))
+        train(*options(tiny_model, rows, tmp_path, *FP8, "--fp8_bf16_modules=layers.:2"))
 
 
 @pytest.mark.slow
 def test_modules_that_stay_in_bf16_are_named(tiny_model, rows, tmp_path):
-    """A pattern for a whole layer is --fp8_last_bf16_layers; an end of a name is that module of every layer."""
+    """A layer may be counted from the end; an end of a name is that module of every layer."""
     folders = {
         option: tmp_path / str(number)
         for number, option in enumerate(
-            ("--fp8_last_bf16_layers=1", "--fp8_bf16_modules=layers.1", "--fp8_bf16_modules=q_proj, 0.mlp.*")
+            ("--fp8_bf16_modules=layers.-1", "--fp8_bf16_modules=layers.1", "--fp8_bf16_modules=q_proj, 0.mlp.*")
         )
     }
     for option, folder in folders.items():
@@ -568,8 +568,8 @@ def test_fp8_that_cannot_run_is_an_error_and_never_another_precision(tiny_model,
 
 def test_arms_of_a_comparison():
     assert parse_variants("rowwise,bf16,delayed") == ["bf16", "rowwise", "delayed"]
-    assert variant_words("rowwise", ["--fp8_format", "E4M3", "--fp8_last_bf16_layers", "1"]) == [
-        "--fp8_last_bf16_layers",
+    assert variant_words("rowwise", ["--fp8_format", "E4M3", "--fp8_bf16_modules", "layers.-1"]) == [
+        "--fp8_bf16_modules",
         "1",
         "--mixed_precision",
         "fp8",

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
 from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
-from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
@@ -227,17 +226,6 @@ def test_gradients_of_a_transposed_weight_begin_anew(stand_in):
         found.append(layer.output.weight.grad.clone())
         training.model.zero_grad(set_to_none=True)
     assert torch.equal(*found) and found[0].any()
-
-
-def test_the_lm_head_casts_its_weight_in_every_micro_batch():
-    weight = torch.randn(32, 16)
-    head = Fp8Head(torch.nn.Linear(16, 32), "all")
-    first = head.cast_weight(weight, True)
-    assert head.cast_weight(weight, False) is first
-    head.keeps_cast = False
-    assert head.cast_weight(weight, True) is not head.cast_weight(weight, False)
-    assert torch.equal(head.cast_weight(2 * weight, False).dequantized(torch.float32),
-                       2 * first.dequantized(torch.float32))  # fmt: skip
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

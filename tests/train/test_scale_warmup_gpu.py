@@ -94,7 +94,7 @@ def test_the_first_steps_norm_is_bf16s(accumulation, tmp_path, record_property):
 
 @pytest.mark.parametrize(
     "change",
-    [["--fp8_last_bf16_layers", "2"], ["--amax_history_len", "16"], ["--fp8_format", "E4M3"]],
+    [["--fp8_bf16_modules", "layers.-2:"], ["--amax_history_len", "16"], ["--fp8_format", "E4M3"]],
     ids=lambda words: words[0].removeprefix("--"),
 )
 def test_a_run_resumes_with_other_scales(change, tmp_path):

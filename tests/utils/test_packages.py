@@ -6,13 +6,14 @@ import pytest
 
 from llm_fp8.utils import packages
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import FLASH_ATTENTION_4, OptionalPackage
+from llm_fp8.utils.packages import OptionalPackage
 
-FLAG = "--attn_implementation flash_attention_4"
+FLAG = "--flag"
+PACKAGE = OptionalPackage("flash-attn-4", "flash_attn.cute.interface", "pip install it", "4.0.0b11")
 
 
 def test_a_version_that_was_not_compared_is_refused(monkeypatch):
-    package = FLASH_ATTENTION_4
+    package = PACKAGE
     monkeypatch.setattr(packages, "package_version", lambda name: None)
     with pytest.raises(
         UserError, match=rf"{FLAG} needs {package.name} {package.version}, which is not installed; run: pip install"
@@ -30,11 +31,11 @@ def test_a_version_that_was_not_compared_is_refused(monkeypatch):
 
 def test_a_package_that_does_not_load_is_one_sentence(monkeypatch):
     """Found before any weight is loaded; the CPU has the package's version alone."""
-    monkeypatch.setattr(packages, "package_version", lambda name: FLASH_ATTENTION_4.version)
+    monkeypatch.setattr(packages, "package_version", lambda name: PACKAGE.version)
     with pytest.raises(
         UserError, match=r"flash-attn-4, which is installed but does not load \(No module named .*\); run: pip install"
     ):
-        FLASH_ATTENTION_4.require(FLAG)
+        PACKAGE.require(FLAG)
 
 
 def test_any_version_will_do_where_none_is_named():

@@ -3,8 +3,6 @@
     delayed                       this project on one GPU: fp8 with delayed scaling, the TE decoder
     delayed:swap                  the Hugging Face decoder, its linear layers swapped for Transformer Engine's
     tensorwise:swap               torchao's fp8, which always is in the Hugging Face decoder
-    delayed:fp8head               the gradients of lm_head in fp8; fp8head_all: its logits too
-    delayed:flash4                --attn_implementation flash_attention_4
     bf16:recompute                with activation checkpointing
     delayed:graphs                with --cuda_graphs
     delayed:adamw_8bit            with --optimizer adamw_8bit
@@ -25,7 +23,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -90,9 +88,7 @@ def precisions(backend: Backend) -> dict[str, PrecisionConfig]:
     }
 
 
-HEADS: dict[str, Literal["gradients", "all"]] = {"fp8head": "gradients", "fp8head_all": "all"}
-"""Option -> --fp8_lm_head."""
-_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "graphs", "adamw_8bit", "flash4", "recast", *HEADS)
+_OPTIONS_OF_ONE_GPU = ("swap", "recompute", "graphs", "adamw_8bit", "recast")
 _OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
@@ -207,14 +203,6 @@ def parse_variant(name: str) -> Variant:
     if what in torchao and "swap" not in options:
         raise UserError(f"--arms {name}: torchao converts the layers of the Hugging Face decoder; write {what}:swap.")
     precision = (te | torchao)[what]
-    heads = [option for option in options if option in HEADS]
-    if heads:
-        if what not in te or precision.mixed_precision != "fp8" or len(heads) > 1:
-            raise UserError(
-                f"--arms {name}: one of {' and '.join(HEADS)} goes with a recipe of Transformer Engine; write "
-                f"delayed:{heads[0]}."
-            )
-        precision = dataclasses.replace(precision, fp8_lm_head=HEADS[heads[0]])
     if "recast" in options:
         precision = dataclasses.replace(precision, fp8_recast_weights=True)
     ours = Config(
@@ -222,7 +210,6 @@ def parse_variant(name: str) -> Variant:
             use_te="swap" not in options,
             gradient_checkpointing="recompute" in options,
             cuda_graphs="graphs" in options,
-            attn_implementation="flash_attention_4" if "flash4" in options else "auto",
         ),
         precision=precision,
         optim=OptimConfig(

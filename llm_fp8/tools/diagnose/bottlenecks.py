@@ -30,7 +30,6 @@ from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, kernel_intervals, kernel_times, time_by_class
 from llm_fp8.observability.metrics import PeakTflops
 from llm_fp8.observability.step_profile import covered, length
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.tools.gemm_rates import MeasuredRates
 
 _FUSED_ATTENTION = re.compile(r"flash|fmha|sdpa", re.IGNORECASE)
@@ -120,8 +119,6 @@ class StepMeasurements:
     use_te: bool
     attention: str | None
     """'unfused', or the name of what runs."""
-    num_fp8_lm_head_gemms: int = 0
-    """Of lm_head's three GEMMs in a micro-batch, those in fp8 (--fp8_lm_head)."""
     compiled: bool = False
     """The decoder layers are compiled, as under torchao."""
 
@@ -143,7 +140,7 @@ class StepMeasurements:
     @property
     def head_gemm_s(self) -> float | None:
         """Seconds of lm_head's model FLOPs at the measured rates."""
-        return self.rates.head_gemm_s(self.linear_flops(self.num_head_weights), self.num_fp8_lm_head_gemms)
+        return self.rates.bf16_gemm_s(self.linear_flops(self.num_head_weights))
 
     @property
     def gemms_at_measured_rates_s(self) -> float | None:
@@ -160,14 +157,13 @@ class StepMeasurements:
         if self.peak is None:
             return {}
         rates = self.rates
-        fp8_head_flops = self.linear_flops(self.num_head_weights) * self.num_fp8_lm_head_gemms / GEMMS_PER_WEIGHT
-        bf16_flops = self.linear_flops(self.num_bf16_weights + self.num_head_weights) - fp8_head_flops
+        bf16_flops = self.linear_flops(self.num_bf16_weights + self.num_head_weights)
         bounds = {"bf16": bf16_flops / max(self.peak.bf16, rates.bf16_gemm_tflops) / 1e12}
         if self.num_fp8_weights:
             if self.peak.fp8 is None or not self._has_fp8_peak:
                 return {}
             fp8_tflops = max(self.peak.fp8, rates.fp8_gemm_tflops or 0.0, rates.fp8_split_gemm_tflops or 0.0)
-            bounds["fp8"] = (self.linear_flops(self.num_fp8_weights) + fp8_head_flops) / fp8_tflops / 1e12
+            bounds["fp8"] = self.linear_flops(self.num_fp8_weights) / fp8_tflops / 1e12
         return bounds
 
     @property
@@ -234,7 +230,7 @@ def _bottlenecks(facts: StepMeasurements) -> Iterator[Bottleneck]:
             f"{share:.0%} of the decoder's linear FLOPs are not in fp8",
             "--mixed_precision fp8 --use_te"
             if facts.scenario is None
-            else "fewer --fp8_first_bf16_layers and --fp8_last_bf16_layers, if the loss stays the same"
+            else "fewer --fp8_bf16_modules, if the loss stays the same"
             if facts.use_te
             else "--use_te for architectures that it has; what is outside fp8 and why stands in the table of layers",
         )

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm_fp8.config.recipes import RECIPES
-from llm_fp8.kernels import fp8_lm_head as fp8_head
 from llm_fp8.precision.modules import linear_weights
 from llm_fp8.precision.torchao import is_converted
 
@@ -92,7 +91,7 @@ class ModuleGemms:
     kind: str
     """The module's class."""
     told_by: str = "general_gemm"
-    """general_gemm, mm: seen at the call. dtype: torch's rule for its own linear layers. option: --fp8_lm_head."""
+    """general_gemm, mm: seen at the call. dtype: torch's rule for its own linear layers."""
     passes: dict[Pass, set[str]] = field(default_factory=lambda: {name: set() for name in PASSES})
 
     def operands(self, gemm_pass: Pass) -> tuple[str, ...]:
@@ -133,15 +132,10 @@ class GemmRecorder:
     def modules(self) -> list[ModuleGemms]:
         return [self._found[name] for name in self._modules if name in self._found]
 
-    def note_lm_head(self, name: str, dtype: torch.dtype, num_fp8_gemms: int = 0) -> None:
-        """lm_head, which the loss computes without its module: in `dtype`, the last `num_fp8_gemms` of three in fp8."""
-        num_high_precision = len(PASSES) - num_fp8_gemms
-        for number, gemm_pass in enumerate(PASSES):
-            left = right = short_dtype(dtype)
-            if number >= num_high_precision:
-                left = right = short_dtype(fp8_head.OPERAND_FORMAT)
-                right = right if gemm_pass == "fprop" else short_dtype(fp8_head.GRADIENT_FORMAT)
-            self._note(name, gemm_pass, f"{left} x {right}", told_by="option" if num_fp8_gemms else "dtype")
+    def note_lm_head(self, name: str, dtype: torch.dtype) -> None:
+        """lm_head, which the loss computes without its module, in `dtype`."""
+        for gemm_pass in PASSES:
+            self._note(name, gemm_pass, f"{short_dtype(dtype)} x {short_dtype(dtype)}", told_by="dtype")
 
     @contextlib.contextmanager
     def recording(self, owners: Sequence[Any]) -> Iterator[None]:

@@ -148,9 +148,7 @@ def left_out_problems(coverage: Fp8Coverage) -> list[str]:
 
 def reasons_outside_fp8(coverage: Fp8Coverage, options: PrecisionConfig, plan: PrecisionPlan) -> dict[str, str]:
     """Name pattern -> how many modules are not in fp8, and why."""
-    names = ("fp8_first_bf16_layers", "fp8_last_bf16_layers", "fp8_bf16_modules")
-    given = [f"--{name} {value}" for name in names if (value := getattr(options, name))]
-    kept = f"kept by {' '.join(given)}" if given else ""
+    kept = f"kept by --fp8_bf16_modules {options.fp8_bf16_modules}" if options.fp8_bf16_modules else ""
     why = {}
     for pattern, reason in coverage.skipped.items():
         if "(" not in reason:

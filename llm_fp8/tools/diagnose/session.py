@@ -141,13 +141,13 @@ class _Session:
             self.training.take(1)
         head = model.get_output_embeddings()
         name = next(name for name, module in model.named_modules() if module is head)
-        recorder.note_lm_head(name, self.plan.compute_dtype, self.training.coverage.num_fp8_lm_head_gemms)
+        recorder.note_lm_head(name, self.plan.compute_dtype)
         return recorder.modules()
 
     def _attention(self, step: StepTime) -> str | None:
         """What attention runs on; 'unfused' for several kernels."""
         if self.config.model.use_te:
-            return te_llama.attention_backend(self.training.model)
+            return te_llama.attention_backend()
         return chosen_attention(self.training.model.config) if step.has_fused_attention else "unfused"
 
     def _facts(self, step: StepTime, rates: MeasuredRates, attention: str | None) -> StepMeasurements:
@@ -182,7 +182,6 @@ class _Session:
             scenario=self.plan.effective_scenario,
             use_te=config.model.use_te,
             attention=attention,
-            num_fp8_lm_head_gemms=coverage.num_fp8_lm_head_gemms,
             compiled=self.plan.backend == "torchao",
         )
 

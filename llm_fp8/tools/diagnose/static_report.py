@@ -10,14 +10,12 @@ from transformers import PretrainedConfig
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import chosen, size_multiple
-from llm_fp8.kernels.fp8_lm_head import Fp8Head
 from llm_fp8.models.build import count_parameters, decoder_layers, model_on_meta
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision.context import bf16_modules
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT
 from llm_fp8.precision.plan import PrecisionPlan, describe_device
 from llm_fp8.tools.diagnose.result import findings
 
@@ -71,9 +69,7 @@ def planned_coverage(config: Config, hf_config: PretrainedConfig, plan: Precisio
         inner for module in bf16_modules(config.precision, model, decoder_layers(model)) for inner in module.modules()
     }
     covered = [module for name, module in linears.items() if name not in reasons and module not in kept]
-    wanted = config.precision.fp8_lm_head
-    in_part = {} if wanted == "none" else {head: Fp8Head(head, wanted).num_gemms_of(of=GEMMS_PER_WEIGHT)}
-    return measure_coverage(model, covered, plan.compute_name, reasons, lm_head_gemms=in_part)
+    return measure_coverage(model, covered, plan.compute_name, reasons)
 
 
 def planned_optimizer(config: Config, plan: PrecisionPlan) -> OptimizerKind:

@@ -25,7 +25,7 @@ from llm_fp8.config.options import (
     PrecisionConfig,
 )
 from llm_fp8.config.recipes import token_multiple
-from llm_fp8.config.validation import check_flash_attention, check_fp8_params, check_options, fp8_params_recipes
+from llm_fp8.config.validation import check_fp8_params, check_options, fp8_params_recipes
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.tools.predict.calibration import CALIBRATED_GPU, MAX_GPUS, MODES
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
@@ -68,18 +68,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=["auto", "adamw_fp32", "adamw_master", "adamw_8bit"],
         default="auto",
         help="(default %(default)s)",
-    )
-    parser.add_argument(
-        "--fp8_lm_head",
-        choices=["none", "gradients", "all"],
-        default="none",
-        help="of the fp8 recipes (default %(default)s)",
-    )
-    parser.add_argument(
-        "--attn_implementation",
-        choices=["auto", "flash_attention_4"],
-        default="auto",
-        help="auto is cuDNN's (default %(default)s)",
     )
     parser.add_argument("--gradient_checkpointing", action="store_true", help="every decoder layer is computed again")
     parser.add_argument(
@@ -134,14 +122,12 @@ def checked(options: argparse.Namespace) -> Config:
     config = Config(
         model=ModelConfig(
             use_te=True,
-            attn_implementation=options.attn_implementation,
             gradient_checkpointing=options.gradient_checkpointing,
             cuda_graphs=options.cuda_graphs,
         ),
         data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length, packing=True),
         precision=PrecisionConfig(
             mixed_precision="fp8",
-            fp8_lm_head=options.fp8_lm_head,
             fp8_recast_weights=options.fp8_recast_weights,
         ),
         optim=OptimConfig(
@@ -187,8 +173,6 @@ def workload_of(options: argparse.Namespace, config: Config) -> StepWorkload:
             "measures it."
         ) from error
     require_positions(hf_config, options.max_seq_length, model_name, "--max_seq_length")
-    if config.model.flash_attention_4:
-        check_flash_attention(model.spec.head_dim, getattr(hf_config, "attention_dropout", 0.0))
     mode = options.sharding_mode or "single"
     optimizer = default_optimizer(mode) if options.optimizer == "auto" else options.optimizer
     if options.fp8_params:

@@ -19,12 +19,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import BASE_REQUIREMENTS, FLASH_ATTENTION_4, GPU_REQUIREMENTS, SHIPPED
+from llm_fp8.utils.packages import BASE_REQUIREMENTS, GPU_REQUIREMENTS, SHIPPED
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
     "flash-attn": "--attn_implementation flash_attention_2",
-    FLASH_ATTENTION_4.name: "--attn_implementation flash_attention_4",
     "torchao": "--fp8_backend torchao",
     "peft": "--lora_rank",
     "deepspeed": "--sharding_mode deepspeed_1 to 3",
@@ -33,7 +32,7 @@ OPTIONAL = {
     "nvidia-ml-py": "energy figures",
 }
 """Package that a run can do without -> what needs it."""
-UNPINNED = ("flash-attn", FLASH_ATTENTION_4.name)
+UNPINNED = ("flash-attn",)
 """In no requirements file."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
@@ -44,9 +43,8 @@ _OPTIONAL_MODULES = {
     "torchao": "torchao",
     "wandb": "wandb",
     "flash_attn": "flash-attn",
-    "flash_attn.cute": FLASH_ATTENTION_4.name,
 }
-"""Module -> its package. flash-attn 4 has a folder flash_attn too, so the import alone does not prove flash-attn 2."""
+"""Module -> its package."""
 _PIP = f"{sys.executable} -m pip"
 
 
@@ -180,7 +178,6 @@ def judge_imports(outcomes: dict[str, str | None], printed: str = "") -> Result:
     fixes = {
         _TE_MODULE: f"{_PIP} install --no-build-isolation --force-reinstall --no-deps -r {GPU_REQUIREMENTS}",
         "flash_attn": f"{_PIP} uninstall -y flash-attn   # or install it again for this torch",
-        "flash_attn.cute": f"{sys.executable} -m {FLASH_ATTENTION_4.install}",
     }
     for name, error in outcomes.items():
         sentence = f"{name} does not load: {error}"

@@ -31,7 +31,6 @@ from llm_fp8.tools.verify.processes import Ended, Started, shown
 from llm_fp8.tools.verify.result import Problems, Result, Setup
 from llm_fp8.tools.verify.runner import CHECKS, Check, Row, is_hanging, run_check
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import FLASH_ATTENTION_4
 from llm_fp8.utils.subprocesses import torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -248,9 +247,6 @@ def test_imports():
     )
     assert optional.status == "warning" and "--sharding_mode deepspeed_1 to 3" in optional.summary
     assert "'deepspeed==" in optional.fixes[0] and "uninstall -y flash-attn" in optional.fixes[1]
-    fourth = versions.judge_imports({"torch": None, "flash_attn.cute": "ImportError: cannot import name 'cute'"})
-    assert fourth.status == "warning" and "--attn_implementation flash_attention_4" in fourth.summary
-    assert fourth.fixes[0].endswith(f"-m {FLASH_ATTENTION_4.install}")
 
 
 @pytest.mark.parametrize(
@@ -258,8 +254,6 @@ def test_imports():
     [
         ((), set()),
         (("flash_attn",), {"flash_attn"}),
-        (("flash_attn_4",), {"flash_attn.cute"}),
-        (("flash_attn", "flash_attn_4"), {"flash_attn", "flash_attn.cute"}),
     ],
 )
 def test_each_flash_attn_is_imported_where_its_own_package_is(packages, modules, tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
-"""Triton kernels that write a gradient straight in fp8.
+"""A Triton kernel that writes the gradient of SwiGLU's input straight in fp8.
 
-Everything is fp32 and rounded once, to fp8, where two kernels (gradient, then cast) also round to bf16 between.
-
-    softmax_gradient_cast   of the logits: 3 bytes of traffic per logit instead of 7
-    dswiglu_cast            of SwiGLU's input: 10 bytes per element of its output instead of 18, and no bf16 tensor
+Everything is fp32 and rounded once, to fp8, where two kernels (gradient, then cast) also round to bf16 in between. The
+traffic is 10 bytes per element of SwiGLU's output instead of 18, and no bf16 tensor is made.
 
 The casts are PTX instructions: Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
 """
@@ -14,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 _CAST = """{{
 .reg .b16 low, high;
@@ -28,100 +24,14 @@ CASTS = {torch.float8_e5m2: _CAST.format(kind="e5m2x2"), torch.float8_e4m3fn: _C
 what is out of range becomes the range's end."""
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 
-SOFTMAX_COLUMNS, SOFTMAX_WARPS = 4096, 8
-"""Of a program, which takes one row: 16 columns for each of 256 threads."""
-_IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
-
-SWIGLU_TOKENS, SWIGLU_COLUMNS, SWIGLU_WARPS = 64, 64, 4
-"""Of a program. Larger blocks spill registers, narrower ones write less than 32 contiguous bytes."""
+TOKENS, COLUMNS, NUM_WARPS = 64, 64, 4
+"""What a program takes. Larger blocks spill registers, narrower ones write less than 32 contiguous bytes."""
 
 
 @triton.jit
 def to_fp8(values: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     """fp32 values to bytes of the same shape; CAST is an entry of `CASTS`."""
     return tl.inline_asm_elementwise(CAST, CONSTRAINTS, [values], dtype=tl.uint8, is_pure=True, pack=4)
-
-
-@triton.jit(
-    do_not_specialize=["statistics_pointer", "labels_pointer", "grad_output_pointer", "scale_pointer", "num_tokens"]
-)
-def _softmax_gradient_cast_kernel(
-    logits_pointer: tl.tensor,
-    statistics_pointer: tl.tensor,
-    labels_pointer: tl.tensor,
-    grad_output_pointer: tl.tensor,
-    scale_pointer: tl.tensor,
-    gradient_pointer: tl.tensor,
-    num_tokens: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    CAST: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-) -> None:
-    BLOCKS: tl.constexpr = (VOCABULARY + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    program = tl.program_id(0)
-    row = (program // BLOCKS).to(tl.int64)
-    first = (program % BLOCKS) * BLOCK_COLUMNS
-    columns = first + tl.arange(0, BLOCK_COLUMNS)
-    inside = columns < VOCABULARY
-    # A row beyond the last token counts as one whose label is ignored: nothing is read, and the factor makes zeros.
-    label = tl.load(labels_pointer + row, mask=row < num_tokens, other=_IGNORE_INDEX)
-    counts = label != _IGNORE_INDEX
-    maximum = tl.load(statistics_pointer + 2 * row, mask=counts, other=0.0)
-    exp_sum = tl.load(statistics_pointer + 2 * row + 1, mask=counts, other=1.0)
-    factor = tl.where(counts, tl.load(grad_output_pointer).to(tl.float32) * tl.load(scale_pointer), 0.0)
-
-    places = row * VOCABULARY + columns
-    logits = tl.load(logits_pointer + places, mask=inside & counts, other=0.0).to(tl.float32)
-    gradient = tl.exp(logits - maximum) * (factor / exp_sum)
-    if (label >= first) & (label < first + BLOCK_COLUMNS):  # of a row's many programs one looks for the label
-        gradient -= tl.where(columns == label, factor, 0.0)
-    tl.store(gradient_pointer + places, to_fp8(gradient, CAST), mask=inside)
-
-
-def softmax_gradient_cast(
-    logits: Tensor,
-    statistics: Tensor,
-    labels: Tensor,
-    grad_output: Tensor,
-    scale: Tensor,
-    num_rows: int,
-    fp8_dtype: torch.dtype,
-) -> Tensor:
-    """`grad_output * (softmax - one_hot(label)) * scale` as `fp8_dtype` (e5m2 or e4m3fn) [num_rows, V], contiguous and
-    clipped to the format's range, NaN kept: zeros where the label is ignored and in the rows beyond T, which fp8 GEMMs
-    need. ValueError on shapes that do not fit, or fewer rows than T.
-
-    Args:
-        logits: bf16 or fp32 [T, V], contiguous; unchanged.
-        statistics: fp32 [T, 2], contiguous, of `llm_fp8.kernels.softmax.losses`.
-        labels: int64 [T].
-        grad_output, scale: 0-dim, and fp32 [1].
-    """
-    num_tokens, vocabulary = logits.shape
-    fit = statistics.shape == (num_tokens, 2) and labels.shape == (num_tokens,) and num_rows >= num_tokens
-    if not (fit and logits.is_contiguous() and statistics.is_contiguous()):
-        raise ValueError(
-            f"contiguous logits {(num_tokens, vocabulary)} need contiguous statistics [T, 2], labels [T] and at least "
-            f"{num_tokens} rows; they have {tuple(statistics.shape)}, {tuple(labels.shape)} and {num_rows}"
-        )
-    gradient = torch.empty(num_rows, vocabulary, dtype=fp8_dtype, device=logits.device)
-    if gradient.numel() == 0:
-        return gradient
-    with torch.cuda.device_of(logits):
-        _softmax_gradient_cast_kernel[(num_rows * triton.cdiv(vocabulary, SOFTMAX_COLUMNS),)](
-            logits,
-            statistics,
-            labels.contiguous(),
-            grad_output,
-            scale,
-            gradient.view(torch.uint8),
-            num_tokens,
-            VOCABULARY=vocabulary,
-            CAST=CASTS[fp8_dtype],
-            BLOCK_COLUMNS=SOFTMAX_COLUMNS,
-            num_warps=SOFTMAX_WARPS,
-        )
-    return gradient
 
 
 @triton.jit
@@ -169,8 +79,8 @@ def _dswiglu_cast_kernel(
     places = columns.to(tl.int64)[:, None] * num_tokens + tokens[None, :]
     inside_transposed = (columns < WIDTH)[:, None] & (tokens < num_tokens)[None, :]
     tl.store(transposed_pointer + places, tl.trans(gate_cast), mask=inside_transposed)
-    behind = places + num_tokens.to(tl.int64) * WIDTH
-    tl.store(transposed_pointer + behind, tl.trans(up_cast), mask=inside_transposed)
+    up_places = places + num_tokens.to(tl.int64) * WIDTH
+    tl.store(transposed_pointer + up_places, tl.trans(up_cast), mask=inside_transposed)
     # Positive floats are ordered as the integers of their bits: one atomic instruction.
     tl.atomic_max(amax_pointer, tl.maximum(_amax(gate_gradient), _amax(up_gradient)), sem="relaxed")
 
@@ -202,7 +112,7 @@ def dswiglu_cast(
     scale_inverse = torch.empty_like(scale)
     if num_tokens == 0:
         return rowwise, transposed, scale_inverse
-    programs = triton.cdiv(num_tokens, SWIGLU_TOKENS) * triton.cdiv(width, SWIGLU_COLUMNS)
+    programs = triton.cdiv(num_tokens, TOKENS) * triton.cdiv(width, COLUMNS)
     with torch.cuda.device_of(gradient):
         _dswiglu_cast_kernel[(programs,)](
             gradient,
@@ -215,8 +125,8 @@ def dswiglu_cast(
             num_tokens,
             WIDTH=width,
             CAST=CASTS[fp8_dtype],
-            BLOCK_TOKENS=SWIGLU_TOKENS,
-            BLOCK_COLUMNS=SWIGLU_COLUMNS,
-            num_warps=SWIGLU_WARPS,
+            BLOCK_TOKENS=TOKENS,
+            BLOCK_COLUMNS=COLUMNS,
+            num_warps=NUM_WARPS,
         )
     return rowwise, transposed, scale_inverse
