@@ -119,7 +119,6 @@ class Place:
             [
                 f"--dataset_name={self.rows}",
                 f"--split_name={SPLIT}",
-                f"--data_cache_dir={self.tokenised}",
                 f"--preprocessing_workers={self.num_proc}",
                 f"--batch_size={layout.batch_size}",
                 f"--max_seq_length={layout.max_seq_length}",

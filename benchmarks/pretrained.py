@@ -89,7 +89,7 @@ class Job:
         shared = [
             f"--model_name={settings.model}", f"--dataset_name={settings.data}", "--packing",
             f"--max_seq_length={SEQ_LENGTH}", f"--batch_size={ROWS}", f"--validation_fraction={HELD_OUT}",
-            f"--data_cache_dir={settings.data_cache_dir}", f"--seed={self.seed}", f"--output_dir={folder}",
+            f"--seed={self.seed}", f"--output_dir={folder}",
             f"--eval_every={EVAL_EVERY}", *VARIANTS[self.variant]
         ]  # fmt: skip
         if self.seed == 0:
@@ -118,7 +118,7 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
     """The held-out rows of every run, padded, on the CPU."""
     data = DataConfig(
         dataset_name=str(settings.data), validation_fraction=HELD_OUT, max_seq_length=SEQ_LENGTH, batch_size=EVAL_ROWS,
-        data_cache_dir=str(settings.data_cache_dir), packing=False
+        packing=False
     )  # fmt: skip
     config = Config(model=ModelConfig(model_name=str(settings.model)), data=data)
     loader = prepare_data(config, AutoTokenizer.from_pretrained(settings.model)).eval
@@ -172,7 +172,7 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
         command = [
             sys.executable, "scripts/evaluate.py", f"--model_name={exported}", f"--num_problems={settings.exact_match}",
             f"--max_new_tokens={MAX_NEW_TOKENS}", f"--output={output}", f"--dataset_name={settings.data}",
-            f"--validation_fraction={HELD_OUT}", f"--data_cache_dir={settings.data_cache_dir}"
+            f"--validation_fraction={HELD_OUT}"
         ]  # fmt: skip
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
         result["exact_match"] = read_json(output)["exact_match"]
@@ -234,7 +234,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--exact_match", type=int, default=0, help="held-out problems that every export answers")
     parser.add_argument("--parallel", type=int, default=5, help="trainings at a time on each GPU")
     parser.add_argument("--deadline_s", type=float, default=math.inf)
-    parser.add_argument("--data_cache_dir", type=Path, default=Path(tempfile.gettempdir()) / "pretrained_data_cache")
     return parser
 
 

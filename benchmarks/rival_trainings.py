@@ -207,7 +207,6 @@ def our_words(job: dict[str, Any]) -> list[str]:
         "validation_fraction": 0,
         "log_every": 1,
         "output_dir": job["folder"],
-        "data_cache_dir": f"{job['folder']}-cache",
     }
     if job["num_gpus"] > 1:
         options["sharding_mode"] = "fsdp_full"

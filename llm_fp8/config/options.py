@@ -98,9 +98,6 @@ class ModelConfig:
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
     )
-    weights_cache_dir: str | None = option(
-        None, "Folder in which downloaded weights are kept (default: the Hugging Face cache)."
-    )
     gradient_checkpointing: bool = option(
         False, "Recompute each decoder layer in the backward pass: less memory, about a third more compute."
     )
@@ -232,9 +229,6 @@ class DataConfig:
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
     preprocessing_workers: int = option(1, "Processes for tokenisation.")
-    data_cache_dir: str | None = option(
-        None, "Folder for the tokenised cache (default: the Hugging Face datasets cache)."
-    )
 
     @property
     def weights(self) -> list[float] | None:

@@ -34,7 +34,7 @@ from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import YAML_ERRORS
 
-PLACES = ("model_name", "weights_cache_dir", "data_cache_dir", "output_dir", "resume_from", "deepspeed_config")
+PLACES = ("model_name", "output_dir", "resume_from", "deepspeed_config")
 """Options that are or can be a path, in which `~` is the home folder also where no shell replaced it: behind `=` and in
 the YAML file. Those of datasets, which can be several, are `llm_fp8.data.load`'s.
 """

@@ -345,7 +345,7 @@ def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Datase
         options = job.options(part[0], dataset.column_names)
         try:
             with _naming(part[0]):
-                rows = tokenise(dataset, job.tokenizer, options, data.data_cache_dir, data.preprocessing_workers)
+                rows = tokenise(dataset, job.tokenizer, options, None, data.preprocessing_workers)
         except UnicodeDecodeError as error:  # Arrow takes any bytes for a string; they are decoded only here
             raise unreadable([part], error) from error
         tokenised.append(rows)

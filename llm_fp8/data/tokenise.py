@@ -276,7 +276,9 @@ def tokenise(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:  # a file, or a link to a disk that is not there
-        raise UserError(f"--data_cache_dir {root} is, or lies below, what is no folder; name another.") from error
+        raise UserError(
+            f"the datasets cache {root} is, or lies below, what is no folder; set HF_DATASETS_CACHE to another."
+        ) from error
     with _only_writer_in(folder):
         for path in folder.glob("*.arrow"):
             if _checksum_file(path).is_file() and _checksum_file(path).read_text() == _checksum(path):

@@ -197,7 +197,6 @@ def _load_by_transformers(
             source.location,
             dtype=dtype,
             attn_implementation=attention,
-            cache_dir=options.weights_cache_dir,
             device_map={"": device},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported in `info`, and refused below

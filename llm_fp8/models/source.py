@@ -93,9 +93,7 @@ def reading_model(what: str, name: str) -> contextlib.AbstractContextManager[Non
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
     with reading_model("model's config.json", options.model_name):
-        hf_config = AutoConfig.from_pretrained(
-            source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
-        )
+        hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         decoder: Any = hf_config.get_text_config(decoder=True)
     for entry, (low, high) in _RANGES.items():
         value = getattr(decoder, entry, low)
@@ -116,7 +114,7 @@ def load_generation_config(options: ModelConfig, source: ModelSource) -> Generat
         return None
     none_on_the_hub = () if source.is_local else (OSError,)  # raised for a damaged file too
     with reading_model("model's generation_config.json", options.model_name), contextlib.suppress(*none_on_the_hub):
-        return GenerationConfig.from_pretrained(source.location, cache_dir=options.weights_cache_dir)
+        return GenerationConfig.from_pretrained(source.location)
     return None
 
 
@@ -134,9 +132,7 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
         )
         return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
     with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.location, cache_dir=options.weights_cache_dir, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False)
         tokenizer.decode(tokenizer("1 + 1")["input_ids"])  # fails where a file holds values of wrong types
         return tokenizer, None
 

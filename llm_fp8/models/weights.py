@@ -43,7 +43,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
             path = Path(source.location) / file_name
             return path if path.is_file() else None
         try:
-            return Path(hf_hub_download(source.location, file_name, cache_dir=options.weights_cache_dir))
+            return Path(hf_hub_download(source.location, file_name))
         except LocalEntryNotFoundError:  # not in the cache, and the hub cannot be asked
             if file_name == WEIGHTS_INDEX:
                 return None  # a cached model of one file has none

@@ -55,7 +55,6 @@ _DESCRIBED_BY = {
 """Option -> the recorded ones that another value of it makes meaningless."""
 _RECORDED: dict[str, Any] = {
     **dict.fromkeys(("config", "config.data", "config.model"), dict),
-    "config.model.weights_cache_dir": str | None,
 } | {
     f"config.data.{name}": (str if get_origin(hint) is Literal else hint) | None
     for name, hint in get_type_hints(DataConfig).items()
@@ -95,13 +94,11 @@ def _recorded(model: str | Path, section: str) -> dict[str, Any]:
 
 
 def located(folder: str | Path, base: str | None) -> tuple[ModelConfig, ModelSource, PretrainedConfig]:
-    """The model in `folder`, or the `base` model of the adapter there: its options, place and config. A hub id is
-    looked for in the weights cache of the run that made `folder`.
+    """The model in `folder`, or the `base` model of the adapter there: its options, place and config.
 
     Raises `UserError` where there is none, which names `folder` for a base model.
     """
-    cache = _recorded(folder, "model").get("weights_cache_dir")
-    options = ModelConfig(model_name=base or str(folder), weights_cache_dir=cache)
+    options = ModelConfig(model_name=base or str(folder))
     try:
         source = resolve_source(options)
         return options, source, load_config(options, source)

@@ -30,7 +30,6 @@ DATA_OPTIONS: dict[str, Callable[[str], str | int | float]] = {
     "validation_fraction": float,
     "num_of_samples": int,
     "max_seq_length": int,
-    "data_cache_dir": os.path.expanduser,
 }
 """Options of the training scripts that decide which problems are held out."""
 

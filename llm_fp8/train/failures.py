@@ -36,7 +36,7 @@ def explained_failures(
         if reason is None:
             raise
         ours = written.is_relative_to(folder)
-        chosen_by = "--output_dir" if ours else "--data_cache_dir, --weights_cache_dir or TMPDIR"
+        chosen_by = "--output_dir" if ours else "HF_HOME, HF_DATASETS_CACHE or TMPDIR"
         raise UserError(
             f"{written}: {reason} ({chosen_by}). Checkpoints saved before are intact; continue with --resume_from."
         ) from error

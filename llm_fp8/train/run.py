@@ -104,7 +104,7 @@ def run_training(
     plan = plan_run(config, ranks)
     config = plan.config
     phase_ends("devices")
-    caches = [Path(config.data.data_cache_dir or datasets.config.HF_DATASETS_CACHE)]
+    caches = [Path(datasets.config.HF_DATASETS_CACHE)]
     with explained_failures(plan.folder, functools.partial(memory_advice, plan, results), caches), ExitStack() as held:
         set_seed(config.optim.seed)
         announce(plan)

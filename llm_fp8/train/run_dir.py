@@ -29,7 +29,7 @@ WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "che
 """What a run writes, or clears away, and so may not find of somebody else's."""
 
 FREE_OPTIONS = (
-    *("weights_cache_dir", "data_cache_dir", "preprocessing_workers"),
+    "preprocessing_workers",
     *("wandb_project", "wandb_run_name"),
 )
 """What the processes of a run may be told differently: what is of the host, and names that rank 0 alone uses, which

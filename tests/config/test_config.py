@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMISED_OPTIONS = """
 model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb
 wandb_project wandb_run_name num_epochs learning_rate gradient_accumulation_steps num_warmup_steps
-gradient_checkpointing num_of_samples weights_cache_dir max_steps eval_every eval_batches save_every save_total_limit
+gradient_checkpointing num_of_samples max_steps eval_every eval_batches save_every save_total_limit
 output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer attn_implementation packing
 train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_algo fp8_strict
 """.split()
@@ -413,9 +413,9 @@ def test_an_option_of_the_other_script_is_told_as_such(capsys):
 
 def test_a_tilde_is_the_home_folder_where_no_shell_replaced_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "options.yaml").write_text("model_name: ~/model\ndata_cache_dir: ~/cache\n")
+    (tmp_path / "options.yaml").write_text("model_name: ~/model\n")
     options = flat(parse_config(["--config=~/options.yaml", "--output_dir=~/run", "--resume_from=~/run/checkpoints/x"]))
-    assert [options[name] for name in ("model_name", "data_cache_dir", "output_dir", "resume_from")] == [
+    assert [options[name] for name in ("model_name", "output_dir", "resume_from")] == [
         f"{tmp_path}/{name}" for name in ("model", "cache", "run", "run/checkpoints/x")
     ]
 
@@ -424,11 +424,11 @@ def test_so_it_is_in_the_programs_around_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     exporting = export_fp8.parse([str(tmp_path), "--output=~/fp8"])
     merging = merge_adapter.parse(["--adapter=~/lora", "--output=~/merged", "--base_model=~/base"])
-    evaluating = evaluate_cli.parse(["--model=~/final", "--output=~/answers.json", "--data_cache_dir=~/cache"])
+    evaluating = evaluate_cli.parse(["--model=~/final", "--output=~/answers.json"])
     comparing = compare_cli.parse(["--runs", "~/one", "--output=~/page"])
     found = [
         *(exporting.output, merging.adapter, merging.output, merging.base_model, *comparing.runs, comparing.output),
-        *(evaluating.model_name, evaluating.output, evaluating.data_cache_dir),
+        *(evaluating.model_name, evaluating.output),
         predict_cli.parse(["--model_name=~/model"]).model_name,
     ]
     names = "fp8 lora merged base one page final answers.json cache model".split()

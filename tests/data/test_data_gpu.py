@@ -25,13 +25,12 @@ def no_synchronisation():
 
 
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
-def test_a_pinned_batch_is_copied_without_waiting(packing, no_synchronisation, tmp_path):
+def test_a_pinned_batch_is_copied_without_waiting(packing, no_synchronisation):
     words = [
         "--dataset_name=embedded",
         "--max_seq_length=512",
         "--batch_size=4",
         packing,
-        f"--data_cache_dir={tmp_path}",
     ]
     data = prepare_data(parse_config(words), AutoTokenizer.from_pretrained(MODEL_DIR), pin_memory=True)
     steps = iter(data.train)

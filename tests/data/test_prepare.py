@@ -39,7 +39,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def prepare(tokenizer: PreTrainedTokenizerBase, cache: Path) -> Any:
     def call(name: Path | str, *options: str, **keywords: Any) -> PreparedData:
-        words = ["--dataset_name", str(name), "--data_cache_dir", str(cache), "--max_seq_length", "128", *options]
+        words = ["--dataset_name", str(name), "--max_seq_length", "128", *options]
         if "--streaming" in options:
             words += ["--max_steps", "1000"]
         return prepare_data(parse_config(words), tokenizer, **keywords)

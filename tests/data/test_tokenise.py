@@ -109,7 +109,7 @@ def test_a_cache_that_is_no_folder_is_named(
         place.write_text("")
     else:
         place.symlink_to(tmp_path / "disk that is not there")
-    with pytest.raises(UserError, match=f"--data_cache_dir {place} is, or lies below, what is no folder"):
+    with pytest.raises(UserError, match=f"the datasets cache {place} is, or lies below, what is no folder"):
         tokenise(dataset, tokenizer, OPTIONS, str(place))
 
 

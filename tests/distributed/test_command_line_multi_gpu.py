@@ -63,9 +63,14 @@ def train(runs: dict[Path, list[str]], **environment: str) -> None:
     with contextlib.ExitStack() as stack:
         launches = []
         for folder, options in runs.items():
-            paths = [f"--output_dir={folder}", f"--data_cache_dir={folder}-cache"]
             log = folder.with_name(f"{folder.name}.log")
-            launches.append(stack.enter_context(Torchrun(log, *options, *paths, **environment)))
+            launches.append(
+                stack.enter_context(
+                    Torchrun(
+                        log, *options, f"--output_dir={folder}", HF_DATASETS_CACHE=f"{folder}-cache", **environment
+                    )
+                )
+            )
         for launch in launches:
             assert launch.end(START_S) == {}, launch.printed()[-6000:]
 

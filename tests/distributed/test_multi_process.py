@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from llm_fp8.data import tokenise
@@ -171,6 +172,7 @@ def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model
 def note_tokenising(folder: Path) -> None:
     """Let this process leave a file named after its rank in `folder` when it tokenises."""
     original = tokenise.tokenise_rows
+    datasets.config.HF_DATASETS_CACHE = folder.with_name("cache")
 
     def tokenise_rows(*arguments: Any) -> Any:
         (folder / os.environ["RANK"]).touch()
@@ -185,9 +187,8 @@ def test_one_process_of_a_host_prepares_the_data(tmp_path, tiny_model, rows):
     options = [
         *options_of_short_run(tiny_model, rows, folder),
         "--max_steps=1",
-        f"--data_cache_dir={tmp_path / 'cache'}",
     ]
     ranks = start_ranks(3, log, *options, "--sharding_mode=ddp", first=functools.partial(note_tokenising, noted))
     assert [exit_code(rank) for rank in ranks] == [0, 0, 0], log.read_text()
     assert [path.name for path in noted.iterdir()] == ["0"]
-    assert len(list((tmp_path / "cache").glob("*/*.arrow"))) == 1
+    assert len(list((tmp_path / "cache").glob("llm_fp8/*/*.arrow"))) == 1

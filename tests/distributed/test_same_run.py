@@ -52,7 +52,7 @@ def test_hosts_may_cache_in_different_places_and_name_the_wandb_run_differently(
     folder, log = tmp_path / "run", tmp_path / "log"
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={folder}", *OPTIONS]
     named = ["--use_wandb", "--wandb_run_name=first"]
-    other = [f"--data_cache_dir={tmp_path / 'here'}", "--wandb_run_name=second"]
+    other = ["--wandb_run_name=second"]
     ranks = start_ranks(2, log, *options, *named, of_last=other)
     assert [exit_code(rank) for rank in ranks] == [0, 0], log.read_text()
     assert read_json(folder / "run.json")["config"]["run"]["wandb_run_name"] == "first"

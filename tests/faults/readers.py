@@ -152,9 +152,7 @@ def _metrics(folder: Path) -> None:
 def _rows(folder: Path, names: str, **options: Any) -> None:
     """The first step's rows of datasets that a run trains on."""
     files = ",".join(str(folder / f"{name}.jsonl") for name in names.split(","))
-    data = DataConfig(
-        files, max_seq_length=128, validation_fraction=0.0, data_cache_dir=str(folder / "tokens"), **options
-    )
+    data = DataConfig(files, max_seq_length=128, validation_fraction=0.0, **options)
     tokenizer, _ = load_tokenizer(ModelConfig(), resolve_source(ModelConfig()))
     next(iter(prepare_data(Config(data=data), tokenizer).train))
 

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from torch import nn
@@ -183,16 +184,15 @@ def test_state_that_modules_keep_for_themselves_is_not_exported(tmp_path, tiny_m
     assert_same_bits(stored_weights(tmp_path / "final"), stored_weights(tiny_model))
 
 
-def test_weights_come_from_the_cache_folder(tmp_path, tiny_model):
-    """A hub id is looked up where --weights_cache_dir says, in the hub's own layout."""
+def test_weights_come_from_the_cache_folder(tmp_path, tiny_model, monkeypatch):
+    """A hub id is looked up in the hub's cache, in its own layout."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     snapshot = tmp_path / "cache" / "models--someone--tiny" / "snapshots" / "0123abcd"
     shutil.copytree(tiny_model, snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0123abcd")
-    model, _ = build("someone/tiny", weights_cache_dir=str(tmp_path / "cache"))
+    model, _ = build("someone/tiny")
     assert_same_bits(model.state_dict(), stored_weights(tiny_model))
-    with pytest.raises(UserError, match="--model_name someone/tiny"):
-        build("someone/tiny")
 
 
 def test_random_init_depends_on_the_seed_alone(tiny_model):

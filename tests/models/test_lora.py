@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import huggingface_hub
 import peft
 import pytest
 import torch
@@ -517,13 +518,14 @@ def test_an_adapter_finds_its_base_model_from_every_folder(tiny_model, rows, tmp
 
 
 @pytest.mark.slow
-def test_a_base_model_of_the_hub_is_found_in_the_cache_of_the_run(tiny_model, rows, tmp_path):
+def test_a_base_model_of_the_hub_is_found_in_its_cache(tiny_model, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     cached = tmp_path / "cache" / "models--owner--base"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("a" * 40)
     shutil.copytree(tiny_model, cached / "snapshots" / ("a" * 40))
     options = [f"--dataset_name={rows}", "--max_seq_length=256", "--max_steps=1", f"--output_dir={tmp_path / 'run'}"]
-    train("--model_name=owner/base", f"--weights_cache_dir={tmp_path / 'cache'}", *options, *LORA)
+    train("--model_name=owner/base", *options, *LORA)
     final = tmp_path / "run" / "final"
     assert script("merge_adapter", "--adapter", final, "--output", tmp_path / "merged") == 0
     assert script("evaluate", f"--model={final}", "--num_problems=1", "--max_new_tokens=4") == 0

@@ -57,7 +57,7 @@ def test_a_full_disk_that_an_error_does_not_name_is_the_one_with_least_room(tmp_
     cache.mkdir()
     run.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if Path(path) == cache else 2**30))
-    with pytest.raises(UserError, match=rf"^{cache}: the disk .* is full.*--data_cache_dir"):
+    with pytest.raises(UserError, match=rf"^{cache}: the disk .* is full.*HF_DATASETS_CACHE"):
         with explained_failures(run, str, [cache]):
             raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(UserError, match=rf"^{run}: the disk .* is full.*--output_dir"):

@@ -253,14 +253,19 @@ def test_a_signal_while_several_processes_tokenise_ends_them_all(tmp_path, optio
     many = tmp_path / "many.jsonl"
     many.write_text(Path(rows).read_text() * 1000)  # more than are done before the signal
     cache = tmp_path / "cache"
-    more = [f"--dataset_name={many}", "--preprocessing_workers=2", f"--data_cache_dir={cache}"]
+    more = [f"--dataset_name={many}", "--preprocessing_workers=2"]
     command = [sys.executable, str(ROOT / "train_fp8.py"), *options, *more, f"--output_dir={tmp_path / 'run'}"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "HF_DATASETS_CACHE": str(cache)},
     )
     group = SimpleNamespace(is_alive=lambda: process.poll() is None)
     try:
-        assert wait_until(lambda: len(list(cache.glob("*/tmp*"))) == 2, group)  # both write
+        assert wait_until(lambda: len(list(cache.glob("llm_fp8/*/tmp*"))) == 2, group)  # both write
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does
         else:

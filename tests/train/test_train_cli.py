@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import wandb
@@ -376,10 +377,11 @@ def test_streaming_trains_on_the_same_rows(run):
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
 
 
-def test_the_tokenised_cache_lies_where_data_cache_dir_says(run, tmp_path):
-    """Two workers tokenise the same as one."""
-    one, two = run(), run(f"--data_cache_dir={tmp_path / 'cache'}", "--preprocessing_workers=2")
-    assert list((tmp_path / "cache").glob("*/*.arrow"))
+def test_two_workers_tokenise_the_same_as_one(run, tmp_path, monkeypatch):
+    one = run()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    two = run("--preprocessing_workers=2")
+    assert list((tmp_path / "cache").glob("llm_fp8/*/*.arrow"))
     assert losses(one) == losses(two)
 
 

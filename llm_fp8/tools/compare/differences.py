@@ -32,9 +32,7 @@ _IGNORED = {
 }
 _EFFECTS: tuple[tuple[str, Effect], ...] = (
     # The first prefix that fits decides.
-    ("config.data.data_cache_dir", "note"),
     ("config.data.preprocessing_workers", "note"),
-    ("config.model.weights_cache_dir", "note"),
     ("config.model.parity_check", "note"),
     ("config.model.gradient_checkpointing", "speed"),
     ("config.model.cuda_graphs", "speed"),

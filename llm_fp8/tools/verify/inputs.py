@@ -100,10 +100,7 @@ def check_data(setup: Setup) -> Result:
     from llm_fp8.data import prepare_data
     from llm_fp8.models.source import load_tokenizer, resolve_source
 
-    cache = str(setup.scratch / "data")
-    options = DataConfig(
-        num_of_samples=NUM_SEQUENCES, max_seq_length=512, batch_size=2, packing=True, data_cache_dir=cache
-    )
+    options = DataConfig(num_of_samples=NUM_SEQUENCES, max_seq_length=512, batch_size=2, packing=True)
     config = Config(data=options)
     tokenizer, _ = load_tokenizer(config.model, resolve_source(config.model))
     round_trip = tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False))
