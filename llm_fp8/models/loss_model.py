@@ -1,4 +1,4 @@
-"""What the loop calls: batch in, summed loss out, for both decoders.
+"""What the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
 
 The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
 ([tokens, vocabulary], gigabytes) never leave it.
@@ -36,14 +36,18 @@ class TrainingModel(nn.Module):
                 "Llama and Qwen families."
             )
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Cross entropy summed over the supervised tokens of `batch`, fp32 scalar."""
-        return linear_cross_entropy_sum(
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by name.
+
+        An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them.
+        """
+        loss_sum = linear_cross_entropy_sum(
             self.hidden(batch),
             self.model.get_output_embeddings().weight,
             batch.labels,
             compute_dtype=self.compute_dtype,
         )
+        return loss_sum, {}
 
     def hidden(self, batch: Batch) -> Tensor:
         """The last hidden states, shape of `batch.input_ids` plus [h]."""

@@ -4,7 +4,7 @@
     precision = Precision(plan, config.precision, device, parameter_dtype)
     precision.attach(model, decoder_layers)                 # finds the fp8 modules; keeps some in bf16
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
-        loss = model(batch)
+        loss_sum, aux = model(batch)
 
 A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel
 can run. torchao's modules (`llm_fp8.precision.torchao`) compute in fp8 by themselves: nothing is entered for them, and

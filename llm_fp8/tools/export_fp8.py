@@ -100,11 +100,11 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if round_inputs:
         round_inputs_(model)
-    loss_sum = TrainingModel(model.eval(), data.report.max_seq_length, dtype)
+    training_model = TrainingModel(model.eval(), data.report.max_seq_length, dtype)
     epoch = itertools.islice(data.train, data.train.steps_per_epoch)
     total, num_tokens = 0.0, 0
     with torch.no_grad():
         for batch in itertools.chain.from_iterable(epoch) if data.eval is None else data.eval:
-            total += loss_sum(batch.to(device)).item()
+            total += training_model(batch.to(device))[0].item()
             num_tokens += batch.num_supervised_tokens
     return total / num_tokens, num_tokens, str(dtype).removeprefix("torch.")

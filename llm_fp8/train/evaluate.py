@@ -30,7 +30,8 @@ def evaluate_loss(
     with precision.preserving_state():
         for batch in loader:
             with precision.context(first_microbatch=None):
-                totals[0] += model(batch.to(accelerator.device, non_blocking=True))
+                loss_sum, _ = model(batch.to(accelerator.device, non_blocking=True))
+            totals[0] += loss_sum
             totals[1] += batch.num_supervised_tokens
     model.train(was_training)
     loss_sum, num_supervised = accelerator.reduce(totals, reduction="sum").tolist()

@@ -84,7 +84,8 @@ def micro_batch(
     """
     with strategy.micro_batch(model, last=last):
         with precision.context(first_microbatch=first):
-            loss = model(batch.to(num_supervised.device, non_blocking=True)) / num_supervised
+            loss_sum, aux = model(batch.to(num_supervised.device, non_blocking=True))
+            loss = sum(aux.values(), start=loss_sum) / num_supervised
         strategy.backward(loss)
     return loss.detach()
 

@@ -65,7 +65,8 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(PASSES):
             with precision.context(first_microbatch=None):
-                loss = model(batch) / max(1.0, num_supervised)
+                loss_sum, aux = model(batch)
+                loss = sum(aux.values(), start=loss_sum) / max(1.0, num_supervised)
             loss.backward()
     for hook in hooks:
         hook.remove()

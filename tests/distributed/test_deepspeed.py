@@ -239,7 +239,7 @@ def take_step(
     loss_sum = torch.zeros(())
     for micro in range(NUM_MICRO_BATCHES):
         with strategy.micro_batch(model, last=micro == NUM_MICRO_BATCHES - 1):
-            loss = model(make_batch(step, micro, rank)) / num_supervised(step)
+            loss = model(make_batch(step, micro, rank))[0] / num_supervised(step)
             strategy.backward(loss)
         loss_sum += loss.detach()
     if gradients is not None:
@@ -270,7 +270,7 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         # In the middle of training, where it must not disturb what follows.
         model.eval()
         with torch.no_grad():
-            evaluation = model(make_batch(0, 0, rank)).item()
+            evaluation = model(make_batch(0, 0, rank))[0].item()
         model.train()
         if step + 1 == SAVED_AFTER:
             strategy.save_state(checkpoint)
@@ -309,7 +309,7 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     ]
     result["resumed"] = full_weights(strategy, plain)
     with strategy.micro_batch(model, last=True):
-        strategy.backward(model(make_batch(0, 0, rank)) * (float("nan") if rank == 1 else 1.0))
+        strategy.backward(model(make_batch(0, 0, rank))[0] * (float("nan") if rank == 1 else 1.0))
     result["norm_of_nan"] = strategy.step(optimizer, list(model.parameters()), MAX_NORM).item()
     model.destroy()
     return result

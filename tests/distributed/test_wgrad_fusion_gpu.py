@@ -94,7 +94,7 @@ def backward(
             watched.begin_micro_batch()
         with engine.micro_batch(model, last=number == len(batches)):
             with precision.context(first_microbatch=number == 1 if len(batches) > 1 else None):
-                loss = LOSS_SCALE * model(batch) / batch.num_supervised_tokens
+                loss = LOSS_SCALE * model(batch)[0] / batch.num_supervised_tokens
             engine.backward(loss)
             adding = sum(hasattr(parameter, "main_grad") for parameter in model.parameters())
     return adding

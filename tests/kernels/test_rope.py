@@ -117,7 +117,7 @@ def train(family, layout, recompute):
     if recompute:
         enable_gradient_checkpointing(model.model.layers, 1, uses_te=False)
     batch = BATCHES[layout]("cpu")
-    loss = TrainingModel(model, S, torch.float32).train()(batch) / batch.num_supervised_tokens
+    loss = TrainingModel(model, S, torch.float32).train()(batch)[0] / batch.num_supervised_tokens
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 

@@ -146,7 +146,7 @@ def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, devi
             if not one_kernel:
                 patch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: False)
             with record_kernels() as recorded:
-                loss = training_model(batch) / batch.num_supervised_tokens
+                loss = training_model(batch)[0] / batch.num_supervised_tokens
                 loss.backward()
         results.append({"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()})
         times = kernel_times(recorded)

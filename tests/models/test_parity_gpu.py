@@ -46,7 +46,7 @@ def randomised_hf_model(config, folder):
 def run(model, batch, dtype):
     """Loss, logits of the supervised positions and all gradients of one forward and backward pass."""
     training_model = TrainingModel(model, S, dtype)
-    loss = training_model(batch) / batch.num_supervised_tokens
+    loss = training_model(batch)[0] / batch.num_supervised_tokens
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     with torch.no_grad():

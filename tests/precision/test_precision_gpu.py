@@ -104,7 +104,7 @@ def test_cached_weight_casts_change_nothing(scenario, device):
     losses = []
     for first in (True, False, None):
         with precision.context(first_microbatch=first):
-            losses.append(model(batch).item())
+            losses.append(model(batch)[0].item())
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -119,7 +119,7 @@ def test_evaluation_of_odd_shapes(scenario, device):
     with torch.no_grad(), precision.preserving_state():
         for batch in (packed, padded):
             with precision.context(first_microbatch=None):
-                losses.append(float(model(batch)) / batch.num_supervised_tokens)
+                losses.append(float(model(batch)[0]) / batch.num_supervised_tokens)
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
     after = precision.state_tensors()
     assert all(torch.equal(after[name], state[name]) for name in state), "evaluation must not move the scales"

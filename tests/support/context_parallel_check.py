@@ -169,7 +169,7 @@ def run(case: Case, precision_name: str, batch: Batch, group: ContextGroup, devi
     for _ in range(STEPS.get(precision_name, 0) + 1):
         training_model.zero_grad(set_to_none=True)
         with precision.context(first_microbatch=None):
-            loss = training_model(batch) / num_supervised
+            loss = training_model(batch)[0] / num_supervised
         loss.backward()
     whole_gradients = {
         name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -179,7 +179,7 @@ def run(case: Case, precision_name: str, batch: Batch, group: ContextGroup, devi
     }
     training_model.eval()
     with torch.no_grad(), precision.preserving_state(), precision.context(first_microbatch=None):
-        eval_loss = training_model(batch) / num_supervised
+        eval_loss = training_model(batch)[0] / num_supervised
     return Result(float(summed(loss.detach(), group)), float(summed(eval_loss, group)), gradients)
 
 

@@ -50,7 +50,7 @@ def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
     """Forward and backward; returns the last loss."""
     for number in range(num_micro_batches):
         with precision.context(first_microbatch=number == 0 if num_micro_batches > 1 else None):
-            loss = model(batch) / batch.num_supervised_tokens
+            loss = model(batch)[0] / batch.num_supervised_tokens
         loss.backward()
     return loss.detach()
 

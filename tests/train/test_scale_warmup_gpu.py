@@ -31,7 +31,7 @@ def first_gradients(options, use_te, device, find: bool) -> dict[str, torch.Tens
         warm_up_delayed_scales(model, precision, batch, NUM_SUPERVISED)
         assert all(parameter.grad is None for parameter in model.parameters())
     with precision.context(first_microbatch=None):
-        loss = model(batch) / NUM_SUPERVISED
+        loss = model(batch)[0] / NUM_SUPERVISED
     loss.backward()
     return {
         name: parameter.grad.float()

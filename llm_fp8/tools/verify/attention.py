@@ -82,7 +82,7 @@ def run_layer(result: Path, model_name: str, batch_size: int, length: int, form:
     batch = random_batch(Workload(model_name, batch_size, length, 1, 1), VOCAB_SIZE, seed=0)
     if form == "padded":  # the second half of each sequence
         batch = in_rows(batch, batch_size, num_real=max(1, length // 2))
-    loss = TrainingModel(model, length, torch.bfloat16)(batch.to(device))
+    loss, _ = TrainingModel(model, length, torch.bfloat16)(batch.to(device))
     loss.backward()
     torch.cuda.synchronize()
     record = {

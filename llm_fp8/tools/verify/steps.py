@@ -218,7 +218,8 @@ def take_steps(
 
     def forward_backward() -> float:
         with training.precision.context(first_microbatch=None):
-            loss = training.loop.model(batch) / batch.num_supervised_tokens
+            loss_sum, _ = training.loop.model(batch)
+            loss = loss_sum / batch.num_supervised_tokens
         loss.backward()
         return float(loss.detach())
 
