@@ -62,8 +62,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "delayed_qkv_bf16": (*_FP8, "--fp8_scenario", "delayed", "--fp8_bf16_modules", "qkv"),
     "block_qkv_bf16": (*_FP8, "--fp8_scenario", "block", "--fp8_bf16_modules", "qkv"),
     "bf16_adamw_8bit": ("--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_8bit"),
-    "bf16_lora": ("--use_te", "--mixed_precision", "bf16", "--lora_rank", "16", "--lora_merge"),
-    "delayed_lora": (*_FP8, "--fp8_scenario", "delayed", "--lora_rank", "16", "--lora_merge"),
+    "bf16_lora": ("--use_te", "--mixed_precision", "bf16", "--lora_rank", "16"),
+    "delayed_lora": (*_FP8, "--fp8_scenario", "delayed", "--lora_rank", "16"),
 }  # fmt: skip
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
 """What a variant is held against where it is not bf16."""

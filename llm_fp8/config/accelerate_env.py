@@ -124,7 +124,7 @@ FP8_KEYS = (
     Fp8Key("fp8_format", "HYBRID", option="fp8_format", read=str.upper, te_only=True),
     Fp8Key("amax_history_len", "1024", option="amax_history_len", te_only=True),
     Fp8Key("amax_compute_algo", "most_recent", option="amax_compute_algo", read=str.lower, te_only=True),
-    Fp8Key("margin", "0", option="fp8_margin", te_only=True),
+    Fp8Key("margin", "0", "scales have no further headroom here", _OF_TE),
     Fp8Key("interval", "1", "Transformer Engine no longer has it", _OF_TE),
     Fp8Key("override_linear_precision", "False", parts=_OVERRIDE, te_only=True),
     Fp8Key("use_autocast_during_eval", "False", _EVALUATION, _EVALUATION),
@@ -265,8 +265,8 @@ def apply_launch_settings(
         if settings.get(option) == _FP8_DEFAULTS[option]:
             del settings[option]
     # The launcher's default for torchao; with another mode or recipe it means nothing.
-    if "fp8_all_gather" in given or mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
-        settings.pop("fp8_all_gather", None)
+    if "fp8_params" in given or mode not in FP8_GATHER_MODES or scenario not in ("default", "tensorwise"):
+        settings.pop("fp8_params", None)
     sections = {}
     for name, section in vars(config).items():
         own = {option: settings[option] for option in vars(section) if option in settings}
@@ -349,7 +349,7 @@ def take_precision_settings(environ: MutableMapping[str, str]) -> dict[str, Any]
                     f"accelerate's fp8_config sets {key.name} to {value}, which has no effect with backend AO; drop it."
                 )
         gathers = switched_on("enable_fsdp_float8_all_gather")
-        return {**settings, "fp8_backend": "torchao", **({"fp8_all_gather": True} if gathers else {})}
+        return {**settings, "fp8_backend": "torchao", **({"fp8_params": True} if gathers else {})}
     if any(switched_on(name.lower()) for name in _OVERRIDE):
         raise UserError(
             "accelerate's fp8_config sets override_linear_precision, which Transformer Engine no longer has; remove "
@@ -438,11 +438,11 @@ def take_sharding_settings(environ: MutableMapping[str, str]) -> dict[str, Any]:
     if "FSDP" in asked:
         settings["sharding_mode"] = _fsdp_mode(values)
         if values["FSDP_ACTIVATION_CHECKPOINTING"]:
-            settings["gradient_checkpointing"] = True
+            settings["gradient_checkpointing"] = 1
     if "DEEPSPEED" in asked:
         settings.update(_deepspeed_settings(values))
     if "PARALLELISM_CONFIG" in asked:
-        settings.update(_mesh_settings(values, settings.get("sharding_mode"), int(environ.get("WORLD_SIZE", "1"))))
+        settings.update(_mesh_settings(values, settings.get("sharding_mode"), launch_ranks(environ)))
     if accumulation != "auto":
         settings["gradient_accumulation_steps"] = _parsed(int, accumulation, "gradient_accumulation_steps")
     if clipping != "auto":
@@ -498,8 +498,9 @@ def _deepspeed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"sharding_mode": f"deepspeed_{stage}", **({"deepspeed_config": file} if file else {})}
 
 
-def _mesh_settings(values: Mapping[str, Any], mode: str | None, num_processes: int) -> dict[str, Any]:
+def _mesh_settings(values: Mapping[str, Any], mode: str | None, ranks: LaunchRanks) -> dict[str, Any]:
     """Options from the sizes of parallelism_config; `mode` is what the rest of the file asks for."""
+    num_processes = ranks.world_size
     names = ("dp_replicate_size", "dp_shard_size", "cp_size")
     replicate, shard, context = sizes = [values[f"PARALLELISM_CONFIG_{name.upper()}"] for name in names]
     total = math.prod(sizes)
@@ -518,10 +519,12 @@ def _mesh_settings(values: Mapping[str, Any], mode: str | None, num_processes: i
             f"{told} with what is {mode} here; set fsdp_reshard_after_forward: true and fsdp_offload_params: false": (
                 replicate > 1 and mode not in ("fsdp_full", "fsdp_hybrid")
             ),
+            f"{told}, and fsdp_hybrid shards over the {ranks.local_world_size} GPUs of a host; set dp_replicate_size "
+            "to the number of hosts": replicate > 1 and shard * context != ranks.local_world_size,
         }
     )
     settings: dict[str, Any] = {"context_parallel_size": context} if context > 1 else {}
     if replicate > 1:
         # Accelerate, too, shards over the product of the two dimensions.
-        settings.update(sharding_mode="fsdp_hybrid", hybrid_shard_size=shard * context)
+        settings.update(sharding_mode="fsdp_hybrid")
     return settings

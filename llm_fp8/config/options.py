@@ -70,12 +70,12 @@ OTHER_MEANING = {
 """Options of transformers' TrainingArguments that mean something else here or do not exist -> what to use."""
 
 
-def option(default: Any, help: str, alias: str | None = None) -> Any:
+def option(default: Any, help: str, alias: str | None = None, bare: int | None = None) -> Any:
     """A dataclass field that becomes a command-line option with this default and help text; `alias` is its name in
-    transformers, where the meaning is exactly the same.
+    transformers, where the meaning is exactly the same, and `bare` the value of a number whose flag stands alone.
     """
     aliases = [] if alias is None else [f"--{alias}", f"--{alias.replace('_', '-')}"]
-    return field(default=default, metadata={"help": help, "aliases": aliases})
+    return field(default=default, metadata={"help": help, "aliases": aliases, "bare": bare})
 
 
 @dataclass(frozen=True)
@@ -98,22 +98,17 @@ class ModelConfig:
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
     )
-    gradient_checkpointing: bool = option(
-        False, "Recompute each decoder layer in the backward pass: less memory, about a third more compute."
-    )
-    gradient_checkpointing_every: int = option(
-        1, "With --gradient_checkpointing: recompute every n-th decoder layer (1: all of them)."
+    gradient_checkpointing: int = option(
+        0,
+        "Recompute every n-th decoder layer in the backward pass (without a number every one; 0: none): less memory, "
+        "up to a third more compute.",
+        bare=1,
     )
     cuda_graphs: bool = option(
         False,
         "Capture forward and backward of a micro-batch in CUDA graphs and replay them (--use_te with packing, one "
         "GPU or ddp): for small models or micro-batches, whose kernels the host launches too slowly. Takes memory "
         "for a second set of activations.",
-    )
-    parity_check: bool | None = option(
-        None,
-        "Compare the TE decoder with the Hugging Face one on the first real batch before training and refuse to train "
-        "on a difference. Default: on with --use_te when weights were loaded.",
     )
 
 
@@ -145,7 +140,6 @@ class PrecisionConfig:
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
         None, "Delayed scaling: scale from the maximum of the amax history or from its newest entry (default: max)."
     )
-    fp8_margin: int | None = option(None, "Delayed scaling: headroom above the amax, in powers of two (default: 0).")
     fp8_bf16_modules: str = option(
         "",
         "Decoder layers and modules in them that stay in bf16, separated by commas: layers.0, layers.2:5 or layers.-4: "
@@ -176,13 +170,9 @@ class DataConfig:
 
     dataset_name: str = option(
         EMBEDDED,
-        "Hub id (nvidia/OpenMathInstruct-2), local folder, jsonl/json/parquet/csv file or a pattern of files "
+        "Hub id (nvidia/OpenMathInstruct-2, or with a configuration of its card openai/gsm8k:main), local folder, "
+        "jsonl/json/parquet/csv file or a pattern of files "
         "('data/train-*.jsonl'), save_to_disk folder, 'embedded', or several of these, separated by commas.",
-    )
-    dataset_config: str | None = option(
-        None,
-        "Configuration of the dataset, as its card on the hub names it (main, of openai/gsm8k); of several datasets "
-        "one each, separated by commas. Default: the card's default.",
     )
     dataset_weights: str | None = option(
         None,
@@ -193,9 +183,6 @@ class DataConfig:
         None,
         "One dataset to evaluate on, named as in --dataset_name; then nothing is held out of what is trained on. "
         "Its split is --validation_split_name, else validation, test or train. Default: see --validation_split_name.",
-    )
-    eval_dataset_config: str | None = option(
-        None, "Configuration of --eval_dataset_name (default: the card's default)."
     )
     columns: str | None = option(
         None,
@@ -262,9 +249,7 @@ class OptimConfig:
         "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type"
     )
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.")
-    adam_beta1: float = option(0.9, "Decay of the first moment.")
     adam_beta2: float = option(0.95, "Decay of the second moment.")
-    adam_epsilon: float = option(1e-8, "Added to the denominator of the update.")
     max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
@@ -354,9 +339,6 @@ class LoraConfig:
         "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), "
         "or 'all-linear' for all but the lm_head.",
     )
-    lora_merge: bool = option(
-        False, "Export the model with the adapters merged into its weights, in place of a PEFT adapter."
-    )
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -366,8 +348,8 @@ class LoraConfig:
 
 TRAINING_OPTIONS = (
     "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len",
-    "amax_compute_algo", "fp8_margin", "fp8_bf16_modules", "fp8_recast_weights",
+    "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len",
+    "amax_compute_algo", "fp8_bf16_modules", "fp8_recast_weights",
 )  # fmt: skip
 """What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
 GPUs, and the steps of the whole run.
@@ -399,9 +381,6 @@ class ParallelConfig:
         "gradients and optimizer in CPU memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
         "of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
     )
-    hybrid_shard_size: int | None = option(
-        None, "fsdp_hybrid: GPUs that hold one copy of the model together (default: the GPUs of a host)."
-    )
     sync_every_micro_batch: bool = option(
         False,
         "Reduce gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded "
@@ -409,13 +388,9 @@ class ParallelConfig:
     )
     fp8_params: bool = option(
         False,
-        "Keep the decoder's linear weights in fp8 between steps and gather them in fp8 (fsdp_grad, fsdp_full and "
-        "fsdp_hybrid, with --use_te).",
-    )
-    fp8_all_gather: bool = option(
-        False,
-        "With --fp8_backend torchao and tensorwise scaling: cast the weights of fp8 layers before they are gathered, "
-        "half the bytes of bf16 (fsdp_full and fsdp_grad).",
+        "Gather the decoder's linear weights in fp8, half the bytes of bf16 (fsdp modes but fsdp_offload). With "
+        "--use_te they are fp8 between steps too; with --fp8_backend torchao it takes tensorwise scaling, and "
+        "fsdp_full or fsdp_grad.",
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a sequence too long for one GPU (needs --use_te and an fsdp mode)."
@@ -431,10 +406,6 @@ class ParallelConfig:
         "Return cached GPU memory to the driver every this many steps (0: never). Allocating it again costs time; for "
         "fragmented memory only.",
     )
-
-    def gpus_per_copy(self, local_world_size: int) -> int:
-        """GPUs that hold one copy of the model together under fsdp_hybrid, on hosts of `local_world_size` GPUs."""
-        return self.hybrid_shard_size or local_world_size
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,11 @@ def _truth(word: str) -> bool:
     raise argparse.ArgumentTypeError(f"Truthy value expected: got {word} but expected {known}.")
 
 
+def _number_or_truth(word: str, on: int) -> int:
+    """The number that a word stands for: itself, `on` for true, or 0 for false."""
+    return int(word) if word.isdecimal() else on * _truth(word)
+
+
 class _Parser(OneSentenceParser):
     """Takes an option for each field of the sections, which are dataclasses."""
 
@@ -129,6 +134,8 @@ class _Parser(OneSentenceParser):
         given: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
         if get_origin(kind) is Literal:
             self.add_argument(*names, **given, choices=get_args(kind))
+        elif (bare := field.metadata["bare"]) is not None:
+            self.add_argument(*names, **given, type=lambda word: _number_or_truth(word, bare), nargs="?", const=bare)
         elif kind is not bool:
             self.add_argument(*names, **given, type=kind)
         else:

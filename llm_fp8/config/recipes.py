@@ -57,7 +57,7 @@ class Recipe:
     """Scales are any fp32 numbers on Hopper, where the class's own are powers of two: then the largest value of every
     block is exact, which halved what fp8 costs SmolLM2-135M (docs/precision.md)."""
     one_scale_per_weight: bool = False
-    """As --fp8_params and --fp8_all_gather need."""
+    """As --fp8_params needs."""
     gemms_in_fp8: int = 3
     """Of fprop, dgrad and wgrad."""
     has_fp8_peak: bool = True
@@ -78,7 +78,6 @@ RECIPES: dict[str, Recipe] = {
                 **_FORMAT,
                 "amax_history_len": "amax_history_len",
                 "amax_compute_algo": "amax_compute_algo",
-                "fp8_margin": "margin",
             },
             defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
             quantizer="Float8Quantizer",

@@ -32,8 +32,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
         lambda value: value >= 1,
         "max_seq_length num_epochs gradient_accumulation_steps log_every save_total_limit amax_history_len "
-        "preprocessing_workers num_of_samples max_steps eval_batches gradient_checkpointing_every "
-        "context_parallel_size hybrid_shard_size",
+        "preprocessing_workers num_of_samples max_steps eval_batches "
+        "context_parallel_size",
     ),
     (
         "a finite number that is not negative",
@@ -45,14 +45,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "at least 0 and below 1",
         lambda value: 0 <= value < 1,
-        "adam_beta1 adam_beta2 validation_fraction lora_dropout",
+        "adam_beta2 validation_fraction lora_dropout",
     ),
-    ("a finite number above 0", lambda value: 0 < value < math.inf, "adam_epsilon lora_alpha"),
+    ("a finite number above 0", lambda value: 0 < value < math.inf, "lora_alpha"),
     ("from 0 to 1", lambda value: 0 <= value <= 1, "offload_optimizer"),
     ("from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32, "seed"),
 )
 """What a number must be, and the options that are such numbers where they are given."""
-RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo", "fp8_margin")
+RECIPE_OPTIONS = ("fp8_format", "amax_history_len", "amax_compute_algo")
 """Options that some recipes take (`Recipe.options`)."""
 HOST_RESERVE_GIB = 4.0
 """Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
@@ -75,19 +75,12 @@ def check_options(config: Config) -> None:
         _refuse(checks(config))
     if config.parallel.sharding_mode != "auto":
         _refuse(_mode_checks(config, config.parallel.sharding_mode))
-    model, run, kind = config.model, config.run, config.optim.optimizer
+    run, kind = config.run, config.optim.optimizer
     _refuse(
         {
-            f"--gradient_checkpointing_every {model.gradient_checkpointing_every} has no effect without "
-            "--gradient_checkpointing; add it.": (
-                not model.gradient_checkpointing and model.gradient_checkpointing_every != 1
-            ),
             f"--offload_optimizer moves the state of adamw_master, and --optimizer {kind} has another; use "
             "adamw_master or auto, or drop it.": config.optim.offload_optimizer > 0
             and kind not in ("auto", "adamw_master"),
-            "--parity_check compares the TE decoder with Hugging Face's and needs --use_te.": (
-                model.parity_check and not model.use_te
-            ),
             f"--wandb_project '{run.wandb_project}': W&B takes 1 to 128 characters, none of them in /\\#?%:.": (
                 re.fullmatch(r"[^/\\#?%:]{1,128}", run.wandb_project) is None
             ),
@@ -141,9 +134,6 @@ def _data_checks(config: Config) -> Checks:
     by_multiples = config.precision.may_be_fp8 or config.packing
     columns, theirs = data.column_names, list(data.column_names.values())
     return {
-        f"--eval_dataset_config {data.eval_dataset_config} has no effect without --eval_dataset_name; add it.": (
-            data.eval_dataset_config is not None and data.eval_dataset_name is None
-        ),
         f"--validation_fraction {data.validation_fraction} has no effect with --eval_dataset_name; drop one.": (
             data.validation_fraction is not None and data.eval_dataset_name is not None
         ),
@@ -221,12 +211,10 @@ def _precision_checks(config: Config) -> Checks:
             f"are {', '.join(own)}; change one of them."
         )
     recipe = RECIPES[chosen(scenario, backend)]
-    gathers = config.parallel.fp8_all_gather
+    gathers = torchao and config.parallel.fp8_params
     without = "without --mixed_precision fp8" if mixed is None else f"with --mixed_precision {mixed}"
     return {
-        "--fp8_all_gather belongs to --fp8_backend torchao; for Transformer Engine's modules there is "
-        "--fp8_params.": gathers and not torchao,
-        f"--fp8_all_gather gathers a weight with the one scale of tensorwise, and --fp8_scenario {scenario} has "
+        f"--fp8_params gathers a weight with the one scale of tensorwise, and --fp8_scenario {scenario} has "
         "one per row; drop one of them.": gathers and not recipe.one_scale_per_weight,
         "--use_te builds the decoder from Transformer Engine's modules, which --fp8_backend torchao cannot "
         "convert; drop one of them.": torchao and config.model.use_te,
@@ -278,9 +266,6 @@ def _lora_checks(config: Config) -> Checks:
         ),
         f"--offload_optimizer has next to nothing to move with {flag}, whose frozen weights have no optimizer state; "
         "drop it.": config.optim.offload_optimizer > 0,
-        "--lora_merge has no effect with --no_export; drop one of them.": (
-            options.lora_merge and not config.run.export
-        ),
     }
 
 
@@ -293,7 +278,7 @@ def _mode_checks(config: Config, mode: str) -> Checks:
     lacking_for_fp8_params = _lacking(
         {
             "such a mode": sharded and mode != "fsdp_offload",
-            "--use_te": use_te,
+            "--use_te": use_te or precision.fp8_backend == "torchao",
             "--mixed_precision fp8": precision.may_be_fp8,
         }
     )
@@ -319,14 +304,14 @@ def _mode_checks(config: Config, mode: str) -> Checks:
         f"--fp8_params keeps fp32 master weights, which --optimizer {kind} has not; use adamw_fp32 or auto.": (
             options.fp8_params and kind not in ("auto", "adamw_fp32")
         ),
-        f"--fp8_all_gather needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run has {flag}; change "
-        "the mode or drop it.": options.fp8_all_gather and mode not in FP8_GATHER_MODES,
+        f"--fp8_params with --fp8_backend torchao needs --sharding_mode {' or '.join(FP8_GATHER_MODES)}, and this run "
+        f"has {flag}; change the mode or drop it.": (
+            options.fp8_params and precision.fp8_backend == "torchao" and mode not in FP8_GATHER_MODES
+        ),
         f"--fp8_backend torchao cannot go with {flag}: DeepSpeed moves parameters in and out of modules that "
         "torchao compiles; use ddp or an fsdp mode.": deepspeed and precision.fp8_backend == "torchao",
         f"--context_parallel_size {size} needs --use_te and an fsdp mode; this run has {flag} and lacks "
         f"{lacking_for_context}.": size > 1 and lacking_for_context,
-        f"--hybrid_shard_size {options.hybrid_shard_size} has no effect with {flag}; use --sharding_mode "
-        "fsdp_hybrid or drop it.": options.hybrid_shard_size is not None and mode != "fsdp_hybrid",
         f"--deepspeed_config {options.deepspeed_config} has no effect with {flag}; use a deepspeed mode or drop "
         "it.": options.deepspeed_config is not None and not deepspeed,
         f"--async_save cannot go with {flag}, whose checkpoints DeepSpeed writes itself; drop it.": (
@@ -460,15 +445,15 @@ def _token_checks(config: Config, facts: MachineFacts) -> Checks:
 
 def _rank_checks(config: Config, facts: MachineFacts) -> Checks:
     size, world_size = config.parallel.context_parallel_size, facts.ranks.world_size
-    shard = config.parallel.gpus_per_copy(facts.ranks.local_world_size)
+    shard = facts.ranks.local_world_size
     return {
         f"--context_parallel_size {size} does not divide the {world_size} processes; choose a size that does.": (
             world_size % size != 0
         ),
         f"--context_parallel_size {size} needs attention in bf16, and this run computes in {facts.compute}; use "
         "--mixed_precision bf16 or fp8.": size > 1 and facts.compute == "fp32",
-        f"--sharding_mode fsdp_hybrid shards over {shard} GPUs (--hybrid_shard_size, by default those of a host) "
-        f"and replicates, which {world_size} GPUs cannot be divided into; choose a proper divisor, or fsdp_full.": (
+        f"--sharding_mode fsdp_hybrid shards over {shard} GPUs, those of a host, "
+        f"and replicates, which {world_size} GPUs cannot be divided into; use fsdp_full.": (
             facts.sharding_mode == "fsdp_hybrid" and (world_size % shard != 0 or world_size == shard)
         ),
     }
@@ -488,9 +473,9 @@ def _check_model(config: Config, facts: MachineFacts, model: ModelFacts) -> None
             ),
         }
     )
-    if config.parallel.fp8_params:
+    if config.parallel.fp8_params and config.precision.fp8_backend == "te":
         hybrid = facts.sharding_mode == "fsdp_hybrid"
-        num_shards = config.parallel.gpus_per_copy(facts.ranks.local_world_size) if hybrid else facts.ranks.world_size
+        num_shards = facts.ranks.local_world_size if hybrid else facts.ranks.world_size
         check_fp8_params(facts.scenario, model.layer_weights, num_shards)
 
 

@@ -91,7 +91,7 @@ class DatasetSource:
     several: bool = False
     """Whether --columns is said of several datasets, some of which may have our names or another form."""
     config: str | None = None
-    """Its configuration (--dataset_config); None for the default one."""
+    """Its configuration (NAME:CONFIG); None for the default one."""
     flag: str = "--dataset_name"
     """The option that names the dataset."""
 
@@ -156,12 +156,6 @@ SourceSplit = tuple[DatasetSource, str]
 def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:
     """What to train on, and what to evaluate on: nothing where a share of the former is to be held out."""
     asked = [(name, "--dataset_name") for name in _names(data.dataset_name)]
-    configs = [config.strip() or None for config in (data.dataset_config or "," * (len(asked) - 1)).split(",")]
-    if len(configs) != len(asked):
-        raise UserError(
-            f"--dataset_config {data.dataset_config} has {len(configs)} entries for the {len(asked)} datasets of "
-            "--dataset_name; give each its own, or nothing between two commas."
-        )
     num_trained = len(asked)
     if data.eval_dataset_name is not None:
         if len(_names(data.eval_dataset_name)) > 1:
@@ -170,10 +164,11 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
                 "one, or a pattern of files."
             )
         asked.append((data.eval_dataset_name, "--eval_dataset_name"))
-        configs.append(data.eval_dataset_config)
     sources = [
-        dataclasses.replace(open_source(name, config, flag), columns=data.column_names, several=len(asked) > 1)
-        for (name, flag), config in zip(asked, configs, strict=True)
+        dataclasses.replace(
+            open_source(*name_and_config(name), flag), columns=data.column_names, several=len(asked) > 1
+        )
+        for name, flag in asked
     ]
     train = [(source, source.training_split(data.split_name)) for source in sources[:num_trained]]
     for number, part in enumerate(train):
@@ -196,6 +191,16 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
     found = [(source, source.validation_split(wanted, split)) for source, split in train]
     evaluation = [(source, split) for source, split in found if split is not None]
     return train, evaluation if len(evaluation) == len(train) else []
+
+
+def name_and_config(word: str) -> tuple[str, str | None]:
+    """The dataset and the configuration that NAME:CONFIG asks for, None for the default one. What exists on this
+    machine is a name as it stands, and so is a pattern or an address.
+    """
+    name, _, config = word.rpartition(":")
+    if not name or not config or set("/*?[") & set(config) or Path(word).expanduser().exists():
+        return word, None
+    return name, config
 
 
 def _share_data(one: SourceSplit, other: SourceSplit) -> bool:
@@ -279,8 +284,7 @@ def _builder(name: str, path: str, config: str | None, flag: str, **arguments: A
         if (config or datasets.get_dataset_default_config_name(path)) in known:
             raise
         why = "has several configurations" if config is None else f"has no configuration {config}"
-        option = flag.replace("_name", "_config")
-        raise UserError(f"{flag} {name} {why}; choose {option} from: {', '.join(known)}.") from None
+        raise UserError(f"{flag} {name} {why}; write {flag} {name}:CONFIG with one of: {', '.join(known)}.") from None
 
 
 def _check_path(name: str, path: Path, flag: str) -> None:

@@ -411,7 +411,13 @@ def _prepare_stream(job: _Job) -> PreparedData:
 
     report = DataReport(max_seq_length=data.max_seq_length, num_eval_rows=len(held_out))
     keys = [cache_key("", job.tokenizer, each) for each in options]
-    mix = [data.dataset_config, data.columns, shares, *keys[1:], *(split for _, split in job.train[1:])]
+    mix = [
+        [source.config for source, _ in job.train],
+        data.columns,
+        shares,
+        *keys[1:],
+        *(split for _, split in job.train[1:]),
+    ]
     identity = job.identify(
         data.dataset_name,
         job.train[0][1],

@@ -40,8 +40,7 @@ def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
     if mode.startswith("fsdp"):
-        gpus_per_copy = config.parallel.gpus_per_copy(ranks.local_world_size)
-        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, gpus_per_copy)
+        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, ranks.local_world_size)
     if mode.startswith("deepspeed"):
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
     if config.model.cuda_graphs:

@@ -43,8 +43,7 @@ _SET_ELSEWHERE = {
     "msamp": "MS-AMP is not used here; fp8 comes from --mixed_precision fp8",
     "amp": "precision comes from --mixed_precision",
     "torch_autocast": "precision comes from --mixed_precision",
-    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and "
-    "--adam_epsilon",
+    "optimizer": "the optimizer is AdamW from --learning_rate, --weight_decay and --adam_beta2",
     "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps",
     "activation_checkpointing": "recomputation comes from --gradient_checkpointing",
     "tensorboard": "W&B comes from --use_wandb",

@@ -103,10 +103,9 @@ class FsdpStrategy(DistributedStrategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Returns its arguments: the optimizer was built over the shards."""
-        assert self._fp8_params is not None or not self.options.fp8_params, "keep_in_fp8 comes first"
         if self._fp8_params is not None:
             keep_weights_in_fp8(model, self._fp8_params, optimizer)
-        if self.options.fp8_all_gather:
+        elif self.options.fp8_params:  # torchao's weights, which it casts before they are gathered
             optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
         self.wgrad_accumulation = FusedWgradAccumulation(model, UnshardedGradients(model).find)
         return model, optimizer

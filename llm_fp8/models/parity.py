@@ -166,15 +166,15 @@ def check_parity(
     """
     if batch.input_ids.is_cuda and os.environ.get(TF32_VARIABLE) != "0":
         raise UserError(
-            f"--parity_check compares the TE decoder with Hugging Face's in fp32, and {TF32_VARIABLE} is "
-            f"{os.environ.get(TF32_VARIABLE, 'not set')}, which lets TE multiply in TF32; set it to 0, or give "
-            "--no_parity_check."
+            f"the parity check compares the TE decoder with Hugging Face's in fp32, and {TF32_VARIABLE} is "
+            f"{os.environ.get(TF32_VARIABLE, 'not set')}, which lets TE multiply in TF32; set it to "
+            "0."
         )
     stored = f"{check_weights(model, files, full_tensor)} stored tensors loaded bit for bit; " if files else ""
     report = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
     if fault := report.fault():
         raise UserError(
-            f"--parity_check: the TE decoder {fault}. Training would train another model; report this with the model's "
+            f"parity check: the TE decoder {fault}. Training would train another model; report this with the model's "
             "config.json, or train without --use_te."
         )
     return f"parity with Hugging Face: {stored}{report.describe()}"
@@ -254,7 +254,7 @@ def check_weights(
     tied = model.get_output_embeddings().weight is embedding.weight
     if tied != bool(model.config.tie_word_embeddings):
         raise UserError(
-            f"--parity_check: config.json says tie_word_embeddings {bool(model.config.tie_word_embeddings)}, and the "
+            f"parity check: config.json says tie_word_embeddings {bool(model.config.tie_word_embeddings)}, and the "
             f"model's lm_head is {'' if tied else 'not '}its embedding. Report this with the model's config.json."
         )
     parameters, compared = te_llama.te_parameters(model), 0
@@ -268,7 +268,7 @@ def check_weights(
             stored = stored.to(full)
             if not torch.equal(full[part.start : part.stop], stored):
                 raise UserError(
-                    f"--parity_check: the model's {part.hf_name} is not the tensor in {files[0].parent}. Training "
+                    f"parity check: the model's {part.hf_name} is not the tensor in {files[0].parent}. Training "
                     "would train another model; report this with the model's config.json."
                 )
             compared += 1

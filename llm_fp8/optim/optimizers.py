@@ -88,9 +88,13 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_d
     return [group for group in groups if group["params"]]
 
 
+ADAM_BETA1, ADAM_EPSILON = 0.9, 1e-8
+"""Decay of the first moment, and what is added to the denominator of the update."""
+
+
 def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
     """The arguments that every AdamW takes by these names; weight decay is in the groups."""
-    return {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    return {"lr": config.learning_rate, "betas": (ADAM_BETA1, config.adam_beta2), "eps": ADAM_EPSILON}
 
 
 def build_optimizer(

@@ -107,7 +107,7 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
 
 
 def unwrapped_shard(parameter: Tensor) -> Tensor:
-    """A sharded parameter as a DTensor of its fp32 shard, sharing memory, where torchao wraps it for --fp8_all_gather;
+    """A sharded parameter as a DTensor of its fp32 shard, sharing memory, where torchao wraps it for --fp8_params;
     any other as it is.
     """
     if not isinstance(parameter, DTensor):

@@ -41,11 +41,11 @@ from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.json_files import read_json, require_entries
 
 _OF_THE_DATASET = (
-    *("dataset_config", "dataset_weights", "columns", "split_name", "num_of_samples", "eval_dataset_name"),
-    *("eval_dataset_config", "validation_split_name", "validation_fraction"),
+    *("dataset_weights", "columns", "split_name", "num_of_samples", "eval_dataset_name"),
+    *("validation_split_name", "validation_fraction"),
 )
 """Recorded options that say nothing of another --dataset_name."""
-_OF_THE_EVALUATION = ("eval_dataset_config", "validation_split_name", "validation_fraction")
+_OF_THE_EVALUATION = ("validation_split_name", "validation_fraction")
 """And of another --eval_dataset_name."""
 _DESCRIBED_BY = {
     "dataset_name": _OF_THE_DATASET,

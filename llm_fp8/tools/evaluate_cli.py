@@ -20,10 +20,8 @@ from llm_fp8.utils.json_files import write_json_atomic
 
 DATA_OPTIONS: dict[str, Callable[[str], str | int | float]] = {
     "dataset_name": str,
-    "dataset_config": str,
     "dataset_weights": str,
     "eval_dataset_name": str,
-    "eval_dataset_config": str,
     "columns": str,
     "split_name": str,
     "validation_split_name": str,

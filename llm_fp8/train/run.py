@@ -336,10 +336,10 @@ def _prepare_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase, context: Co
 
 
 def _check_parity(setup: TrainingSetup, data: PreparedData, context: ContextGroup, resumed: bool) -> None:
-    """Compare the TE decoder with Hugging Face's on the first batch (--parity_check)."""
+    """Compare the TE decoder with Hugging Face's on the first batch, unless weights are random or a checkpoint's."""
     plan = setup.plan
-    options, wanted = plan.config.model, plan.config.model.parity_check
-    if not options.use_te or not (setup.weights_loaded and not resumed if wanted is None else wanted):
+    options = plan.config.model
+    if not options.use_te or not setup.weights_loaded or resumed:
         return
     batch = context.on_its_own(first_step(data.train)[0])
     found = check_parity(
@@ -348,7 +348,7 @@ def _check_parity(setup: TrainingSetup, data: PreparedData, context: ContextGrou
         plan.config.data.max_seq_length // context.size,
         dtype=plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.weight_dtype,
         full_tensor=plan.strategy.full_tensor,
-        files=weight_files(options, plan.source) if setup.weights_loaded and not resumed else None,
+        files=weight_files(options, plan.source),
     )
     plan.say(found)
 
@@ -359,11 +359,8 @@ def _check_export(setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase) -> N
     """
     plan = setup.plan
     options = plan.config.lora
-    if plan.config.run.export and options.lora_rank and not setup.weights_loaded and not options.lora_merge:
-        plan.say(
-            "final/ will hold the merged model, as with --lora_merge: the frozen weights are random and are kept "
-            "nowhere else"
-        )
+    if plan.config.run.export and options.lora_rank and not setup.weights_loaded:
+        plan.say("final/ will hold the merged model: the frozen weights are random and are kept nowhere else")
     if plan.config.run.export and plan.accelerator.is_main_process:
         check_free_space(plan.folder, exported_bytes(setup))
         if not exports_adapter(setup):

@@ -130,7 +130,7 @@ def record_run(setup: TrainingSetup, data: PreparedData, loop: TrainingLoop, res
 def exports_adapter(setup: TrainingSetup) -> bool:
     """Whether final/ will hold an adapter; one for random weights would be useless."""
     options = setup.plan.config.lora
-    return options.lora_rank > 0 and setup.weights_loaded and not options.lora_merge
+    return options.lora_rank > 0 and setup.weights_loaded
 
 
 def exported_bytes(setup: TrainingSetup) -> int:

@@ -219,7 +219,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
     training_model = TrainingModel(model, config.data.max_seq_length, precision_plan.compute_dtype)
-    if config.parallel.fp8_params:
+    if config.parallel.fp8_params and precision_plan.backend == "te":
         assert isinstance(strategy, FsdpStrategy)  # check_options saw to it
         strategy.keep_in_fp8(precision)
     strategy.shard(training_model, layers)
@@ -286,7 +286,7 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
     """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
     config, precision = plan.config, plan.precision
     if precision.backend == "torchao":
-        gathers = config.parallel.fp8_all_gather
+        gathers = config.parallel.fp8_params
         recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=gathers)
         return convert_with_torchao(model, recipe, bf16_modules(config.precision, model, layers))
     if precision.recipe is not None and not config.model.use_te:
@@ -309,12 +309,12 @@ def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLi
 def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:
     """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
     options = plan.config.model
-    if not options.gradient_checkpointing:
+    if options.gradient_checkpointing == 0:
         return ()
     uses_te = options.use_te or plan.precision.te_recipe is not None
     return enable_gradient_checkpointing(
         layers,
-        options.gradient_checkpointing_every,
+        options.gradient_checkpointing,
         uses_te,
         reentrant=uses_te and plan.strategy.reentrant_te_checkpoints,
     )

@@ -206,12 +206,16 @@ def test_configurations(tmp_path: Path) -> None:
         assert rows == ROWS[:num_rows]
         assert list(iterate(source, "train", open_split_stream(source, "train"))) == rows
     with pytest.raises(
-        UserError, match=r"a has several configurations; choose --dataset_config from: main, socratic\."
+        UserError, match=r"a has several configurations; write --dataset_name .*a:CONFIG with one of: main, socratic\."
     ):
         open_source(folder)
-    with pytest.raises(UserError, match=r"a has no configuration man; choose --dataset_config from: main, socratic\."):
+    with pytest.raises(
+        UserError, match=r"a has no configuration man; write --dataset_name .*a:CONFIG with one of: main, socratic\."
+    ):
         open_source(folder, "man")
-    with pytest.raises(UserError, match=r"--eval_dataset_name .* choose --eval_dataset_config from: main, socratic\."):
+    with pytest.raises(
+        UserError, match=r"--eval_dataset_name .* write --eval_dataset_name .*a:CONFIG with one of: main, socratic\."
+    ):
         open_source(folder, "man", "--eval_dataset_name")
     assert _read(_with_configs(tmp_path / "b", default=True)) == ROWS[:6]
     with pytest.raises(UserError, match=r"a\.jsonl is no dataset with configurations, which main would be one of"):
@@ -231,11 +235,11 @@ def test_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("a.jsonl, b.jsonl") == [[("a.jsonl", "train"), ("b.jsonl", "train")], []]
     assert found("a,b.jsonl") == [[("a,b.jsonl", "train")], []], "a file of that name is one dataset"
     _with_configs(Path("c"))
-    assert found("a.jsonl,c", dataset_config=",main")[0] == [("a.jsonl", "train"), ("c", "train")]
-    assert found("a.jsonl", eval_dataset_name="c", eval_dataset_config="main")[1] == [("c", "test")]
-    assert found("c", dataset_config="main", validation_split_name="test")[1] == [("c", "test")]
-    with pytest.raises(UserError, match="--dataset_config main has 1 entries for the 2 datasets of --dataset_name"):
-        found("a.jsonl,c", dataset_config="main")
+    assert found("a.jsonl,c:main")[0] == [("a.jsonl", "train"), ("c", "train")]
+    assert found("a.jsonl", eval_dataset_name="c:main")[1] == [("c", "test")]
+    assert found("c:main", validation_split_name="test")[1] == [("c", "test")]
+    _write_jsonl(Path("a:b.jsonl"), ROWS)
+    assert found("a:b.jsonl")[0] == [("a:b.jsonl", "train")], "what exists is no configuration"
 
 
 def test_names_that_hold_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,7 +623,7 @@ except UserError as error:
     online = _run_with_hub(hub, tmp_path / "home", program)
     assert online.stdout.splitlines() == [
         "['train', 'train_1M'] 3",
-        "--dataset_name own/math has no configuration main; choose --dataset_config from: default.",
+        "--dataset_name own/math has no configuration main; write --dataset_name own/math:CONFIG with one of: default.",
     ], online.stderr
     offline = _run_with_hub("http://127.0.0.1:9", tmp_path / "home", program.split("try")[0], offline=True)
     assert offline.stdout.splitlines() == ["['train_1M'] 3"], offline.stderr

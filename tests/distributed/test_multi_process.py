@@ -34,14 +34,14 @@ MODES = [
         "fsdp_full",
         4,
         2,
-        ["--sync_every_micro_batch", "--gradient_checkpointing", "--gradient_checkpointing_every=2"],
+        ["--sync_every_micro_batch", "--gradient_checkpointing=2"],
     ),
     (2, "fsdp_grad", 4, 2, []),
     (2, "fsdp_offload", 4, 2, []),
     (3, "fsdp_full", 2, 3, []),
     (4, "fsdp_full", 1, 4, []),
-    (4, "fsdp_hybrid", 2, 2, ["--hybrid_shard_size=2"]),
-    (8, "fsdp_hybrid", 1, 2, ["--hybrid_shard_size=4"]),
+    (4, "fsdp_hybrid", 2, 2, []),
+    (8, "fsdp_hybrid", 1, 2, []),
     (8, "fsdp_full", 1, 2, []),
     (4, "ddp", 2, 2, []),
     (8, "ddp", 1, 2, []),
@@ -65,7 +65,14 @@ def test_a_step_is_the_reference_in_every_mode(
     tmp_path, tiny_model, sixteen_rows, num_ranks, mode, batch_size, accumulation, more
 ):
     cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
-    run_ranks(num_ranks, tmp_path, *reference_options(tiny_model, sixteen_rows, tmp_path), *cut, *more)
+    run_ranks(
+        num_ranks,
+        tmp_path,
+        *reference_options(tiny_model, sixteen_rows, tmp_path),
+        *cut,
+        *more,
+        hosts=1 + (mode == "fsdp_hybrid"),
+    )
     check_against_reference(tmp_path, tiny_model, sixteen_rows, False)
     assert run_json(tmp_path)["effective"]["sharding_mode"] == mode
 

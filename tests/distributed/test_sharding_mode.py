@@ -62,7 +62,6 @@ def test_bytes_of_every_mode():
 
 
 def test_hybrid_shards_inside_a_host():
-    assert config().parallel.gpus_per_copy(TWO_HOSTS.local_world_size) == 8
     check_machine(config(), MachineFacts(TWO_HOSTS, "fsdp_hybrid"))
 
 

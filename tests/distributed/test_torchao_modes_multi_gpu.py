@@ -23,11 +23,10 @@ CASES = [
     ("fsdp_full", "tensorwise", []),
     ("fsdp_full", "rowwise", []),
     ("fsdp_full", "rowwise_with_gw_hp", ["--gradient_checkpointing"]),
-    ("fsdp_full", "tensorwise", ["--fp8_all_gather"]),
-    ("fsdp_grad", "tensorwise", ["--fp8_all_gather"]),
-    ("fsdp_full", "tensorwise", ["--fp8_all_gather", "--gradient_checkpointing"]),
+    ("fsdp_full", "tensorwise", ["--fp8_params"]),
+    ("fsdp_grad", "tensorwise", ["--fp8_params"]),
+    ("fsdp_full", "tensorwise", ["--fp8_params", "--gradient_checkpointing"]),
     ("fsdp_offload", "tensorwise", []),
-    ("fsdp_hybrid", "rowwise", ["--hybrid_shard_size=1"]),
 ]
 
 
@@ -56,7 +55,7 @@ def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_
     assert (tmp_path / "two" / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("gather", [[], ["--fp8_all_gather"]], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("gather", [[], ["--fp8_params"]], ids=["bf16", "fp8"])
 def test_a_resumed_run_goes_on(gather, models, tmp_path):
     common = [*FP8, "--sharding_mode=fsdp_full", *gather, "--save_every=3", "--save_total_limit=9"]
     whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]

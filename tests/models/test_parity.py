@@ -121,7 +121,7 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
 def test_the_check_refuses_another_rope(right_model):
     model, _ = right_model
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
-    with pytest.raises(UserError, match="--parity_check: the TE decoder differs from Hugging Face's in fp32 by"):
+    with pytest.raises(UserError, match="parity check: the TE decoder differs from Hugging Face's in fp32 by"):
         check_parity(model, packed_batch("cpu"), S, torch.float32)
 
 

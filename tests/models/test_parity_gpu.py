@@ -141,7 +141,7 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     angles = model.model.rotary_emb.angles
     model.model.rotary_emb.angles = angles * 1.01  # as a slightly wrong RoPE base would
-    with pytest.raises(UserError, match=r"--parity_check: the TE decoder differs from Hugging Face's in fp32 by"):
+    with pytest.raises(UserError, match=r"parity check: the TE decoder differs from Hugging Face's in fp32 by"):
         check_parity(model, packed_batch(device), S, dtype)
     model.model.rotary_emb.angles = angles
     after = dict(model.named_parameters())

@@ -61,9 +61,7 @@ def test_a_recipe_this_gpu_lacks_falls_back_or_is_refused(device):
 
 
 def test_options_reach_the_recipe(device):
-    plan = resolve_precision(
-        fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_margin=1, fp8_format="E4M3"), device
-    )
+    plan = resolve_precision(fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_format="E4M3"), device)
     recipe = plan.recipe
     assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (16, "most_recent", 1)
     assert recipe.fp8_format.name == "E4M3"

@@ -205,7 +205,7 @@ def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process
 
 @pytest.mark.slow
 def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows, one_process, tmp_path):
-    cut = ["--batch_size=4", "--sharding_mode=fsdp_full", "--fp8_all_gather", *FP8]
+    cut = ["--batch_size=4", "--sharding_mode=fsdp_full", "--fp8_params", *FP8]
     log = in_two_processes(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, "--save_every=2"))
     assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
     gathered = [line for line in log.splitlines() if line.startswith("gathers")]
@@ -448,12 +448,8 @@ REFUSED = {
     "a format": (["--fp8_format=E4M3"], "--fp8_format has no effect with --fp8_scenario tensorwise"),
     "tokens": (["--max_seq_length=30", "--batch_size=1"], "multiple of 16"),
     "gathering by rows": (
-        ["--fp8_all_gather", "--fp8_scenario=rowwise"],
-        "--fp8_all_gather gathers a weight with the one scale",
-    ),
-    "gathering without torchao": (
-        ["--fp8_all_gather", "--fp8_backend=te"],
-        "--fp8_all_gather belongs to --fp8_backend torchao",
+        ["--fp8_params", "--fp8_scenario=rowwise"],
+        "--fp8_params gathers a weight with the one scale",
     ),
 }
 
@@ -474,9 +470,8 @@ def test_without_fp8_it_has_no_effect():
     ("mode", "more", "sentence"),
     [
         ("deepspeed_2", [], "--fp8_backend torchao cannot go with --sharding_mode deepspeed_2"),
-        ("ddp", ["--fp8_all_gather"], "--fp8_all_gather needs --sharding_mode fsdp_full or fsdp_grad"),
-        ("fsdp_offload", ["--fp8_all_gather"], "--fp8_all_gather needs --sharding_mode fsdp_full or fsdp_grad"),
-        ("fsdp_full", ["--fp8_params"], "--fp8_params needs an fsdp mode other than fsdp_offload, --use_te"),
+        ("ddp", ["--fp8_params"], "--fp8_params"),
+        ("fsdp_offload", ["--fp8_params"], "--fp8_params"),
     ],
 )
 def test_modes_that_cannot(mode, more, sentence):
@@ -590,11 +585,11 @@ def test_arms_of_a_benchmark():
         match="--arms tensorwise: torchao converts the layers of the Hugging Face decoder; write tensorwise:swap",
     ):
         parse_variant("tensorwise")
-    arm = parse_variant("fsdp_full:tensorwise:swap:fp8_all_gather")
+    arm = parse_variant("fsdp_full:tensorwise:swap:fp8_params")
     assert isinstance(arm.what, Config) and not arm.what.model.use_te and arm.computes_in_fp8
-    assert arm.what.parallel.fp8_all_gather and arm.what.precision.fp8_backend == "torchao"
+    assert arm.what.parallel.fp8_params and arm.what.precision.fp8_backend == "torchao"
     work = Workload.parse("embedded:2x64x1", 1)
     ranks = LaunchRanks.from_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
     arm.check(work, ranks)
-    with pytest.raises(UserError, match="--fp8_all_gather gathers a weight with the one scale"):
-        parse_variant("fsdp_full:rowwise:swap:fp8_all_gather").check(work, ranks)
+    with pytest.raises(UserError, match="--fp8_params gathers a weight with the one scale"):
+        parse_variant("fsdp_full:rowwise:swap:fp8_params").check(work, ranks)

@@ -163,8 +163,8 @@ def test_the_commented_entries_of_the_fsdp_files_are_understood(monkeypatch, tmp
     file = tmp_path / "hybrid.yaml"
     file.write_text(yaml.safe_dump(content))
     environ = launch_environment(monkeypatch, file, "--num_processes", "16")
-    config = apply_launch_settings(parse_config([], parallel=True), environ)
-    assert (config.parallel.sharding_mode, config.parallel.hybrid_shard_size) == ("fsdp_hybrid", 8)
+    config = apply_launch_settings(parse_config([], parallel=True), {**environ, "LOCAL_WORLD_SIZE": "8"})
+    assert config.parallel.sharding_mode == "fsdp_hybrid"
     assert config.model.gradient_checkpointing
 
 

@@ -66,25 +66,29 @@ def start_ranks(
     *options: object,
     first: Callable[[], None] | None = None,
     of_last: Sequence[object] = (),
+    hosts: int = 1,
 ) -> list[BaseProcess]:
     """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
-    `first` before it trains. `of_last` are options of the last one only.
+    `first` before it trains. `of_last` are options of the last one only. `hosts`: how many they
+    seem to be spread over.
     """
     launch = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks // hosts),
     }
     ranks = [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
     own = [options] * (num_ranks - 1) + [(*options, *of_last)]
     return [_start(log, given, environment, first) for given, environment in zip(own, ranks, strict=True)]
 
 
-def run_ranks(num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None) -> str:
+def run_ranks(
+    num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None, hosts: int = 1
+) -> str:
     """As `start_ranks`, beside `folder`, to the end, which has to be a good one; returns what they printed."""
     log = folder.with_name(f"{folder.name}.log")
-    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options, first=first)]
+    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options, first=first, hosts=hosts)]
     assert codes == [0] * num_ranks, log.read_text()
     return log.read_text()
 

@@ -20,9 +20,7 @@ NUM_STEPS = 10
 OPTIONS = {
     "--learning_rate": 3e-3,
     "--weight_decay": 0.5,
-    "--adam_beta1": 0.8,
     "--adam_beta2": 0.9,
-    "--adam_epsilon": 1e-6,
     "--max_grad_norm": 0.3,
     "--num_warmup_steps": 100,
     "--lr_scheduler": "linear",
@@ -73,8 +71,7 @@ def reference(
     norms = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIONS["--weight_decay"]}, {"params": norms, "weight_decay": 0.0}],
-        betas=(OPTIONS["--adam_beta1"], OPTIONS["--adam_beta2"]),
-        eps=OPTIONS["--adam_epsilon"],
+        betas=(0.9, OPTIONS["--adam_beta2"]),
     )
     losses, grad_norms = [], []
     for step in range(NUM_STEPS):

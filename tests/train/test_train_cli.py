@@ -277,9 +277,7 @@ def test_an_fp8_configuration_file_of_accelerate_becomes_our_options(tmp_path, o
         fp8_format="HYBRID",
         amax_compute_algo="max",
         amax_history_len=1024,
-        fp8_margin=settings.fp8_margin,
     )
-    assert settings.fp8_margin in (None, 0)
     assert environment == {}
 
 
@@ -396,9 +394,7 @@ def test_max_grad_norm_clips(run):
     assert losses(free) != losses(clipped)
 
 
-@pytest.mark.parametrize(
-    "option", ["--weight_decay=0.5", "--adam_beta1=0.1", "--adam_beta2=0.1", "--adam_epsilon=1", "--learning_rate=1e-3"]
-)
+@pytest.mark.parametrize("option", ["--weight_decay=0.5", "--adam_beta2=0.1", "--learning_rate=1e-3"])
 def test_the_optimizer_follows_its_options(run, option):
     assert losses(run("--no_export")) != losses(run("--no_export", option))
 

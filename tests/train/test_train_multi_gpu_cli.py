@@ -42,10 +42,6 @@ def test_the_documented_command(tmp_path, tiny_model):
     ("options", "sentence"),
     [
         (["--sharding_mode=fsdp_ful"], "--sharding_mode: invalid choice: 'fsdp_ful'"),
-        (
-            ["--sharding_mode=ddp", "--hybrid_shard_size=2"],
-            "--hybrid_shard_size 2 has no effect with --sharding_mode ddp",
-        ),
         (["--model_name=/no/such"], "--model_name /no/such: no such folder."),
     ],
 )

@@ -89,7 +89,7 @@ def precisions(backend: Backend) -> dict[str, PrecisionConfig]:
 
 
 _OPTIONS_OF_ONE_GPU = ("swap", "recompute", "graphs", "adamw_8bit", "recast")
-_OPTIONS_OF_SEVERAL = ("fp8_params", "fp8_all_gather", "sync")
+_OPTIONS_OF_SEVERAL = ("fp8_params", "sync")
 LORA = re.compile(r"lora([1-9]\d*)(qv)?")
 """An option: adapters of rank N on all linear layers, or on q and v alone."""
 OFFLOAD = re.compile(r"offload([1-9]\d?|100)")
@@ -208,7 +208,7 @@ def parse_variant(name: str) -> Variant:
     ours = Config(
         model=ModelConfig(
             use_te="swap" not in options,
-            gradient_checkpointing="recompute" in options,
+            gradient_checkpointing=int("recompute" in options),
             cuda_graphs="graphs" in options,
         ),
         precision=precision,
@@ -224,7 +224,6 @@ def parse_variant(name: str) -> Variant:
             sharding_mode=mode or ParallelConfig.sharding_mode,
             context_parallel_size=int(context[1]) if context else 1,
             fp8_params="fp8_params" in options,
-            fp8_all_gather="fp8_all_gather" in options,
             sync_every_micro_batch="sync" in options,
         ),
     )

@@ -33,10 +33,8 @@ _IGNORED = {
 _EFFECTS: tuple[tuple[str, Effect], ...] = (
     # The first prefix that fits decides.
     ("config.data.preprocessing_workers", "note"),
-    ("config.model.parity_check", "note"),
     ("config.model.gradient_checkpointing", "speed"),
     ("config.model.cuda_graphs", "speed"),
-    ("config.lora.lora_merge", "note"),
     ("config.parallel.fp8_params", "all"),
     ("config.parallel", "speed"),
     ("config.run.eval_batches", "quality"),

@@ -247,7 +247,7 @@ def _bottlenecks(facts: StepMeasurements) -> Iterator[Bottleneck]:
         "recomputation",
         facts.recomputed_gemm_s,
         f"{facts.recomputed_share:.0%} of the decoder layers recompute their forward pass; this counts its GEMMs alone",
-        "drop --gradient_checkpointing, or raise --gradient_checkpointing_every, if memory allows",
+        "drop --gradient_checkpointing, or give it a larger number, if memory allows",
     )
     if not facts.compiled:  # torchao casts the weights for every GEMM, fused with other work
         yield Bottleneck(

@@ -159,7 +159,7 @@ class _Session:
         linear_flops = 6.0 * trainer.size.num_linear_parameters * num_tokens
         layers = decoder_layers(training.model)
         options = config.model
-        recomputed = layers[:: options.gradient_checkpointing_every] if options.gradient_checkpointing else ()
+        recomputed = layers[:: options.gradient_checkpointing] if options.gradient_checkpointing else ()
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         accumulation = trainer.strategy.wgrad_accumulation
         added_by_gemms = set() if accumulation is None else {id(weight) for weight in accumulation.weights()}

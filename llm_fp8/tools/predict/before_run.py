@@ -56,7 +56,7 @@ def workload_of(run: RunDescription, micro_batch_tokens: int, mean_length: float
     recomputed = range(
         0,
         model.spec.num_layers if config.model.gradient_checkpointing else 0,
-        config.model.gradient_checkpointing_every,
+        config.model.gradient_checkpointing or 1,
     )
     return StepWorkload(
         model=model,
@@ -392,7 +392,7 @@ def _variations(run: RunDescription) -> Iterator[tuple[list[str], RunDescription
         changed = dataclasses.replace(
             config,
             model=dataclasses.replace(
-                config.model, gradient_checkpointing=recompute or config.model.gradient_checkpointing
+                config.model, gradient_checkpointing=int(recompute) or config.model.gradient_checkpointing
             ),
             precision=dataclasses.replace(
                 config.precision, fp8_recast_weights=recast or config.precision.fp8_recast_weights

@@ -122,7 +122,7 @@ def checked(options: argparse.Namespace) -> Config:
     config = Config(
         model=ModelConfig(
             use_te=True,
-            gradient_checkpointing=options.gradient_checkpointing,
+            gradient_checkpointing=int(options.gradient_checkpointing),
             cuda_graphs=options.cuda_graphs,
         ),
         data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length, packing=True),

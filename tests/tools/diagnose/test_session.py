@@ -107,7 +107,7 @@ def test_attention_without_a_fused_kernel(diagnosed):
 
 
 def test_recomputation_is_seen(diagnosed):
-    options = ["--mixed_precision", "bf16", "--gradient_checkpointing", "--gradient_checkpointing_every", "2"]
+    options = ["--mixed_precision", "bf16", "--gradient_checkpointing", "2"]
     found, _ = diagnosed(*options)
     assert any("50% of the decoder layers" in loss["cause"] for loss in found["time"]["losses"])
 
