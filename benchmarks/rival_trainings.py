@@ -33,7 +33,7 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.adamw_base import local_part
+from llm_fp8.optim.adamw import local_part
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import attention_library
 from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, write_json_atomic

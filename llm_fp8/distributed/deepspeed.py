@@ -26,11 +26,11 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.deepspeed_config import load_deepspeed, zero_stage
+from llm_fp8.distributed.deepspeed_config import file_of, load_deepspeed, zero_stage
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.optim.optimizers import OptimizerKind, adamw_arguments, parameter_groups
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 
 if TYPE_CHECKING:
     import deepspeed
@@ -49,21 +49,8 @@ class _Plugin(DeepSpeedPlugin):
 def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """What `Accelerator` is given, beside mixed_precision, to train with DeepSpeed under these `settings`."""
     load_deepspeed()
-    plugin = _Plugin(  # every argument is given: Accelerate would read the others from the environment
-        hf_ds_config=settings,
-        gradient_accumulation_steps=settings["gradient_accumulation_steps"],
-        gradient_clipping=settings["gradient_clipping"],
-        zero_stage=settings["zero_optimization"]["stage"],
-        is_train_batch_min=True,
-        offload_optimizer_device="none",
-        offload_param_device="none",
-        offload_optimizer_nvme_path="none",
-        offload_param_nvme_path="none",
-        zero3_init_flag=False,
-        zero3_save_16bit_model=False,
-        enable_msamp=False,
-        msamp_opt_level="O1",
-    )
+    # Accelerate would read these two from the environment.
+    plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
     # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
@@ -104,7 +91,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         assert isinstance(model, TrainingModel)
         # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]
-        self._zero, _ = self.accelerator.prepare(model, optimizer)
+        with reading("--deepspeed_config", file_of(self.options.deepspeed_config, self.mode), "it into DeepSpeed"):
+            self._zero, _ = self.accelerator.prepare(model, optimizer)
         if self.stage == 3:  # the loss reads this weight without calling its module
             from deepspeed.runtime.zero import register_external_parameter
 
@@ -126,7 +114,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Of a trained parameter the master weight."""
+        """The master weight where the parameter is trained."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -146,7 +134,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_files(self) -> list[str]:
-        """Of `save_state`, of all ranks."""
+        """The names of the files that `save_state` writes on all ranks."""
         prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
         ranks = range(self.accelerator.num_processes)
         weights = ["mp_rank_00_model_states.pt"]
@@ -155,19 +143,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         return weights + [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
 
     def state_bytes(self) -> int:
-        """Approximate: master weights, moments and weights."""
+        """The size of master weights, moments and weights, about."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
         """Write weights, master weights and optimizer state as `state_files`, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
-        rank = self.accelerator.process_index
-        for name in self.state_files():
-            if f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank" not in name):
-                with (folder / name).open("rb") as file:
-                    os.fsync(file.fileno())
-        if rank == 0:
+        self.accelerator.wait_for_everyone()
+        for path in folder.glob("*_states.pt"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if self.accelerator.is_main_process:
             for name in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed's; they need a file not written here
                 (folder / name).unlink()
         self.accelerator.wait_for_everyone()
@@ -176,7 +163,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Restore what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
         run's. `UserError` where the number of ranks, the stage or the precision differs.
         """
-        self._require_own_files(folder)
+        found = {path.name for path in folder.glob("*_states.pt")}
+        if found != set(self.state_files()):
+            num_ranks = sum(name.endswith("optim_states.pt") for name in found)
+            raise UserError(
+                f"--resume_from: {folder} was saved by {num_ranks} processes, or under another mode or precision than "
+                f"--sharding_mode {self.mode} on {self.accelerator.num_processes}, which DeepSpeed cannot resume; use "
+                "what it was saved with, or an fsdp mode, which resumes with any number of processes."
+            )
         optimizer = self._zero.basic_optimizer
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         path, _ = self._zero.load_checkpoint(
@@ -187,30 +181,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             group.update(own)
         self._zero.optimizer.clip_grad = self.settings["gradient_clipping"]
 
-    def _require_own_files(self, folder: Path) -> None:
-        found = {path.name for path in folder.glob("*_states.pt")}
-        wanted = set(self.state_files())
-        if found == wanted:
-            return
-        saved_ranks = len([name for name in found if name.endswith("optim_states.pt")])
-        num_ranks = self.accelerator.num_processes
-        if saved_ranks and saved_ranks != num_ranks:
-            raise UserError(
-                f"--resume_from: {folder} was saved by {saved_ranks} processes under DeepSpeed, which cannot be "
-                f"resumed by {num_ranks}; use {saved_ranks} processes, or an fsdp mode, which resumes with any number."
-            )
-        raise UserError(
-            f"--resume_from: {folder} was not saved by --sharding_mode {self.mode} in this precision "
-            f"({min(wanted - found or found - wanted)} {'is missing' if wanted - found else 'is unexpected'}); resume "
-            "with the --sharding_mode and --mixed_precision that it was saved with."
-        )
-
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
     """Load weights and buffers by name, without Transformer Engine's extra state: scales are restored elsewhere."""
     kept = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(kept, strict=False)
     missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
-    if missing or loaded.unexpected_keys:
-        name = (missing + loaded.unexpected_keys)[0]
-        raise UserError(f"--resume_from: the checkpoint holds other weights than this run: {name} is on one side only.")
+    assert not missing and not loaded.unexpected_keys, (missing, loaded.unexpected_keys)

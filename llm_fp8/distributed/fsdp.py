@@ -46,7 +46,7 @@ from llm_fp8.utils.torch_internals import local_of, materialize_, sharded_like
 
 
 class FsdpStrategy(DistributedStrategy):
-    """The fsdp modes. `hybrid_shard_size`, a divisor of the ranks: how many share a copy of the model (fsdp_hybrid)."""
+    """The fsdp modes; fsdp_hybrid shards inside a host, over `ranks_per_host` ranks, and copies between hosts."""
 
     shards_parameters = True
 
@@ -56,7 +56,7 @@ class FsdpStrategy(DistributedStrategy):
         accelerator: Accelerator,
         options: ParallelConfig,
         compute_dtype: torch.dtype,
-        hybrid_shard_size: int,
+        ranks_per_host: int,
     ) -> None:
         super().__init__(mode, accelerator, options)
         self.compute_dtype = compute_dtype
@@ -65,7 +65,7 @@ class FsdpStrategy(DistributedStrategy):
         self._fp8_params: Precision | None = None
         num_ranks, device_type = accelerator.num_processes, accelerator.device.type
         if mode == "fsdp_hybrid":
-            shape = (num_ranks // hybrid_shard_size, hybrid_shard_size)
+            shape = (num_ranks // ranks_per_host, ranks_per_host)
             self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
         else:
             self.mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))

@@ -1,4 +1,14 @@
-"""The 8-bit codes of AdamW's moments: a dynamic map of 256 numbers, one scale per block of 256 elements.
+"""The format of `EightBitAdamW`: six bytes per parameter, with 8-bit moments and stochastic rounding.
+
+    state of a parameter      dtype    bytes   what
+    (the parameter)           bf16     2       stochastically rounded: right on average
+    exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v, of its shape
+    exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
+
+Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep fp32 moments. fp32 parameters are
+rounded to nearest.
+
+**Codes.** A dynamic map of 256 numbers, one scale per block of 256 elements.
 
 The format is that of Dettmers et al., arXiv 2110.02861, as torchao 0.18 has it (`torchao/optim/quant_utils.py`; its map
 is bitsandbytes'): the same numbers get torchao's codes, bit for bit. Seven decades, 1e-7 to 1e-6 up to 0.1 to 1, each
@@ -13,22 +23,38 @@ embedding that are seen seldom beside frequent ones moved by thousands of learni
 
 The scale of a block is its amax, at least 1e-12. A number x times 1 / scale gets the nearest code; torchao divides by
 the scale, which can differ by a unit in the last place.
+
+**Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. The bits are a function of the
+place: those of elements 2i and 2i + 1 are the halves of
+
+    x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
+    x ^= x >> 16
+
+modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a
+second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number, so there is no
+generator state to save, and ranks that hold the same parameters stay identical.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import struct
 
 import torch
 from torch import Tensor
 
 CODE_BLOCK = 256
 """Elements that share a scale."""
+SMALLEST_ENCODED = 4096
+"""Tensors of fewer elements keep fp32 moments."""
 SMALLEST_SCALE = 1e-12
 NUM_DECADES = 7
 
+Key = tuple[int, int]
+"""The key of random bits: two numbers of 32 bits, signed."""
 MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)
-"""Step of the Weyl sequence and the two factors of the random bits (`llm_fp8.optim.adamw_8bit`)."""
+"""Step of the Weyl sequence and the two factors of the random bits."""
 LARGEST_BITS = 0x7FFF0000
 """Clamp of an fp32 number's bits before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign."""
 
@@ -81,3 +107,32 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
     codes = torch.bucketize(blocks * (1 / scale)[:, None], limits[1:], right=True)
     return codes.to(torch.uint8).view(-1), scale
+
+
+def rounding_key(seed: int, step: int, number: int) -> Key:
+    """The key of a step's random bits for the parameter of this number."""
+    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+    first, second = struct.unpack("<ii", digest)
+    return first, second
+
+
+def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
+    """Random numbers from 0 to 65535 for the elements from `start`, even, on: int32 [count]."""
+    pair_step, first_factor, second_factor = MIXER
+    x = torch.arange(start // 2, (start + count + 1) // 2, device=device)
+    x = _times(x & 0xFFFFFFFF, pair_step) + key[0] & 0xFFFFFFFF
+    x = _times(x ^ (x >> 16), first_factor)
+    x = _times(x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF), second_factor)
+    x = x ^ (x >> 16)
+    return torch.stack([x & 0xFFFF, x >> 16], dim=1).view(-1)[:count].to(torch.int32)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """The lower 32 bits of the product of 32-bit numbers, in int64."""
+    return (x & 0xFFFF) * factor + ((x >> 16) * factor << 16 & 0xFFFFFFFF) & 0xFFFFFFFF
+
+
+def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
+    """fp32 `numbers` in bf16: away from zero where `random`, int32 from 0 to 65535, carries. NaN stays NaN."""
+    bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
+    return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""AdamW for bf16 parameters whose fp32 master weight is kept exactly, in two bytes more.
+"""The format of `MasterAdamW`: bf16 parameters whose fp32 master weight is kept exactly, in two bytes more.
 
     state of a parameter   dtype    bytes   what
     (the parameter)        bf16     2       the master weight rounded to nearest: what the model computes with
@@ -23,14 +23,8 @@ sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-
-from llm_fp8.optim.adamw_base import CHUNK_ELEMENTS, Coefficients, GroupedAdamW, State, moments_and_update
 
 FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
 
@@ -51,33 +45,6 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
-def update_with_torch_(
-    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients
-) -> None:
-    """One step of one tensor, in place, on any device; the reference for the Triton kernel.
-
-    `weight`: bf16 with a remainder in `state`, or fp32 without; contiguous, as are the bf16 or fp32 gradient and the
-    state. `gradient_scale`: fp32 scalar tensor on the same device that multiplies the gradient, or None.
-    """
-    weight, gradient = weight.view(-1), gradient.view(-1)
-    state = {name: tensor.view(-1) for name, tensor in state.items()}
-    for start in range(0, weight.numel(), CHUNK_ELEMENTS):
-        chunk = slice(start, start + CHUNK_ELEMENTS)
-        part, m_part, v_part = weight[chunk], state["exp_avg"][chunk], state["exp_avg_sq"][chunk]
-        m, v, update = moments_and_update(
-            gradient[chunk], gradient_scale, m_part.to(torch.float32), v_part, coefficients
-        )
-        m_part.copy_(m)
-        v_part.copy_(v)
-        if "remainder" in state:
-            remainder = state["remainder"][chunk]
-            new_weight, new_remainder = split_master(join_master(part, remainder) * coefficients.decay - update)
-            part.copy_(new_weight)
-            remainder.copy_(new_remainder)
-        else:
-            part.copy_(part * coefficients.decay - update)
-
-
 def give_remainder_(parameter: Tensor) -> None:
     """Add a remainder of zeros to a bf16 parameter, before its weights are loaded from a checkpoint of higher
     precision, for `MasterAdamW` to start from.
@@ -88,23 +55,3 @@ def give_remainder_(parameter: Tensor) -> None:
 def remainder_of(parameter: Tensor) -> Tensor | None:
     """What `give_remainder_` added, and training updates; None without."""
     return getattr(parameter, "master_remainder", None)
-
-
-class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights; the state is sharded like the parameter."""
-
-    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        state = {
-            "exp_avg": torch.zeros_like(parameter, dtype=FIRST_MOMENT_DTYPE),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
-        }
-        if parameter.dtype == torch.bfloat16:
-            given = remainder_of(parameter)
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if given is None else given
-        return state
-
-    def _update_(self, weight: Tensor, *arguments: Any, place: tuple[int, int]) -> None:
-        update_: Callable[..., None] = update_with_torch_
-        if weight.is_cuda:
-            from llm_fp8.optim.adamw_triton import update_master_ as update_
-        update_(weight, *arguments)

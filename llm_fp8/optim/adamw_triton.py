@@ -1,12 +1,12 @@
-"""The Triton kernels of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
+"""The Triton kernel of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
 
-Operation by operation they do what `update_with_torch_` of `adamw_master` and `adamw_8bit` does, with the same bits:
-square root and division are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an
-addition round twice. Each reads every tensor once and writes all but the gradient once. A new step or learning rate
-recompiles nothing: coefficients are fp32 arguments and keys are not specialised. Another dtype, kind of state, clipping
-or not, divisibility of the element count by 16, or alignment does.
+Operation by operation it does what `adamw_update.update_with_torch_` does, with the same bits: square root and division
+are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. It
+reads every tensor once and writes all but the gradient once. A new step or learning rate recompiles nothing:
+coefficients are fp32 arguments and keys are not specialised. Another dtype, kind of state, clipping or not,
+divisibility of the element count by 16, or alignment does.
 
-The 8-bit kernel moves 10 bytes per element. At so little traffic instructions count (about 117 per element: Triton 3.6,
+With 8-bit state it moves 10 bytes per element. At so little traffic instructions count (about 117 per element: Triton 3.6,
 compute capability 9.0). A warp takes a block of 256 elements, so that a block's amax is reduced within one warp. And a
 code is not searched for in eight look-ups; each of the four conversions of an element, to and from m and v, is one
 look-up in a table of 256 numbers in shared memory:
@@ -26,11 +26,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, NUM_DECADES, SMALLEST_SCALE, code_tables
-from llm_fp8.optim.adamw_base import Coefficients, Key, State
+from llm_fp8.optim.adamw_8bit_codes import (
+    CODE_BLOCK,
+    LARGEST_BITS,
+    MIXER,
+    NUM_DECADES,
+    SMALLEST_SCALE,
+    Key,
+    code_tables,
+)
+from llm_fp8.optim.adamw_update import Coefficients, State
 
-MASTER_ELEMENTS, BLOCKS = 1024, 4
-"""Elements, and blocks of 256, per program: 8 for each of 128 threads, 16 bytes of bf16."""
+BLOCKS = 4
+"""Blocks of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16."""
 
 _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)
@@ -61,78 +69,6 @@ def moments_and_update(
     exp_avg_sq = exp_avg_sq * beta2 + (gradient * beta2_complement) * gradient
     denominator = tl.sqrt_rn(exp_avg_sq) * inverse_root_correction2 + epsilon
     return exp_avg, exp_avg_sq, tl.div_rn(exp_avg * step_size, denominator)
-
-
-@triton.jit
-def _update_kernel(
-    weight_pointer: tl.tensor,
-    remainder_pointer: tl.tensor,
-    gradient_pointer: tl.tensor,
-    exp_avg_pointer: tl.tensor,
-    exp_avg_sq_pointer: tl.tensor,
-    gradient_scale_pointer: tl.tensor,
-    num_elements: tl.tensor,
-    decay: float,
-    beta1_complement: float,
-    beta2: float,
-    beta2_complement: float,
-    step_size: float,
-    inverse_root_correction2: float,
-    epsilon: float,
-    BLOCK: tl.constexpr,
-) -> None:
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_elements
-
-    exp_avg, exp_avg_sq, update = moments_and_update(
-        tl.load(gradient_pointer + offsets, mask=inside, other=0.0),
-        gradient_scale_pointer,
-        tl.load(exp_avg_pointer + offsets, mask=inside, other=0.0).to(tl.float32),
-        tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0.0),
-        beta1_complement,
-        beta2,
-        beta2_complement,
-        step_size,
-        inverse_root_correction2,
-        epsilon,
-    )
-
-    weight = tl.load(weight_pointer + offsets, mask=inside, other=0.0)
-    if remainder_pointer is None:
-        tl.store(weight_pointer + offsets, weight * decay - update, mask=inside)
-    else:
-        # `join_master` and `split_master` of llm_fp8.optim.adamw_master; a signed right shift keeps the sign.
-        remainder = tl.load(remainder_pointer + offsets, mask=inside, other=0).to(tl.int32)
-        upper = weight.to(tl.int16, bitcast=True).to(tl.int32) + (remainder >> 15)
-        master = ((upper << 16) | (remainder & 0xFFFF)).to(tl.float32, bitcast=True)
-        bits = (master * decay - update).to(tl.int32, bitcast=True)
-        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
-        rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(weight_pointer + offsets, rounded, mask=inside)
-        tl.store(remainder_pointer + offsets, bits.to(tl.int16), mask=inside)
-    tl.store(exp_avg_pointer + offsets, exp_avg.to(exp_avg_pointer.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq, mask=inside)
-
-
-def update_master_(
-    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients
-) -> None:
-    """The contract of `llm_fp8.optim.adamw_master.update_with_torch_`."""
-    num_elements = weight.numel()
-    with torch.cuda.device_of(weight):
-        _update_kernel[(triton.cdiv(num_elements, MASTER_ELEMENTS),)](
-            weight,
-            state.get("remainder"),
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            gradient_scale,
-            num_elements,
-            *coefficients,
-            BLOCK=MASTER_ELEMENTS,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
 
 
 @triton.jit
@@ -180,7 +116,7 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
 
 @triton.jit
 def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """`llm_fp8.optim.adamw_8bit.rounding_bits` of elements: int32 from 0 to 65535."""
+    """`adamw_8bit_codes.rounding_bits` of elements: int32 from 0 to 65535."""
     x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR
@@ -189,8 +125,9 @@ def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor
 
 
 @triton.jit(do_not_specialize=["first_key", "second_key"])
-def _eight_bit_update_kernel(
+def _update_kernel(
     weight_pointer: tl.tensor,
+    remainder_pointer: tl.tensor,
     gradient_pointer: tl.tensor,
     exp_avg_pointer: tl.tensor,
     exp_avg_scale_pointer: tl.tensor,
@@ -219,7 +156,7 @@ def _eight_bit_update_kernel(
     exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside, other=0)
     exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0)
     gradient = tl.load(gradient_pointer + offsets, mask=inside, other=0.0)
-    weight = tl.load(weight_pointer + offsets, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_pointer + offsets, mask=inside, other=0.0)
     if exp_avg_scale_pointer is not None:
         exp_avg_scale = tl.load(exp_avg_scale_pointer + blocks, mask=blocks_inside, other=0.0)
         exp_avg_sq_scale = tl.load(exp_avg_sq_scale_pointer + blocks, mask=blocks_inside, other=0.0)
@@ -231,7 +168,7 @@ def _eight_bit_update_kernel(
     exp_avg, exp_avg_sq, update = moments_and_update(
         gradient,
         gradient_scale_pointer,
-        exp_avg,
+        exp_avg.to(tl.float32),
         exp_avg_sq,
         beta1_complement,
         beta2,
@@ -241,38 +178,48 @@ def _eight_bit_update_kernel(
         epsilon,
     )
 
-    weight = weight * decay - update
-    if weight_pointer.dtype.element_ty == tl.bfloat16:
-        # `round_stochastically` of llm_fp8.optim.adamw_8bit; a right shift of a signed integer keeps its sign.
-        bits = tl.minimum(weight.to(tl.int32, bitcast=True), _LARGEST_BITS)
+    # Right shifts of signed integers keep the sign.
+    if remainder_pointer is not None:  # `join_master` and `split_master`
+        remainder = tl.load(remainder_pointer + offsets, mask=inside, other=0).to(tl.int32)
+        upper = weight.to(tl.int16, bitcast=True).to(tl.int32) + (remainder >> 15)
+        master = ((upper << 16) | (remainder & 0xFFFF)).to(tl.float32, bitcast=True)
+        bits = (master * decay - update).to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+        tl.store(remainder_pointer + offsets, bits.to(tl.int16), mask=inside)
+        rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(weight_pointer + offsets, rounded, mask=inside)
+    elif weight_pointer.dtype.element_ty == tl.bfloat16:  # `round_stochastically`
+        bits = tl.minimum((weight.to(tl.float32) * decay - update).to(tl.int32, bitcast=True), _LARGEST_BITS)
         bits = bits + _random_bits(offsets, first_key, second_key)
-        weight = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(weight_pointer + offsets, weight, mask=inside)
+        tl.store(weight_pointer + offsets, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(weight_pointer + offsets, weight * decay - update, mask=inside)
 
     if exp_avg_scale_pointer is not None:
         exp_avg, exp_avg_scale = _encode(exp_avg, limits, SIGNED=True)
         exp_avg_sq, exp_avg_sq_scale = _encode(exp_avg_sq, limits_sq, SIGNED=False)
         tl.store(exp_avg_scale_pointer + blocks, exp_avg_scale, mask=blocks_inside)
         tl.store(exp_avg_sq_scale_pointer + blocks, exp_avg_sq_scale, mask=blocks_inside)
-    tl.store(exp_avg_pointer + offsets, exp_avg, mask=inside)
+    tl.store(exp_avg_pointer + offsets, exp_avg.to(exp_avg_pointer.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq, mask=inside)
 
 
-def update_8bit_(
+def update_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """The contract of `llm_fp8.optim.adamw_8bit.update_with_torch_`."""
+    """The contract of `llm_fp8.optim.adamw_update.update_with_torch_`."""
     num_elements = weight.numel()
     with torch.cuda.device_of(weight):
-        _eight_bit_update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](
+        _update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](
             weight,
+            state.get("remainder"),
             gradient,
             state["exp_avg"],
             state.get("exp_avg_scale"),
             state["exp_avg_sq"],
             state.get("exp_avg_sq_scale"),
             gradient_scale,
-            code_tables(weight.device),
+            code_tables(weight.device) if "exp_avg_scale" in state else None,
             num_elements,
             *key,
             *coefficients,

@@ -3,10 +3,10 @@
 A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only by updates above half of that, 6e-5.
 AdamW's update is about the learning rate, 1e-5 in fine-tuning: it would be rounded away. Each kind keeps small updates:
 
-    kind           parameters   how small updates survive                           m / v         made by
-    adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch, fused
+    kind           parameters   how small updates survive                           m / v         format
+    adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch's
     adamw_master   bf16         a remainder holds the fp32 master's lower 16 bits   bf16 / fp32   `adamw_master`
-    adamw_8bit     bf16         stochastic rounding: right on average               8-bit blocks  `adamw_8bit`
+    adamw_8bit     bf16         stochastic rounding: right on average               8-bit blocks  `adamw_8bit_codes`
 
 Moments of adamw_master: m averages over about 1 / (1 - beta1) = 10 gradients and tolerates bf16's relative error of
 2^-9. v changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half
@@ -27,10 +27,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim.adamw_8bit import EightBitAdamW
+from llm_fp8.optim.adamw import EightBitAdamW, GroupedAdamW, MasterAdamW
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
-from llm_fp8.optim.adamw_base import GroupedAdamW
-from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, MasterAdamW
+from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE
 from llm_fp8.optim.offload import OffloadedMasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
@@ -41,27 +40,19 @@ class BytesPerParameter(NamedTuple):
 
     weight: float
     gradient: float
-    master: float
-    first_moment: float
-    second_moment: float
+    state: float
 
     @property
     def total(self) -> float:
         return sum(self)
 
-    @property
-    def state(self) -> float:
-        """What the optimizer keeps beside weight and gradient."""
-        return self.master + self.first_moment + self.second_moment
-
 
 def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
     if kind == "adamw_fp32":
-        return BytesPerParameter(4, 4, 0, 4, 4)
+        return BytesPerParameter(4, 4, 4 + 4)
     if kind == "adamw_master":
-        return BytesPerParameter(2, 2, 2, FIRST_MOMENT_DTYPE.itemsize, SECOND_MOMENT_DTYPE.itemsize)
-    moment = 1 + 4 / CODE_BLOCK  # a code and its share of the block's fp32 scale
-    return BytesPerParameter(2, 2, 0, moment, moment)
+        return BytesPerParameter(2, 2, 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize)
+    return BytesPerParameter(2, 2, 2 * (1 + 4 / CODE_BLOCK))  # codes and their share of the block's fp32 scales
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
@@ -100,14 +91,8 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters, on their device already; ValueError where one is neither of
-    `parameter_dtype(kind)` nor fp32.
-    """
-    named, wanted = list(named_parameters), parameter_dtype(kind)
-    for name, parameter in named:
-        if parameter.requires_grad and parameter.dtype not in (wanted, torch.float32):
-            raise ValueError(f"{kind} takes {wanted} parameters, and {name} is {parameter.dtype}.")
-    groups, shared = parameter_groups(named, config.weight_decay), adamw_arguments(config)
+    """The AdamW of `kind` over the trainable parameters, on their device already: of `parameter_dtype(kind)` or fp32."""
+    groups, shared = parameter_groups(named_parameters, config.weight_decay), adamw_arguments(config)
     if kind == "adamw_fp32":
         return torch.optim.AdamW(groups, fused=True, **shared)
     if kind == "adamw_master":

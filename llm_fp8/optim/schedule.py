@@ -30,9 +30,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if kind == "linear":
         return 1.0 - progress
-    if kind == "cosine":
-        return (1.0 + math.cos(math.pi * progress)) / 2
-    raise ValueError(f"Unknown learning-rate schedule {kind!r}.")
+    return (1.0 + math.cos(math.pi * progress)) / 2
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:

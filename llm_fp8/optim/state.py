@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.optim.adamw_base import GroupedAdamW
+from llm_fp8.optim.adamw import GroupedAdamW
 from llm_fp8.optim.offload import OffloadedMasterAdamW
 from llm_fp8.optim.optimizers import unwrap
-from llm_fp8.utils.errors import UserError
 
 
 def initialize_state(optimizer: Optimizer) -> None:
@@ -54,7 +53,7 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
     """
     optimizer = unwrap(optimizer)
     if isinstance(optimizer, OffloadedMasterAdamW):
-        optimizer.pipeline.copies_out.synchronize()
+        optimizer.pipeline.synchronize()
     state = optimizer.state
     names: dict[Parameter, str] = {}
     for name, parameter in named_parameters:
@@ -74,13 +73,7 @@ def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
-    """Restore what `optimizer_scalars` gave; UserError where the number of parameter groups differs."""
-    groups, steps = unwrap(optimizer).param_groups, scalars["group_steps"]
-    if len(groups) != len(steps):
-        raise UserError(
-            f"--resume_from: the checkpoint's optimizer has {len(steps)} parameter groups and this one {len(groups)}; "
-            "resume with the --optimizer and model that it was written with."
-        )
-    for group, step in zip(groups, steps, strict=True):
+    """Restore what `optimizer_scalars` gave."""
+    for group, step in zip(unwrap(optimizer).param_groups, scalars["group_steps"], strict=True):
         if step is not None:
             group["step"] = step

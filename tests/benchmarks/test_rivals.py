@@ -31,8 +31,7 @@ from benchmarks.rivals import (
 )
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.optim.adamw_8bit import EightBitAdamW
-from llm_fp8.optim.adamw_master import MasterAdamW
+from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_jsonl
 from tests.support.small import tiny_config

@@ -1,0 +1,145 @@
+"""This project's AdamWs: the loop over parameters, which clips as it reads gradients, and state in two storage formats.
+
+`MasterAdamW` (--optimizer adamw_master) keeps fp32 master weights in two bytes beside bf16 ones (`adamw_master`),
+`EightBitAdamW` (--optimizer adamw_8bit) 8-bit moments and stochastically rounded weights (`adamw_8bit_codes`).
+
+Why not Transformer Engine's `FusedAdam(store_param_remainders=True)`: where v is fp32, its step makes fp32 copies of a
+bf16 m.
+
+Why not torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18), whose format and arithmetic adamw_8bit's are up to fp32
+rounding: for 14.8 billion parameters on an H200 our step takes 88 ms, torchao's compiled one 199, and its casts and the
+clipping pass 249 ms more of a step of 5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`).
+Besides, no compilation per shape, bit-for-bit resumption, and the same rounding on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, Key, rounding_key
+from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
+from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
+
+
+class GroupedAdamW(Optimizer):
+    """AdamW over bf16 and fp32 parameters; the subclass defines the state and updates one tensor.
+
+    Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
+    copied. Of sharded parameters (DTensor) each rank updates its shard. Checkpoints hold the state by name
+    (`llm_fp8.optim.state`): torch's `load_state_dict` would cast it.
+    """
+
+    gradient_scale: Tensor | None
+    """fp32 scalar tensor on the parameters' device by which the next step multiplies every gradient as it reads it, so
+    that clipping needs no pass over the gradients. `step` resets it to None."""
+
+    def __init__(
+        self,
+        params: Iterable[Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.gradient_scale = None
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        """The state of a parameter before its first step."""
+        raise NotImplementedError
+
+    def _key(self, step: int, number: int) -> Key:
+        """The key of a step's random bits for the parameter of this number."""
+        return 0, 0
+
+    def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
+        """Update this rank's `weight` of `parameter` and its state in place. `arguments`: as of `update_with_torch_`."""
+        update_ = update_with_torch_
+        if weight.is_cuda:
+            from llm_fp8.optim.adamw_triton import update_
+        update_(weight, *arguments)
+
+    def initialize_state(self) -> None:
+        """Create the missing state."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: Parameter) -> dict[str, Tensor]:
+        if parameter not in self.state:
+            self.state[parameter] = self._new_state(parameter)
+        return self.state[parameter]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Closures are not supported."""
+        assert closure is None, "closures are not supported"
+        gradient_scale, self.gradient_scale = self.gradient_scale, None
+        number = -1
+        for group in self.param_groups:
+            group["step"] += 1
+            coefficients = Coefficients.of_step(
+                group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            )
+            for parameter in group["params"]:
+                number += 1
+                weight = local_part(parameter)
+                if parameter.grad is None or weight.numel() == 0:
+                    continue
+                gradient = local_part(parameter.grad).contiguous()
+                state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
+                key = self._key(group["step"], number)
+                self._update_(parameter, weight, gradient, state, gradient_scale, coefficients, key)
+
+
+class MasterAdamW(GroupedAdamW):
+    """AdamW over bf16 parameters with exact fp32 master weights; the state is sharded like the parameter."""
+
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        state = {
+            "exp_avg": torch.zeros_like(parameter, dtype=FIRST_MOMENT_DTYPE),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
+        }
+        if parameter.dtype == torch.bfloat16:
+            given = remainder_of(parameter)
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if given is None else given
+        return state
+
+
+class EightBitAdamW(GroupedAdamW):
+    """AdamW with 8-bit moments and stochastic rounding, over unsharded parameters: blocks would straddle shards.
+
+    `seed` is that of the random bits, the same on all ranks; other arguments as of `GroupedAdamW`.
+    """
+
+    def __init__(
+        self, params: Iterable[Parameter] | Iterable[dict[str, Any]], seed: int = 0, **adamw_arguments: Any
+    ) -> None:
+        super().__init__(params, **adamw_arguments)
+        self.seed = seed
+
+    def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        assert not isinstance(parameter, DTensor)
+        count = parameter.numel()
+        encoded = count >= SMALLEST_ENCODED and count % CODE_BLOCK == 0
+        state = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=torch.uint8 if encoded else torch.float32)
+            if encoded:
+                state[f"{name}_scale"] = torch.zeros(count // CODE_BLOCK, dtype=torch.float32, device=parameter.device)
+        return state
+
+    def _key(self, step: int, number: int) -> Key:
+        return rounding_key(self.seed, step, number)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
