@@ -6,10 +6,10 @@
 Why not Transformer Engine's `FusedAdam(store_param_remainders=True)`: where v is fp32, its step makes fp32 copies of a
 bf16 m.
 
-Why not torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18), whose format and arithmetic adamw_8bit's are up to fp32
-rounding: for 14.8 billion parameters on an H200 our step takes 88 ms, torchao's compiled one 199, and its casts and the
-clipping pass 249 ms more of a step of 5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`).
-Besides, no compilation per shape, bit-for-bit resumption, and the same rounding on all ranks.
+Why not torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18), whose format and arithmetic these are up to rounding:
+for 14.8 billion parameters on an H200 our step takes 88 ms, torchao's compiled one 199, and its casts and the clipping
+pass 249 ms more of a step of 5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`). Besides, no
+compilation per shape, bit-for-bit resumption, and the same rounding on all ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GroupedAdamW(Optimizer):
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
-        """Update this rank's `weight` of `parameter` and its state in place. `arguments`: as of `update_with_torch_`."""
+        """Update `weight`, this rank's part of `parameter`, in place; `arguments` as of `update_with_torch_`."""
         update_ = update_with_torch_
         if weight.is_cuda:
             from llm_fp8.optim.adamw_triton import update_

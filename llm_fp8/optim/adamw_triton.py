@@ -6,10 +6,10 @@ reads every tensor once and writes all but the gradient once. A new step or lear
 coefficients are fp32 arguments and keys are not specialised. Another dtype, kind of state, clipping or not,
 divisibility of the element count by 16, or alignment does.
 
-With 8-bit state it moves 10 bytes per element. At so little traffic instructions count (about 117 per element: Triton 3.6,
-compute capability 9.0). A warp takes a block of 256 elements, so that a block's amax is reduced within one warp. And a
-code is not searched for in eight look-ups; each of the four conversions of an element, to and from m and v, is one
-look-up in a table of 256 numbers in shared memory:
+With 8-bit state it moves 10 bytes per element. At so little traffic instructions count (about 117 per element: Triton
+3.6, compute capability 9.0). A warp takes a block of 256 elements, so that a block's amax is reduced within one warp.
+Each of the four conversions of an element, to and from m and v, is one look-up in a table of 256 numbers in shared
+memory.
 
 The code of x >= 0. In each decade codes are equally spaced, so x's position among the codes is a line in x; a decade's
 slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, so the position is the least of
@@ -26,16 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llm_fp8.optim.adamw_8bit_codes import (
-    CODE_BLOCK,
-    LARGEST_BITS,
-    MIXER,
-    NUM_DECADES,
-    SMALLEST_SCALE,
-    Key,
-    code_tables,
-)
-from llm_fp8.optim.adamw_update import Coefficients, State
+from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, NUM_DECADES, SMALLEST_SCALE, code_tables
+from llm_fp8.optim.adamw_update import Coefficients, Key, State
 
 BLOCKS = 4
 """Blocks of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16."""

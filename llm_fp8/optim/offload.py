@@ -7,8 +7,8 @@ else. They lie in pinned host memory and pass through three fixed buffers on the
     update          1   2   3   4 ...     the stream of the step, which has weights and gradients
     copy out            1   2   3 ...     a stream of its own: the bus carries both directions at once
 
-On the CPU the same lines run one after the other: torch's streams of a CPU do nothing. The step ends with its stream waiting for the last
-copy out, so whatever waits for the step may read the state.
+On the CPU the same lines run one after the other: torch's streams of a CPU do nothing. The step ends with its stream
+waiting for the last copy out, so whatever waits for the step may read the state.
 
 Parameters are offloaded whole, the largest first: few and long copies, norms and biases stay on the GPU, and what is
 offloaded beyond the share that was asked for is less than the smallest parameter taken.

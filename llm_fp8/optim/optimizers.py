@@ -91,7 +91,7 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters, on their device already: of `parameter_dtype(kind)` or fp32."""
+    """The AdamW of `kind` over the trainable parameters, of `parameter_dtype(kind)` or fp32."""
     groups, shared = parameter_groups(named_parameters, config.weight_decay), adamw_arguments(config)
     if kind == "adamw_fp32":
         return torch.optim.AdamW(groups, fused=True, **shared)

@@ -24,26 +24,14 @@ def initialize_state(optimizer: Optimizer) -> None:
     if isinstance(optimizer, GroupedAdamW):
         optimizer.initialize_state()
     elif not optimizer.state:
-        _initialize_by_an_idle_step(optimizer)
-
-
-def _initialize_by_an_idle_step(optimizer: Optimizer) -> None:
-    """Let torch's AdamW create its state by a step with zero gradients at a learning rate of zero, as
-    torch.distributed.checkpoint does: there is no public way to create it.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-        optimizer.state[parameter]["step"].zero_()
-    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
-        group["lr"] = learning_rate
+        # As torch's fused AdamW does it in its first step; there is no public way.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:

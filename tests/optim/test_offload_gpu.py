@@ -5,8 +5,6 @@ python -m pytest tests/optim/test_offload_gpu.py -s      (-s shows the rates of 
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -141,34 +139,3 @@ def test_the_gpu_holds_the_rest_alone():
         for share in (0.5, 1.0):
             saved = figures[0.0] - figures[share]
             assert saved == pytest.approx(8 * share * count - buffers, abs=2 * MIB), share
-
-
-def test_both_directions_run_at_once(record_property):
-    """Prints and records the rates; a step takes less than the copies in and the copies out one after the other."""
-    shapes, repeats = {f"layer_{i}": (2**14, 2**12) for i in range(8)}, 5
-    count = sum(rows * columns for rows, columns in shapes.values())
-    parameters = make_parameters(shapes, remainders=False)
-    optimizer = build(parameters, 1.0)
-    set_gradients(parameters, 0)
-
-    def seconds(work) -> float:
-        work()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / repeats
-
-    host, device = optimizer._host["exp_avg_sq"], torch.empty(count, device="cuda")
-    one_way_s = {
-        "in": 2 * seconds(lambda: device.copy_(host, non_blocking=True)),  # half of the state's bytes
-        "out": 2 * seconds(lambda: host.copy_(device, non_blocking=True)),
-    }
-    step_s = seconds(optimizer.step)
-    rates = {**{name: 8 * count / s / 1e9 for name, s in one_way_s.items()}, "step": 8 * count / step_s / 1e9}
-    for name, gb_per_s in rates.items():
-        record_property(f"{name}_gb_per_s", gb_per_s)
-    told = ", ".join(f"{name} {gb_per_s:.1f}" for name, gb_per_s in rates.items())
-    print(f"\nGB/s of state, one way alone and in each direction of a step: {told} on {torch.cuda.get_device_name()}")
-    assert step_s < 0.9 * (one_way_s["in"] + one_way_s["out"])

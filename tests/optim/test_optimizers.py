@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim.adamw_8bit import EightBitAdamW
-from llm_fp8.optim.adamw_master import MasterAdamW, join_master
+from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
+from llm_fp8.optim.adamw_master import join_master
 from llm_fp8.optim.optimizers import (
     OptimizerKind,
     build_optimizer,
@@ -23,13 +22,7 @@ from llm_fp8.optim.optimizers import (
     resolve_optimizer,
 )
 from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, learning_rate_factor
-from llm_fp8.optim.state import (
-    initialize_state,
-    load_optimizer_scalars,
-    optimizer_tensors,
-)
-from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import TRITON
+from llm_fp8.optim.state import initialize_state, optimizer_tensors
 from tests.support.optimizer_state import take_over
 
 
@@ -92,28 +85,6 @@ def test_resolve(requested, computes_bf16, device, want):
     assert resolve_optimizer(requested, computes_bf16, device) == want
 
 
-@pytest.mark.skipif(HAS_TRITON, reason="triton is installed")
-def test_it_is_said_how_to_install_triton():
-    with pytest.raises(UserError, match="--optimizer adamw_8bit.*pip install triton"):
-        TRITON.require_installed("--optimizer adamw_8bit")
-
-
-def test_bytes_per_parameter():
-    """The totals that the help text of --optimizer promises."""
-    assert bytes_per_parameter("adamw_fp32").total == 16
-    assert bytes_per_parameter("adamw_master").total == 12
-    assert bytes_per_parameter("adamw_8bit").total == pytest.approx(6, abs=0.05)
-
-
-def test_documented_bytes_are_the_tables():
-    document = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
-    for kind in get_args(OptimizerKind):
-        parts = bytes_per_parameter(kind)
-        values = [parts.weight, parts.gradient, parts.master, parts.first_moment, parts.second_moment, parts.total]
-        row = " | ".join(f"{value:.2f}".rstrip("0").rstrip(".") for value in values)
-        assert f"| {kind} | {row} | {parts.total * 8e9 / 2**30:.0f} GiB |" in document
-
-
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_bytes_are_what_is_allocated(kind):
     parameter = torch.nn.Parameter(torch.zeros(256, 256, dtype=parameter_dtype(kind)))
@@ -138,12 +109,6 @@ def test_options_reach_the_optimizer(kind):
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.9, 0.9), 1e-8)
     assert kind != "adamw_fp32" or all(group["fused"] for group in optimizer.param_groups)
     assert kind != "adamw_8bit" or optimizer.seed == 7
-
-
-def test_bf16_parameters_under_adamw_fp32_are_an_error():
-    assert parameter_dtype("adamw_fp32") == torch.float32
-    with pytest.raises(ValueError, match="takes torch.float32 parameters, and embedding.weight is torch.bfloat16"):
-        build_optimizer(OptimConfig(), "adamw_fp32", named(TinyModel().bfloat16()))
 
 
 def test_small_updates_accumulate():
@@ -181,8 +146,6 @@ def test_schedule_values():
     assert learning_rate_factor(25, 20, 4, "cosine") == 0.0
     assert [learning_rate_factor(step, 20, 4, "constant") for step in (0, 3, 4, 30)] == [0.25, 1.0, 1.0, 1.0]
     assert learning_rate_factor(0, 1, 0, "cosine") == 1.0
-    with pytest.raises(ValueError, match="sawtooth"):
-        learning_rate_factor(5, 20, 4, "sawtooth")
 
 
 @pytest.mark.parametrize(("asked", "total", "want"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)])
@@ -260,17 +223,6 @@ def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
     train(model, optimizer, 3)
     train(other, other_optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", STATE)
-def test_initialize_state_leaves_existing_state(kind):
-    model, optimizer = fresh(kind=kind)
-    train(model, optimizer, 2)
-    before = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, named(model)).items()}
-    initialize_state(optimizer)
-    after = optimizer_tensors(optimizer, named(model))
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.slow
@@ -356,9 +308,3 @@ def test_clip_and_step_under_fp16s_gradient_scaler(accelerator):
     assert math.isinf(clip_and_step(optimizer, list(model.parameters()), 0.7))
     assert scaler.get_scale() == 512.0
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
-def test_another_number_of_groups_is_an_error():
-    _, optimizer = fresh()
-    with pytest.raises(UserError, match="3 parameter groups and this one 2"):
-        load_optimizer_scalars(optimizer, {"group_steps": [1, 1, 1]})
