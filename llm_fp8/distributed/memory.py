@@ -1,0 +1,367 @@
+"""How much GPU memory a run takes, by part, from its options and the model's config: no GPU and no weights needed.
+
+`estimate` counts, and `settle_memory` asks it before anything is built. It is within 2% of the recorded runs
+(tests/distributed/test_memory.py).
+
+The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the
+gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of
+recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
+micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients and no activations,
+may be the peak instead; under fsdp_full so may the reduction of the outermost unit's gradients, the last. With CUDA
+graphs gradients always exist, and activations exist twice where a micro-batch runs eagerly.
+
+What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
+in elements:
+
+    input of the norm, twice (h each)             bf16
+    output of the first norm (h)                  bf16, or one fp8 copy (the layout of the weight gradient's GEMM)
+    output of the second norm (h)                 bf16, or two fp8 copies: LayerNormMLP drops neither layout
+    rotated q and k, v (q + 2 kv)                 bf16
+    inputs of the norms of q and k (q + kv)       bf16; Qwen3 alone
+    attention's output (q)                        bf16; in fp8 also the projection's fp8 input
+    attention's log-sum-exp (one per head)        fp32
+    output of fc1 (2 f)                           bf16
+    input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
+
+A frozen weight needs no input of its GEMM. Under LoRA a layer saves the inputs of its adapters instead, in bf16: the
+outputs of the norms, SwiGLU's output, and the low-rank products; in fp8 each LayerNormLinear its fp8 input as well.
+
+Under FSDP the allocator reserves more than that. It keeps memory by stream, and free memory of one stream serves no
+other: the buffer of the largest gather, on the stream of the gathers, is empty at the peak. The gradients' shards are
+allocated after the peak, in what the backward pass freed (llm_fp8/distributed/fsdp_internals.py). With a single
+micro-batch that is activations alone, whose gaps are too small for some of the shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, SECTIONS, Config
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, token_multiple
+from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
+from llm_fp8.kernels.cross_entropy import default_chunk_tokens
+from llm_fp8.models.build import count_parameters
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
+from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.utils.errors import UserError
+from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
+
+RECIPES_COUNTED = ("bf16", "delayed", "current", "block")
+MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
+RESERVE_GIB = 2.0
+"""CUDA's context and the allocator's gaps. The fullest recorded run peaked at 137.5 of an H200's 139.8 GiB."""
+MOST_TOKENS = 65536
+"""Tokens of the longest micro-batch that --batch_size auto takes: that of the longest recorded run."""
+NUM_SUGGESTIONS = 3
+
+STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
+_BF16, _FP32 = 2, 4
+_BLOCK_SCALE = 1 / 32
+"""Bytes per element of an fp32 scale for 128 elements."""
+_SHARDS_WITHOUT_ROOM = 0.4
+"""Share of the gradients' shards: 0.30 to 0.42 in the recorded runs with one micro-batch under fsdp_full."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a run takes on the GPU that needs most."""
+
+    parts: dict[str, float]
+    """GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts."""
+    beside_gib: float = RESERVE_GIB
+    """What the GPU must have beyond that: `RESERVE_GIB`, FSDP's buffers that are empty at the peak, and under ddp two
+    bytes per parameter, which its first GPU held in 3 of 10 recorded runs."""
+    is_whole: bool = True
+    """False where weights, gradients and optimizer state alone are counted, for want of recorded runs."""
+
+    @property
+    def total_gib(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def needed_gib(self) -> float:
+        return self.total_gib + self.beside_gib
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run as it is counted."""
+
+    config: Config
+    hf_config: PretrainedConfig
+    recipe: str
+    optimizer: OptimizerKind
+    mode: str
+    num_gpus: int
+
+    @cached_property
+    def spec(self) -> DecoderSpec | None:
+        """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
+        parallel, one_gpu = self.config.parallel, self.num_gpus == 1
+        if (
+            not self.config.model.use_te
+            or self.recipe not in RECIPES_COUNTED
+            or self.mode not in MODES_COUNTED
+            or (one_gpu and self.sharded)
+            or parallel.context_parallel_size > 1
+        ):
+            return None
+        try:
+            return decoder_spec(self.hf_config)
+        except UnsupportedArchitecture:
+            return None
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Tied ones once, adapters left out."""
+        if self.spec is None:
+            return count_parameters(self.hf_config)
+        return sum(math.prod(part.shape) for parts in parameter_map(self.spec).values() for part in parts)
+
+    @property
+    def sharded(self) -> bool:
+        return self.mode.startswith("fsdp")
+
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a micro-batch are a multiple of, so that its tokens suit fp8 GEMMs."""
+        multiple = max(token_multiple(self.recipe), FP8_SIZE_MULTIPLE)
+        return multiple // math.gcd(self.config.data.max_seq_length, multiple)
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """Linear layers with an adapter."""
+        lora = self.config.lora
+        if not lora.lora_rank:
+            return frozenset()
+        return frozenset(DECODER_LINEARS if ALL_LINEAR in lora.targets else lora.targets)
+
+    def num_adapter_parameters(self, spec: DecoderSpec) -> int:
+        parts = (part for parts in parameter_map(spec).values() for part in parts if part.hf_name.endswith(".weight"))
+        sizes = (sum(part.shape) for part in parts if part.hf_name.split(".")[-2] in self.adapted)
+        return self.config.lora.lora_rank * sum(sizes)
+
+    def changed(self, **options: Any) -> _Run:
+        """The same run with other options, by their names."""
+        sections = {}
+        for section, kind in SECTIONS.items():
+            names = {field.name for field in dataclasses.fields(kind)}
+            if here := {name: value for name, value in options.items() if name in names}:
+                sections[section] = dataclasses.replace(getattr(self.config, section), **here)
+        mode, optimizer = options.get("sharding_mode", self.mode), options.get("optimizer", self.optimizer)
+        if mode.startswith("fsdp") and not self.sharded:
+            optimizer = "adamw_fp32"
+        config = dataclasses.replace(self.config, **sections)
+        return dataclasses.replace(self, config=config, mode=mode, optimizer=optimizer)
+
+    def estimate(self) -> MemoryEstimate:
+        return estimate(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    def largest_batch_size(self, sizes: Iterable[int], gpu_gib: float) -> int | None:
+        """The first of `sizes`, from large to small, that fits and suits fp8 GEMMs."""
+        for size in sizes:
+            found = self.changed(batch_size=size).estimate()
+            if size % self.row_multiple == 0 and found.is_whole and found.needed_gib <= gpu_gib:
+                return size
+        return None
+
+
+def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset(), lora_rank: int = 0) -> float:
+    """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
+    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
+    if spec.qk_norm:
+        always += _BF16 * (q + kv)
+    if adapted:
+        mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
+        always += _BF16 * lora_rank * len(adapted)
+        always += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
+        always += _BF16 * f * ("down_proj" in adapted)
+        return always + (0 if recipe == "bf16" else h * (2 if mlp else 1))
+    if recipe == "bf16":
+        return always + _BF16 * (2 * h + f)
+    if recipe == "block":
+        return always + (1 + _BLOCK_SCALE) * (3 * h + q + 2 * f)
+    return always + 3 * h + q + f
+
+
+def estimate(
+    config: Config, hf_config: PretrainedConfig, *, recipe: str, optimizer: OptimizerKind, mode: str, num_gpus: int
+) -> MemoryEstimate:
+    """Count the memory of a run with a number for --batch_size and what its other options come to: recipe (or bf16,
+    fp16, no), optimizer and sharding mode.
+    """
+    if num_gpus == 1 and mode == "ddp":
+        mode = "single"  # nothing is communicated
+    run = _Run(config, hf_config, recipe, optimizer, mode, num_gpus)
+    spec, state = run.spec, state_bytes(mode, optimizer, num_gpus, config) * run.num_parameters
+    if spec is None:
+        return MemoryEstimate({STATE: state / GIB}, is_whole=False)
+    h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
+    layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+    tokens = max(1, config.data.batch_size * config.data.max_seq_length)
+    outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)
+    """Bytes of embedding and head, FSDP's outermost unit."""
+    every = int(config.model.gradient_checkpointing)
+    recomputed = len(range(0, layers, every)) if every else 0
+    fp8_weights = layers * layer_linear if config.parallel.fp8_params and recipe != "bf16" else 0
+
+    per_layer = saved_bytes(spec, recipe, run.adapted, config.lora.lora_rank)
+    if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
+        per_layer = max(per_layer, saved_bytes(spec, "bf16", run.adapted, config.lora.lora_rank))
+    activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
+
+    chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
+    hidden = _BF16 * h * tokens
+    # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
+    gradient = (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
+    # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
+    head: float = _BF16 * min(tokens, chunk) * vocabulary + (0 if run.adapted else gradient) + 4 * hidden
+    if recomputed:  # one after the other, when what the head took is free
+        head = max(head, tokens * per_layer)
+
+    if run.sharded:
+        keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
+    else:
+        keeps_casts = not config.precision.fp8_recast_weights
+    casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
+
+    kept, unsharded = bytes_per_parameter(optimizer), keeps_unsharded_gradients(mode, config)
+    trained = run.num_adapter_parameters(spec) if run.adapted else run.num_parameters
+    shards = num_gpus if run.sharded else 1
+    if run.adapted:
+        state += kept.total / shards * trained
+    all_gradients = 0.0 if unsharded else kept.gradient / shards * trained
+    if unsharded:
+        state -= kept.gradient / num_gpus * trained  # the shards of gradients come with the reduction
+    if mode == "ddp" and not config.model.cuda_graphs:
+        state += kept.gradient * trained  # buckets
+    if config.optim.offload_optimizer:
+        state += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
+    state += fp8_weights / num_gpus  # beside their masters
+    if mode == "fsdp_grad":
+        state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
+    gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
+
+    one_micro_batch = config.optim.gradient_accumulation_steps == 1 and not config.model.cuda_graphs
+    parts: tuple[float, ...] = (state + gathered, activations, head)
+    if config.model.cuda_graphs:
+        parts = (state, 2 * activations, 2 * head)  # of the graphs, and of an eager micro-batch
+    if one_micro_batch:
+        ends = [
+            (state + gathered - all_gradients, activations, head),
+            (state + gathered, tokens * per_layer, 0.0),  # the end of the backward pass
+        ]
+        if mode == "fsdp_full" and not run.adapted:
+            # torch 2.11's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, drops them and
+            # allocates their shards; its loop variable still holds the last one, which is the head's.
+            in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
+            ends.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
+        parts = max(ends, key=sum)
+    beside = 0.0
+    if run.sharded:
+        beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
+        if one_micro_batch:
+            beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
+    elif mode == "ddp":
+        beside = 2 * run.num_parameters
+    sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
+    return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
+
+
+def settle_memory(
+    config: Config,
+    hf_config: PretrainedConfig,
+    *,
+    recipe: str,
+    optimizer: OptimizerKind,
+    mode: str,
+    num_gpus: int,
+    gpu_gib: float,
+) -> tuple[Config, list[str]]:
+    """The options with a number for --batch_size auto, and sentences to print.
+
+    Raises `UserError` for a run whose weights, gradients and optimizer state alone, or whose smallest --batch_size
+    auto, are too much for the GPU's `gpu_gib`.
+    """
+    automatic = config.data.batch_size == AUTO_BATCH_SIZE
+    run = _Run(config, hf_config, recipe, optimizer, mode, num_gpus)
+    if automatic:
+        run = run.changed(batch_size=run.row_multiple)
+    state_gib = run.num_parameters * state_bytes(mode, optimizer, num_gpus, config) / GIB
+    if state_gib + RESERVE_GIB > gpu_gib:
+        what = "the weights" if config.lora.lora_rank else "weights, gradients and optimizer state"
+        where = "" if num_gpus == 1 else f" on each of {num_gpus} GPUs with --sharding_mode {mode}"
+        raise UserError(
+            f"this run cannot fit: {what} of {run.num_parameters / 1e9:.2f} billion parameters take {state_gib:.1f} "
+            f"GiB{where} (--optimizer {optimizer}), and the GPU has {gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
+        )
+    found, length = run.estimate(), config.data.max_seq_length
+    if automatic:
+        if not found.is_whole:
+            raise UserError(
+                "--batch_size auto needs --use_te, --mixed_precision bf16 or fp8 with --fp8_scenario "
+                f"{' or '.join(RECIPES_COUNTED[1:])}, and one GPU or --sharding_mode {' or '.join(MODES_COUNTED[1:])} "
+                "without --context_parallel_size: the memory of other runs is not known; give a number."
+            )
+        size = run.largest_batch_size(range(max(run.row_multiple, MOST_TOKENS // length), 0, -1), gpu_gib)
+        if size is None:
+            raise UserError(
+                f"--batch_size auto: no micro-batch with --max_seq_length {length} fits the GPU's {gpu_gib:.1f} GiB."
+                f"{_suggestions(run, gpu_gib)}"
+            )
+        run = run.changed(batch_size=size)
+        return run.config, [
+            f"--batch_size auto: {size} sequences of {length:,} tokens, estimated to take "
+            f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
+        ]
+    if found.needed_gib <= gpu_gib:
+        return config, []
+    # As long as the tensors fit, the allocator takes back, within steps, what it holds for FSDP's other streams.
+    outcome = "steps may be slow, or" if found.total_gib + RESERVE_GIB <= gpu_gib else "it will probably"
+    return config, [
+        f"WARNING: a step is estimated to take {found.total_gib:.1f} GiB and to need {found.needed_gib:.1f}, and the "
+        f"GPU has {gpu_gib:.1f}, so {outcome} run out of memory.{_suggestions(run, gpu_gib)}"
+    ]
+
+
+def _suggestions(run: _Run, gpu_gib: float) -> str:
+    """What would fit, for the end of a message: at most `NUM_SUGGESTIONS`, those of the fewest options first."""
+    size, micro_batches = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
+    changes: list[dict[str, Any]] = [{}]
+    if run.num_gpus > 1 and run.mode != "fsdp_full" and not run.config.model.cuda_graphs:
+        changes += [{"sharding_mode": mode} for mode in ("fsdp_grad", "fsdp_full") if mode != run.mode]
+    if run.num_gpus > 1 and micro_batches > 1:
+        changes.append({"sharding_mode": "fsdp_full", "sync_every_micro_batch": True})
+    if not run.sharded and not run.adapted:
+        changes += [{"optimizer": "adamw_8bit"}, *({"offload_optimizer": share} for share in (0.25, 0.5, 0.75, 1.0))]
+        changes += [{"offload_optimizer": 1.0, "fp8_recast_weights": True}] if run.recipe != "bf16" else []
+    in_step, recomputed, found = size * micro_batches, {"gradient_checkpointing": True}, []
+    for change, recompute in itertools.product(changes, [{}] if run.config.model.cuda_graphs else [{}, recomputed]):
+        tried = run.changed(**change, **recompute)
+        fitting = tried.largest_batch_size([n for n in range(size, 0, -1) if in_step % n == 0], gpu_gib)
+        if fitting is not None:
+            smaller = {"batch_size": fitting, "gradient_accumulation_steps": in_step // fitting}
+            taken = tried.changed(**smaller).estimate().total_gib
+            words = [*change.items(), *recompute.items(), *(smaller.items() if fitting < size else ())]
+            told = " ".join(f"--{name}" + (f" {value}" if value is not True else "") for name, value in words)
+            found.append((len(words), f"{told} ({taken:.1f} GiB)"))
+    said = [told for _, told in sorted(found, key=lambda each: each[0])[:NUM_SUGGESTIONS]]
+    for num_gpus in (2, 4, 8):
+        state_gib = state_bytes("fsdp_full", "adamw_fp32", num_gpus, run.config) * run.num_parameters / GIB
+        if num_gpus > run.num_gpus and state_gib <= gpu_gib / 2:
+            said.append(f"{num_gpus} such GPUs with train_multi_gpu.py --sharding_mode fsdp_full")
+            break
+    if run.num_gpus > 1 and run.mode != "fsdp_offload":
+        said.append("--sharding_mode fsdp_offload (slow)")
+    return f" What would fit: {'; '.join(said or ['a smaller model, or GPUs with more memory'])}."

@@ -1,0 +1,199 @@
+"""The estimate of a run's GPU memory: against what runs took, and what it settles and refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GemmaConfig
+
+from llm_fp8.config.options import (
+    AUTO_BATCH_SIZE,
+    Config,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
+from llm_fp8.distributed.memory import (
+    ACTIVATIONS,
+    CASTS,
+    HEAD,
+    MOST_TOKENS,
+    STATE,
+    estimate,
+    saved_bytes,
+    settle_memory,
+)
+from llm_fp8.distributed.sharding_mode import default_optimizer
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.utils.errors import UserError
+from te_llama import decoder_spec
+
+ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.json").read_text())["rows"]
+
+
+@functools.cache
+def hf_config(model: str):
+    options = ModelConfig(model_name=model, random_init=True)
+    return load_config(options, resolve_source(options))
+
+
+def config_of(row: dict[str, Any]) -> Config:
+    def of(kind: type, **more: Any) -> Any:
+        return kind(**{name: row[name] for name in kind.__dataclass_fields__ if name in row}, **more)
+
+    return Config(
+        model=of(ModelConfig, **({} if "use_te" in row else {"use_te": True})),
+        data=of(DataConfig),
+        optim=OptimConfig(
+            **{name: row[name] for name in ("gradient_accumulation_steps", "offload_optimizer") if name in row}
+        ),
+        precision=of(PrecisionConfig, mixed_precision="fp8"),
+        parallel=ParallelConfig(
+            **{name: row[name] for name in ("sync_every_micro_batch", "fp8_params") if name in row}
+        ),
+        lora=of(LoraConfig),
+    )
+
+
+def described(row: dict[str, Any]) -> dict[str, Any]:
+    mode = row.get("mode", "single")
+    optimizer = row.get("optimizer", default_optimizer(mode))
+    return {
+        "recipe": row.get("recipe", "delayed"),
+        "optimizer": optimizer,
+        "mode": mode,
+        "num_gpus": row.get("num_gpus", 1),
+    }
+
+
+def parts(model: str = "Llama-3.1-8B", **row: Any):
+    row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
+    return estimate(config_of(row), hf_config(model), **described(row))
+
+
+def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Config, list[str]]:
+    row = {"gradient_accumulation_steps": 4, **row}
+    return settle_memory(config_of(row), hf_config(model), **described(row), gpu_gib=gpu_gib)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return "-".join(
+        str(value) for key, value in row.items() if key not in ("file", "gpu", "measured_gib", "reserved_gib")
+    )
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "beyond" not in row], ids=name_of)
+def test_recorded_run(row):
+    found = estimate(config_of(row), hf_config(row["model"]), **described(row))
+    assert found.is_whole
+    assert found.total_gib == pytest.approx(row["measured_gib"], rel=0.012)
+    assert found.needed_gib <= (79.2 if "H100" in row["gpu"] else 139.8) + 11, "it fitted, at times with slow steps"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "beyond" in row], ids=name_of)
+def test_what_the_first_gpu_of_ddp_held_more_is_needed_and_not_estimated(row):
+    found = estimate(config_of(row), hf_config(row["model"]), **described(row))
+    assert row["mode"] == "ddp"
+    assert found.total_gib < 0.95 * row["measured_gib"] < found.needed_gib
+
+
+def test_the_recorded_runs_are_of_all_kinds():
+    for key, values in {
+        "model": {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B"},
+        "num_gpus": {1, 2, 4},
+        "mode": {"single", "ddp", "fsdp_grad", "fsdp_full"},
+        "recipe": {"bf16", "delayed", "current", "block"},
+        "optimizer": {"adamw_master", "adamw_fp32", "adamw_8bit"},
+        "lora_rank": {None, 8, 16, 32},
+    }.items():
+        assert {row.get(key) for row in ROWS} == values
+    assert sum("beyond" in row for row in ROWS) == 3
+
+
+def test_recomputed_layers_keep_their_inputs():
+    spec = decoder_spec(hf_config("Llama-3.1-8B"))
+    kept, recomputed = parts(), parts(gradient_checkpointing=1)
+    assert recomputed.parts[ACTIVATIONS] == pytest.approx(8192 * 2 * spec.hidden_size * 32 / 2**30)
+    assert recomputed.parts[HEAD] == kept.parts[HEAD] > 8192 * saved_bytes(spec, "delayed") / 2**30
+    assert recomputed.total_gib < kept.total_gib
+
+
+def test_what_saves_memory_is_in_its_part():
+    plain, sharded = parts(), parts(mode="fsdp_full", num_gpus=4)
+    assert parts(fp8_recast_weights=True).parts.keys() == plain.parts.keys() - {CASTS}
+    assert CASTS not in parts(recipe="bf16").parts and CASTS not in sharded.parts
+    assert parts(offload_optimizer=1.0).parts[STATE] < plain.parts[STATE] - 8 * 7.4
+    assert parts(optimizer="adamw_8bit").parts[STATE] == pytest.approx(plain.parts[STATE] / 2, rel=0.01)
+    assert sharded.beside_gib > plain.beside_gib
+    assert parts(lora_rank=16).parts[STATE] < 0.2 * plain.parts[STATE]
+    assert parts(lora_rank=16, mode="fsdp_full", num_gpus=4).parts[STATE] < 0.5 * parts(lora_rank=16).parts[STATE]
+
+
+def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
+    found = parts(use_te=False)
+    assert not found.is_whole and found.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
+    small = GemmaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000
+    )
+    found = estimate(config_of({}), small, **described({}))
+    assert not found.is_whole and found.total_gib < 0.1
+
+
+def test_auto_batch_size_fills_the_gpu():
+    config, said = settle(79.2, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)
+    size = config.data.batch_size
+    assert len(said) == 1 and str(size) in said[0]
+    row = {"model": "Llama-3.2-1B", "gradient_accumulation_steps": 4}
+    assert parts(**row, batch_size=size).needed_gib <= 79.2 < parts(**row, batch_size=size + 1).needed_gib
+    assert settle(1000.0, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)[0].data.batch_size == MOST_TOKENS // 1024
+
+
+def test_auto_batch_size_suits_fp8_gemms():
+    config, _ = settle(30.0, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE, max_seq_length=200, recipe="block")
+    assert config.data.batch_size * 200 % 128 == 0
+
+
+@pytest.mark.parametrize("row", [{"use_te": False}, {"recipe": "mxfp8"}, {"mode": "deepspeed_2", "num_gpus": 2}])
+def test_auto_batch_size_is_refused_where_memory_is_not_known(row):
+    with pytest.raises(UserError, match="--batch_size auto"):
+        settle(139.8, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE, **row)
+
+
+def test_a_number_that_fits_is_left_alone():
+    config, said = settle(139.8, batch_size=8)
+    assert (config.data.batch_size, said) == (8, [])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"batch_size": AUTO_BATCH_SIZE},
+        {"mode": "ddp", "num_gpus": 2},
+        {"use_te": False},
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_would(row):
+    with pytest.raises(UserError, match="cannot fit") as raised:
+        settle(79.2, **row)
+    assert "What would fit" in str(raised.value)
+
+
+def test_what_would_fit_fits():
+    with pytest.raises(UserError, match="--offload_optimizer 1.0 "):
+        settle(79.2)
+    assert parts(offload_optimizer=1.0).needed_gib <= 79.2 < parts(offload_optimizer=0.75).needed_gib
+    with pytest.raises(UserError, match="--sync_every_micro_batch --gradient_checkpointing "):
+        settle(79.2, mode="ddp", num_gpus=2)
+
+
+def test_a_micro_batch_that_is_too_long_is_warned_of():
+    config, said = settle(79.2, "Llama-3.2-3B", batch_size=16)
+    assert config.data.batch_size == 16 and said[0].startswith("WARNING") and "--gradient_checkpointing" in said[0]
