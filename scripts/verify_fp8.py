@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Is this machine fit to train in fp8? Executes what a run would execute, and prints the commands that fix problems.
+"""Is this machine fit to train in fp8? Trains as a run would, and prints the commands that fix problems.
 
-    python scripts/verify_fp8.py                      all checks
-    python scripts/verify_fp8.py --quick              without rates, collectives, training runs and torchao's steps
-    python scripts/verify_fp8.py --model_name Qwen/Qwen2.5-14B --max_seq_length 4096 --batch_size 4 --json verify.json
-    python scripts/verify_fp8.py --only configs --config_file my_ds.json --config_file my_accelerate.yaml
+    python scripts/verify_fp8.py                      all checks, three to four minutes
+    python scripts/verify_fp8.py --quick              without GEMM rates, torchao's recipes and the run on all GPUs
+    python scripts/verify_fp8.py --model_name Qwen/Qwen2.5-14B --max_seq_length 4096 --batch_size 4 --output verify.json
+    python scripts/verify_fp8.py --only packages,variables
 
 Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was
-checked, 130 or 143 stopped by Ctrl-C or SIGTERM. docs/tools.md
+checked. docs/tools.md
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
     torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
     distributed_c10d._set_pg_timeout         processes that meet wait for a   tests/distributed/test_process_group.py
                                              shorter time than collectives
-    torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/test_gemm_rates.py
+    torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/verify/test_verify_gpu.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import compare
 from llm_fp8.tools.compare.run_record import read_run_folder
 from llm_fp8.tools.evaluate_checkpoint import base_of, data_options, load_merged
-from llm_fp8.tools.verify.configs import Finding, accelerate_findings, deepspeed_findings, required_kind
 from llm_fp8.train.checkpoint import LATEST, CheckpointManager, has_checkpoint, read_meta
 from llm_fp8.train.machine import model_facts
 from llm_fp8.train.run_dir import is_finished, refuse_finished
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_metrics, write_json_atomic, write_jsonl_atomic
 from scripts.wandb_dashboard import read_offline_run
 from tests.faults.fuzz import Reader
@@ -171,14 +168,6 @@ def _resumed_early(folder: Path) -> None:
     refuse_finished(Config(run=run), NUM_STEPS)
 
 
-def _launch_file(path: Path, findings: Callable[[Path], Iterable[Finding]]) -> None:
-    """What `scripts/verify_fp8_gpu.py --config_file` says of a file, as a refusal."""
-    required_kind(path)
-    refused = [finding for finding in findings(path) if finding.level == "refused"]
-    if refused:
-        raise UserError(f"{refused[0].path}: {' '.join(refused[0].says.split())}")
-
-
 READERS: dict[str, Reader] = {
     **{
         name: Reader(
@@ -221,10 +210,6 @@ READERS: dict[str, Reader] = {
     ),
     "adapter_config.json": Reader(f"{ADAPTER}/adapter_config.json", lambda folder: base_of(folder / ADAPTER)),
     "adapter_config.json merged": Reader(f"{ADAPTER}/adapter_config.json", _merged, named=f"/{ADAPTER}"),
-    "deepspeed.json": Reader(DEEPSPEED, lambda folder: _launch_file(folder / DEEPSPEED, deepspeed_findings)),
-    "accelerate.yaml": Reader(
-        ACCELERATE, lambda folder: _launch_file(folder / ACCELERATE, accelerate_findings), deepest=DEEP_YAML
-    ),
     "latest": Reader(f"{CHECKPOINTS}/latest", _resumed),
     "manifest.json": Reader(
         f"{CHECKPOINTS}/step-00000002/manifest.json",

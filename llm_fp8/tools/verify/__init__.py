@@ -1,11 +1,13 @@
-"""The checks of scripts/verify_fp8.py: each executes a part of what a training run executes.
+"""The checks of scripts/verify_fp8.py: is this machine fit to train in fp8?
 
-result.py       the input of every check (`Setup`) and its answer (`Result`)
-runner.py       the table of checks and the loop that runs them
-cli.py          the command line, terminal and JSON output, the exit code
-processes.py    runs other processes within a time limit and keeps their output
+    versions.py             installed packages against the pins, and whether they load
+    environment_rules.py    environment variables that harm, slow or do nothing
+    gpu.py                  GPU and driver, the rates of its GEMMs
+    runs.py                 short training runs: one per recipe that the GPU has, and one on several GPUs
+    result.py               what a check gets (`Setup`) and answers (`Result`)
+    cli.py                  the table of checks, the command line, terminal and JSON output, the exit code
 
-The other files hold the checks, one subject each. A check gathers evidence in one function and judges it in another,
-pure one, so that each verdict is tested without the hardware. Heavy imports wait until a check runs, because a package
-that does not load must be a failed check and not the end of the script.
+What a run does is shown by a run: train_fp8.py and train_multi_gpu.py are started, and their run folders are read.
+Heavy imports wait until a check runs, because a package that does not load must be a failed check and not the end of
+the program.
 """

@@ -9,17 +9,15 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 
-from llm_fp8.tools.verify.result import Problems, Result, Setup, first_line
-from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import BASE_REQUIREMENTS, GPU_REQUIREMENTS, SHIPPED
+from llm_fp8.tools.verify.result import Result, Setup
+from llm_fp8.utils.packages import SHIPPED
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
@@ -32,19 +30,13 @@ OPTIONAL = {
     "nvidia-ml-py": "energy figures",
 }
 """Package that a run can do without -> what needs it."""
-UNPINNED = ("flash-attn",)
-"""In no requirements file."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
-_TE_MODULE = "transformer_engine.pytorch"
-_REQUIRED_MODULES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
-_OPTIONAL_MODULES = {
-    "deepspeed": "deepspeed",
-    "torchao": "torchao",
-    "wandb": "wandb",
-    "flash_attn": "flash-attn",
-}
-"""Module -> its package."""
+IMPORTED = (
+    *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
+    *(TE, "deepspeed", "torchao", "peft", "wandb", "flash-attn"),
+)
+"""Packages that are imported where they are installed; Transformer Engine only where there is a GPU."""
 _PIP = f"{sys.executable} -m pip"
 
 
@@ -63,6 +55,12 @@ class Pin:
     def allows(self, version: str) -> bool:
         return self.requirement.specifier.contains(version, prereleases=True)
 
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        flags = "--no-build-isolation " if self.file == "requirements-gpu.txt" else ""
+        return f"{_PIP} install {flags}'{str(self.requirement).partition(';')[0]}'"
+
 
 class Installed(NamedTuple):
     version: str
@@ -77,7 +75,7 @@ def pins_of(text: str, file: str) -> list[Pin]:
 
 
 def read_pins() -> list[Pin]:
-    """Those of all `REQUIREMENTS`."""
+    """The pins of all `REQUIREMENTS`."""
     return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text(), file)]
 
 
@@ -91,111 +89,60 @@ def installed(names: Iterable[str]) -> dict[str, Installed]:
     return found
 
 
-def read_constraints(environ: Mapping[str, str]) -> list[Pin]:
-    """Those of the file in PIP_CONSTRAINT, with which a container image keeps its own torch; none where the file is
-    missing or invalid, which pip reports.
-    """
-    path = environ.get("PIP_CONSTRAINT", "")
-    try:
-        return pins_of(Path(path).read_text(), path) if path else []
-    except (OSError, InvalidRequirement, UnicodeDecodeError):
-        return []
-
-
-def judge_versions(
-    pins: list[Pin], found: dict[str, Installed], has_gpu: bool, constraints: Iterable[Pin] = ()
+def judge(
+    pins: list[Pin], found: dict[str, Installed], errors: dict[str, str], has_gpu: bool, is_constrained: bool = False
 ) -> Result:
-    """Missing packages fail, other versions are a warning. `constraints`: versions that pip would refuse to change."""
-    problems, details = Problems(), []
-    kept_by = {pin.name: pin for pin in constraints}
+    """A missing or broken package that every run needs fails; another version, or a broken package that only an option
+    needs, is a warning.
+
+    Args:
+        pins: what the requirements files say.
+        found: what is installed.
+        errors: package -> why it does not load.
+        has_gpu: whether runs here need Transformer Engine.
+        is_constrained: a container keeps the versions it has (PIP_CONSTRAINT).
+    """
+    result = Result()
     for pin in pins:
-        name, there = pin.name, found.get(pin.name)
-        flags = "--no-build-isolation " if pin.file == "requirements-gpu.txt" else ""
-        fix = f"{_PIP} install {flags}'{str(pin.requirement).partition(';')[0]}'"
-        if there is None:
-            if name in OPTIONAL or (name == TE and not has_gpu):
-                details.append(f"{name} is not installed ({OPTIONAL.get(name, 'fp8 on a GPU')})")
-            else:
-                problems.fail(f"{name} is not installed", fix)
-            continue
-        details.append(f"{name} {there.version} in {there.location}")
-        if not pin.allows(there.version):
-            sentence = f"{name} is {there.version}, {pin.file} pins {pin.requirement.specifier}"
-            kept = kept_by.get(name)
-            if kept is not None and kept.allows(there.version):
-                problems.warn(f"{sentence}; {kept.file} keeps it so")
-            else:
-                problems.warn(sentence, fix)
-    te_parts = {name: there.version for name, there in found.items() if name.startswith(TE)}
-    if len({version.partition("+")[0] for version in te_parts.values()}) > 1:
-        problems.fail(
-            "parts of Transformer Engine differ in version: "
-            + ", ".join(f"{name} {version}" for name, version in te_parts.items()),
-            f"{_PIP} uninstall -y {' '.join(te_parts)}",
-            f"{_PIP} install --no-build-isolation -r {GPU_REQUIREMENTS}",
-        )
-    facts = {name: there._asdict() for name, there in found.items()}
-    return problems.result("" if problems.failures or problems.warnings else "as pinned", details, facts)
+        there = found.get(pin.name)
+        if there is None and pin.name not in OPTIONAL and (has_gpu or pin.name != TE):
+            result.fail(f"{pin.name} is not installed", pin.install)
+        elif there is None:
+            result.details.append(f"{pin.name} is not installed ({OPTIONAL.get(pin.name, 'fp8 on a GPU')})")
+        elif not pin.allows(there.version) and not is_constrained:
+            result.warn(f"{pin.name} is {there.version}, {pin.file} pins {pin.requirement.specifier}", pin.install)
+    installs = {pin.name: pin.install.replace("install ", "install --force-reinstall --no-deps ", 1) for pin in pins}
+    for name, error in errors.items():
+        fix = installs.get(name, f"{_PIP} uninstall -y {name}   # or install it again for this torch")
+        if name in OPTIONAL:
+            result.warn(f"{name} does not load: {error} ({OPTIONAL[name]})", fix)
+        else:
+            result.fail(f"{name} does not load: {error}", fix)
+    return result
 
 
-def check_versions(setup: Setup) -> Result:
-    pins = [*read_pins(), *(Pin(Requirement(name), "") for name in UNPINNED)]
-    found = installed([*(pin.name for pin in pins), *TE_PARTS])
-    return judge_versions(pins, found, setup.num_gpus > 0, read_constraints(setup.environ))
-
-
-# --- imports -------------------------------------------------------------------------------------------------
-
-
-def try_import(name: str) -> str | None:
-    """The first line of the error of importing a module, None where it loads."""
+def import_error(name: str) -> str | None:
+    """The error of importing a package, None where it loads."""
     from llm_fp8.utils.te_import import require_te
 
     try:
-        if name == _TE_MODULE:
+        if name == TE:
             require_te("fp8")  # as a run loads it, with torch's cuDNN
         else:
-            importlib.import_module(name)
-    except UserError as error:
-        return str(error)
+            importlib.import_module(name.replace("-", "_"))
     except Exception as error:  # a broken package may raise anything
-        return f"{type(error).__name__}: {first_line(error)}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
 
 
-def reinstall(name: str) -> str:
-    """The command that installs a package as it is pinned, missing or broken, without its dependencies."""
-    pinned = [f"{pin.requirement.name}{pin.requirement.specifier}" for pin in read_pins() if pin.name == name]
-    return f"{_PIP} install --force-reinstall --no-deps '{(pinned or [name])[0]}'"
-
-
-def judge_imports(outcomes: dict[str, str | None], printed: str = "") -> Result:
-    """A package that every run needs and that does not load fails; one that only an option needs is a warning.
-
-    `printed`: what the packages printed meanwhile.
-    """
-    problems = Problems()
-    fixes = {
-        _TE_MODULE: f"{_PIP} install --no-build-isolation --force-reinstall --no-deps -r {GPU_REQUIREMENTS}",
-        "flash_attn": f"{_PIP} uninstall -y flash-attn   # or install it again for this torch",
-    }
-    for name, error in outcomes.items():
-        sentence = f"{name} does not load: {error}"
-        if error is not None and name in _OPTIONAL_MODULES:
-            problems.warn(f"{sentence} ({OPTIONAL[_OPTIONAL_MODULES[name]]})", fixes.get(name) or reinstall(name))
-        elif error is not None:
-            problems.fail(sentence, fixes.get(name, f"{_PIP} install --force-reinstall -r {BASE_REQUIREMENTS}"))
-    loaded = [name for name, error in outcomes.items() if error is None]
-    facts = {"outcomes": outcomes, "said": printed}
-    return problems.result(f"loaded: {', '.join(loaded)}" if loaded else "", facts=facts)
-
-
-def check_imports(setup: Setup) -> Result:
-    """Import what a run needs, what options need where it is installed, and Transformer Engine where there is a GPU."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        there = installed(_OPTIONAL_MODULES.values())
-        optional = [name for name, package in _OPTIONAL_MODULES.items() if package in there]
-        te = [_TE_MODULE] if setup.num_gpus else []
-        outcomes = {name: try_import(name) for name in (*_REQUIRED_MODULES, *te, *optional)}
-    return judge_imports(outcomes, printed.getvalue())
+def check_packages(setup: Setup) -> Result:
+    """Compare versions with the pins; import what a run needs and what is installed of the rest."""
+    pins = read_pins()
+    found = installed(dict.fromkeys([*(pin.name for pin in pins), *TE_PARTS, *IMPORTED]))
+    to_import = [name for name in IMPORTED if name in found and (name != TE or setup.num_gpus)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        errors = {name: error for name in to_import if (error := import_error(name)) is not None}
+    result = judge(pins, found, errors, setup.num_gpus > 0, bool(setup.environ.get("PIP_CONSTRAINT")))
+    result.summary = ", ".join(f"{name} {found[name].version}" for name in to_import if name not in errors)
+    result.facts = {name: there.version for name, there in found.items()}
+    return result

@@ -1,0 +1,202 @@
+"""Short training runs, started as a user starts them and read from their run folders.
+
+On a GPU two decoder layers of --model_name are trained from random weights on the embedded dataset, at the user's
+sequence length and batch size: in bf16, then in each fp8 recipe of the GPU. What a recipe may not do is judged by its
+certificate (which kernels ran), its attention, and its losses beside those of bf16. Without a GPU the embedded model
+trains on the CPU; torchao's recipes are emulated there, which says nothing of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm_fp8.config.recipes import Backend, recipe_names
+from llm_fp8.tools.verify.result import Result, Setup
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json, read_metrics
+from llm_fp8.utils.packages import GPU_REQUIREMENTS, REPOSITORY
+from llm_fp8.utils.subprocesses import Ended, run_program, torchrun
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_S = 300.0
+BASELINE = "bf16"
+NUM_LAYERS = 2
+NUM_STEPS = 6
+"""The fifth one's kernels are recorded for the certificate."""
+OPTIONS = (
+    *("--max_steps", str(NUM_STEPS), "--learning_rate", "1e-4", "--log_every", "1"),
+    *("--packing", "--validation_fraction", "0", "--no_export"),
+)
+CPU_OPTIONS = ("--model_name", "embedded", "--max_seq_length", "256", "--batch_size", "2", "--num_of_samples", "200")
+MAX_LOSS_DIFFERENCE = 0.02
+"""fp8 moves the losses of these few steps from bf16's by far less; a wrong scale or layout moves them by much more."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended, and its records."""
+
+    name: str
+    command: list[str]
+    ended: Ended
+    summary: dict[str, Any]
+    """Empty where the run wrote none."""
+    losses: list[float]
+    """Nats per supervised token, step by step."""
+
+
+def cut_model(setup: Setup) -> Path:
+    """A model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and the
+    tokenizer's vocabulary. Raises `UserError` for a model that is not there.
+    """
+    from llm_fp8.config.options import ModelConfig
+    from llm_fp8.data.embedded import MODEL_DIR
+    from llm_fp8.models.source import load_config, resolve_source
+
+    folder = setup.scratch / "model"
+    if folder.exists():
+        return folder
+    options = ModelConfig(model_name=setup.model_name, random_init=True)
+    config: Any = load_config(options, resolve_source(options))
+    embedded = ModelConfig()
+    config.vocab_size = load_config(embedded, resolve_source(embedded)).vocab_size
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.num_hidden_layers = NUM_LAYERS
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:NUM_LAYERS]
+    config.save_pretrained(folder)
+    for file in MODEL_DIR.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def precision_words(name: str) -> list[str]:
+    """The options of bf16 or of a recipe."""
+    if name == BASELINE:
+        return ["--mixed_precision", BASELINE]
+    backend: Backend = "torchao" if name in recipe_names("torchao") else "te"
+    strict = ["--fp8_strict"] if backend == "te" else []  # torchao's recipes have no fallback
+    return ["--mixed_precision", "fp8", "--fp8_backend", backend, "--fp8_scenario", name, *strict]
+
+
+def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
+    """Train for a few steps; `num_processes`: under torchrun, where it is not 0."""
+    folder = setup.scratch / f"run-{name}-{len(list(setup.scratch.iterdir()))}"
+    if setup.num_gpus:
+        shape = ["--max_seq_length", str(setup.max_seq_length), "--batch_size", str(setup.batch_size)]
+        words = ("--model_name", str(cut_model(setup)), "--random_init", *shape, *words)
+    else:
+        words = (*CPU_OPTIONS, *words)
+    words = (*OPTIONS, *words, "--output_dir", str(folder))
+    if num_processes:
+        command = torchrun(num_processes, str(REPOSITORY / "train_multi_gpu.py"), *words)
+    else:
+        command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
+    environ = {**os.environ, "WANDB_MODE": "disabled"}
+    ended = run_program(command, log=folder.with_suffix(".log"), environ=environ, timeout_s=TIMEOUT_S)
+    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
+    losses = [record["loss"] for record in read_metrics(metrics) if "loss" in record] if metrics.exists() else []
+    return Run(name, command, ended, read_json(summary) if summary.exists() else {}, losses)
+
+
+def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
+    """Add a run to the result: it must end, be certified, use fast attention, learn, and stay near `baseline`."""
+    name, losses, again = run.name, run.losses, shlex.join(run.command)
+    certificate = run.summary.get("certificate") or {}
+    result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
+    if run.ended.failure is not None or not losses:
+        result.fail(f"{name}: the run failed: {run.ended.failure or 'it recorded no loss'}", again)
+        result.details += run.ended.output.strip().splitlines()[-12:]
+        return
+    verdict = certificate.get("verdict")
+    if verdict not in (None, "certified"):
+        report = result.fail if verdict == "failed" else result.warn
+        report(f"{name}: the certificate is {verdict}: {'; '.join(certificate['reasons'])}", again)
+    if run.summary["attention_backend"] == "unfused":
+        fix = "unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN CUDNN_HOME CUDNN_PATH"
+        result.fail(f"{name}: attention runs unfused, several times slower than cuDNN's", fix)
+    if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
+        result.fail(f"{name}: the loss does not fall ({losses})", again)
+    elif baseline is not None and len(losses) == len(baseline.losses):
+        away = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, baseline.losses, strict=True))
+        if away > MAX_LOSS_DIFFERENCE:
+            result.fail(f"{name}: the losses {losses} are {away:.1%} from bf16's {baseline.losses}", again)
+    ran = f", {verdict}, {certificate['num_fp8_gemm_kernels']} fp8 GEMM kernels" if certificate else ""
+    result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{ran}, {run.ended.wall_s:.0f} s")
+
+
+def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
+    """Train in bf16, then in each recipe."""
+    result = Result()
+    baseline = train(setup, BASELINE, *precision_words(BASELINE), *words)
+    judge(result, baseline)
+    for name in recipes:
+        judge(result, train(setup, name, *precision_words(name), *words), baseline)
+    if not result.failures:
+        attention = baseline.summary["attention_backend"]
+        result.summary = f"{', '.join(result.facts)}: the loss falls as it should"
+        result.summary += ", certified" if setup.num_gpus else " (on the CPU, so nothing is said of fp8 kernels)"
+        result.summary += f"; attention: {attention}" if attention else ""
+    return result
+
+
+def availability(device: torch.device) -> dict[str, str | None]:
+    """Transformer Engine's recipes -> why each cannot run on this GPU, None where it can; determined as in a run."""
+    from llm_fp8.config.options import PrecisionConfig
+    from llm_fp8.precision.plan import resolve_precision
+
+    found: dict[str, str | None] = {}
+    for name in recipe_names("te"):
+        options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name)
+        try:
+            found[name] = resolve_precision(options, device).fallback_reason
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def check_steps(setup: Setup) -> Result:
+    """bf16 and each of Transformer Engine's recipes that this GPU has; on the CPU bf16 alone."""
+    if not setup.num_gpus:
+        return train_in_each(setup, ())
+    import torch
+
+    available = availability(torch.device("cuda", 0))
+    usable = [name for name, reason in available.items() if reason is None]
+    result = train_in_each(setup, usable, "--use_te")
+    result.details += [f"{name}: {reason}" for name, reason in available.items() if reason is not None]
+    if not usable:
+        fix = f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}   # bf16 is for GPUs older than Ada"
+        result.fail("no fp8 recipe of Transformer Engine runs on this GPU", fix)
+    return result
+
+
+def check_torchao_steps(setup: Setup) -> Result:
+    """bf16 and each of torchao's recipes, emulated on the CPU. A missing requirement is a warning: only one option
+    needs it.
+    """
+    result = train_in_each(setup, recipe_names("torchao"))
+    if result.failures and all("exit code 2" in sentence for sentence in result.failures):
+        result.warnings, result.failures = result.failures, []
+    return result
+
+
+def check_several_gpus(setup: Setup) -> Result:
+    """fp8 on all GPUs, sharded with FSDP2."""
+    mode, result = "fsdp_full", Result()
+    words = ("--use_te", *precision_words("delayed"), "--sharding_mode", mode)
+    run = train(setup, mode, *words, num_processes=setup.num_gpus)
+    judge(result, run)
+    if not result.failures:
+        result.summary = f"{run.summary['sharding_mode']} trains in fp8 on {setup.num_gpus} GPUs"
+    return result
