@@ -212,22 +212,3 @@ def test_an_image_without_torch_is_refused_in_a_sentence(tmp_path, monkeypatch, 
         and not (tmp_path / "out").exists()
     )
     assert container_requirements.main(["check", str(tmp_path / "out")]) == 2
-
-
-@pytest.mark.parametrize(("kept", "num_fixes"), [(True, 0), (False, 1)])
-def test_the_verifier_does_not_fix_what_an_image_keeps(tmp_path, kept, num_fixes):
-    """pip would refuse, and if it did not the image would break; that it is another version is said all the same."""
-    file = tmp_path / "constraints.txt"
-    file.write_text(container_requirements.constraints(IMAGE))
-    pins = [pin for pin in versions.read_pins() if pin.name == "torch"]
-    constraints = versions.read_constraints({"PIP_CONSTRAINT": str(file)} if kept else {})
-    result = versions.judge_versions(pins, {"torch": IMAGE["torch"]}, True, constraints)
-    assert (
-        result.status == "warning"
-        and "torch is 2.13.0a0+9186a08b2c.nv26.07, requirements.txt pins ==2.13.0" in result.summary
-    )
-    assert len(result.fixes) == num_fixes and (f"{file} keeps it so" in result.summary) is kept
-
-
-def test_constraints_that_are_none():
-    assert versions.read_constraints({}) == versions.read_constraints({"PIP_CONSTRAINT": "/no/such/file"}) == []

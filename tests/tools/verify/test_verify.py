@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.tools.verify import cli, gpu, runs, versions
 from llm_fp8.tools.verify.cli import CHECKS, Check, exit_code, main, parse, run_check
@@ -74,6 +74,11 @@ def test_packages(arguments, status, fix):
     result = judge_packages(**arguments)
     assert result.status == status
     assert fix is None or fix in result.fixes[0]
+
+
+def test_what_a_container_keeps_is_no_warning():
+    found = {"torch": versions.Installed("2.13.0a0+nv26.07", "/usr")}
+    assert [versions.judge(PINS[:1], found, {}, True, kept).status for kept in (True, False)] == ["passed", "warning"]
 
 
 def test_imports():
@@ -186,7 +191,7 @@ def test_what_torchao_lacks_is_a_warning(setup, monkeypatch):
 
 
 def test_the_model_is_cut(setup):
-    options: Any = SimpleNamespace(model_name=str(runs.cut_model(setup)), random_init=True, weights_cache_dir=None)
+    options = ModelConfig(model_name=str(runs.cut_model(setup)), random_init=True)
     source = resolve_source(options)
     config: Any = load_config(options, source)
     assert (config.num_hidden_layers, config.hidden_size, config.model_type) == (runs.NUM_LAYERS, 4096, "qwen3")
