@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
-from llm_fp8.distributed.deepspeed_config import read_file, zero_stage
+from llm_fp8.distributed.deepspeed_config import zero_stage
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.build import decoder_layers
@@ -39,6 +39,7 @@ from llm_fp8.precision.torchao import build_config, compile_layers, converted_mo
 from llm_fp8.tools.bench.variants import Baseline
 from llm_fp8.tools.bench.workload import OPTIMISATION, Recorder, Workload, draw_weights_
 from llm_fp8.train.loop import StepClock
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import TORCHAO
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
@@ -154,7 +155,7 @@ def _accelerator_with_deepspeed(work: Workload, path: Path, stage: int) -> Accel
     """Accelerate with its DeepSpeed plugin. Of the file it fills in what its own documentation writes as "auto"."""
     from llm_fp8.distributed.deepspeed import accelerator_arguments
 
-    file = read_file(path)
+    file = read_json(path)
     settings = {
         **file,
         "zero_optimization": {**file["zero_optimization"], "stage": stage},

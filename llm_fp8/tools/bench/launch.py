@@ -27,7 +27,6 @@ os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 import torch
 import torch.distributed as dist
 
-from llm_fp8.distributed.deepspeed_config import read_file
 from llm_fp8.distributed.process_group import own_device, start_process_group
 from llm_fp8.tools.bench.measure import describe_failure, describe_gemms, header, measure, speed
 from llm_fp8.tools.bench.variants import DEEPSPEED_MODES, Variant, parse_variants
@@ -72,7 +71,7 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
         raise UserError(
             f"--deepspeed_config {file}: no variant is under DeepSpeed; add one such as deepspeed_1:bf16, or drop it."
         )
-    read_file(options.deepspeed_config)
+    read_json(options.deepspeed_config)
     return [
         dataclasses.replace(variant, deepspeed_config=file) if variant.mode in DEEPSPEED_MODES else variant
         for variant in variants
@@ -83,7 +82,7 @@ def subject_of(work: Workload, variant: Variant, num_gpus: int) -> dict[str, Any
     subject = {"workload": work.name, **work.to_dict(), "arm": variant.name, "mode": variant.mode}
     subject.update(context_parallel_size=variant.context_size, num_gpus=num_gpus)
     file = variant.deepspeed_file
-    return {**subject, "deepspeed_config": read_file(file)} if file else subject
+    return {**subject, "deepspeed_config": read_json(file)} if file else subject
 
 
 def summarise(
