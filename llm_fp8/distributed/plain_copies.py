@@ -1,7 +1,7 @@
 """A copy of the model on each GPU without DDP, for --cuda_graphs: DDP's hooks would run when a graph is captured, and
 never again.
 
-Gradients are averaged over the ranks behind a step's last micro-batch, as DDP averages them, but no part of the
+Gradients are averaged over the ranks after a step's last micro-batch, as DDP averages them, but no part of the
 backward pass hides the all-reduce. The copies begin equal: read from the same files, or drawn from the same seed.
 """
 

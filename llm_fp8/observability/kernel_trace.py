@@ -120,7 +120,7 @@ _OPERAND = re.compile(
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""The types in a GEMM's name; the first is that of an operand, behind that of its scales: ue4m3xf4."""
+"""The types in a GEMM's name; the first is that of an operand, after that of its scales: ue4m3xf4."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
 """cuBLAS 12 and 13: nvjet_[sm<capability>_]<types>_..., operands first: o e2m1, q e4m3, r e5m2, t bf16, h fp16, s

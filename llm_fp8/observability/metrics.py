@@ -8,11 +8,10 @@ for the values, forward once and backward twice: `6 h l**2` per layer. One step 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
 with `P` the linear weights including lm_head (embedding look-up, norms, softmax and RoPE are left out, as usual), `L`
-layers and `h = num_attention_heads * head_dim`. For unpacked sequences of `S` positions every sequence is one document:
-the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
-arXiv:2204.02311, appendix B; only the causal half of attention). Recomputation is not counted; padding is. A sliding
-window shorter than the document changes nothing. With LoRA the linear weights are frozen and need no wgrad: `4 n`, and
-`6 n` for the adapters' entries.
+layers and `h = num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document: the familiar
+`num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B;
+only the causal half of attention): recomputation is not counted, padding is. With LoRA the linear weights are frozen
+and need no wgrad: `4 n`, and `6 n` for the adapters' entries.
 
 **Utilisation** (MFU) is model FLOP/s over the GPU's dense peak. An fp8 step mixes fp8 and bf16 GEMMs, so it is given
 against both peaks. A GPU that is not in the table has no utilisation.
@@ -22,83 +21,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Metric:
-    unit: str
-    description: str
-
-
-METRICS: dict[str, Metric] = {
-    "step": Metric("steps", "Optimizer steps taken, this one included; counted on from the checkpoint after a resume."),
-    "epoch": Metric("epochs", "Passes over the training rows, as a fraction; whole ones when streaming."),
-    "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
-    "loss": Metric(
-        "nats/token", "Cross entropy averaged over the supervised tokens of the step, all micro-batches and GPUs."
-    ),
-    "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
-    "learning_rate": Metric("-", "Learning rate of the step."),
-    "step_time_s": Metric("s", "Wall time of the optimizer step, loading of its data included."),
-    "tokens_per_s": Metric("tokens/s", "All positions of the step, padding included, over its time, on all GPUs."),
-    "tokens_per_s_per_gpu": Metric("tokens/s", "The same for one GPU."),
-    "real_tokens_per_s": Metric("tokens/s", "Tokens that are not padding, on all GPUs."),
-    "supervised_tokens_per_s": Metric("tokens/s", "Tokens that carry loss, on all GPUs."),
-    "packing_efficiency": Metric("share", "Tokens that are not padding over all positions of the step."),
-    "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU."),
-    "mfu_bf16_peak": Metric(
-        "share", "model_tflops over the GPU's dense bf16 peak; absent for GPUs that are not in the table."
-    ),
-    "mfu_fp8_peak": Metric("share", "model_tflops over the GPU's dense fp8 peak; fp8 runs only."),
-    "fp8_linear_flop_share": Metric(
-        "share", "Share of the linear layers' FLOPs that the fp8 recipe covers; 0 in a bf16 run."
-    ),
-    "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since this process began."),
-    "peak_reserved_memory_gib": Metric(
-        "GiB", "Most memory that PyTorch's allocator took from the first GPU since this process began."
-    ),
-    "peak_memory_gib_max_rank": Metric("GiB", "The same on the rank that needs most; runs of several processes."),
-    "energy_j_per_million_tokens": Metric(
-        "J",
-        "Energy of all GPUs per million positions, padding included, over the steps since the last such figure; "
-        "absent without NVML's counter.",
-    ),
-    "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
-    "energy_j": Metric(
-        "J", "Energy of all GPUs since this process began to train, evaluations and checkpoints included."
-    ),
-    "num_gemm_kernels": Metric(
-        "kernels",
-        "GEMM kernels that the first GPU ran in the recorded step. Only that step has this figure and the next "
-        "three; recording takes time, so it is in no median.",
-    ),
-    "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),
-    "num_unknown_gemm_kernels": Metric("kernels", "Those whose name does not tell the type of the operands."),
-    "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
-    "communication_share": Metric(
-        "share",
-        "Share of one recorded step's time in which the first GPU ran communication kernels; runs on several GPUs.",
-    ),
-    "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
-    "slowest_rank": Metric(
-        "-", "Number of the rank whose own work, communication left out, took longest in that step."
-    ),
-    "slowest_rank_lag": Metric("share", "How much longer than the mean rank's its work took."),
-    "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
-    "eval_perplexity": Metric("-", "exp(eval_loss)."),
-    "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
-    "eval_time_s": Metric("s", "Wall time of the evaluation."),
-}
-"""Every key that reaches metrics.jsonl, summary.json and the trackers. A key keeps its meaning for good."""
-
-RECORDED_STEP = "num_gemm_kernels"
-"""The key that only the recorded step has."""
 
 
 @dataclass(frozen=True)
@@ -198,28 +127,93 @@ def device_peak_tflops(device: torch.device) -> PeakTflops | None:
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What the throughput of one optimizer step is computed from."""
+
+    tokens: StepTokens
+    time_s: float
+    size: DecoderSize
+    num_gpus: int  # training processes; 1 on a CPU
+    peak: PeakTflops | None
+    fp8: bool
+
+    @property
+    def tflops(self) -> float:
+        return step_flops(self.size, self.tokens) / self.time_s / self.num_gpus / 1e12
+
+    @property
+    def fp8_peak(self) -> float | None:
+        return self.peak.fp8 if self.peak is not None and self.fp8 else None
+
+
+class Metric(NamedTuple):
+    unit: str
+    description: str
+    of_step: Callable[[MeasuredStep], float | None] | None = None
+    """Computes it, None where the hardware has no such figure; its median is in the summary. A metric without is
+    computed where it is measured."""
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("steps", "Optimizer steps taken, this one and those before a resume included."),
+    "epoch": Metric("epochs", "Passes over the training rows, as a fraction; whole ones when streaming."),
+    "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
+    "loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the step, on all GPUs."),
+    "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
+    "learning_rate": Metric("-", "Learning rate of the step."),
+    "step_time_s": Metric("s", "Wall time of the step, loading of its data included.", lambda s: s.time_s),
+    "tokens_per_s": Metric("tokens/s", "All positions, on all GPUs.", lambda s: s.tokens.num_tokens / s.time_s),
+    "tokens_per_s_per_gpu": Metric(
+        "tokens/s", "The same for one GPU.", lambda s: s.tokens.num_tokens / s.time_s / s.num_gpus
+    ),
+    "real_tokens_per_s": Metric("tokens/s", "Without padding.", lambda s: s.tokens.num_real_tokens / s.time_s),
+    "supervised_tokens_per_s": Metric(
+        "tokens/s", "Those that carry loss.", lambda s: s.tokens.num_supervised_tokens / s.time_s
+    ),
+    "packing_efficiency": Metric(
+        "share", "Real tokens over all positions.", lambda s: s.tokens.num_real_tokens / s.tokens.num_tokens
+    ),
+    "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU.", lambda s: s.tflops),
+    "mfu_bf16_peak": Metric(
+        "share", "model_tflops over the GPU's dense bf16 peak.", lambda s: s.tflops / s.peak.bf16 if s.peak else None
+    ),
+    "mfu_fp8_peak": Metric(
+        "share", "The same for its fp8 peak; fp8 runs.", lambda s: s.tflops / s.fp8_peak if s.fp8_peak else None
+    ),
+    "fp8_linear_flop_share": Metric("share", "Share of the linear layers' FLOPs that the fp8 recipe covers."),
+    "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since this process began."),
+    "peak_reserved_memory_gib": Metric("GiB", "Most memory that PyTorch's allocator took from the first GPU."),
+    "peak_memory_gib_max_rank": Metric("GiB", "The most of any rank; runs of several processes."),
+    "energy_j_per_million_tokens": Metric("J", "Energy of all GPUs per million positions since the last such figure."),
+    "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
+    "energy_j": Metric("J", "Energy of all GPUs since this process began, evaluations and checkpoints included."),
+    "num_gemm_kernels": Metric("kernels", "GEMM kernels of the first GPU in the one step that is recorded."),
+    "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),
+    "num_unknown_gemm_kernels": Metric("kernels", "Those whose name does not tell the type of the operands."),
+    "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
+    "communication_share": Metric("share", "Share of that step in which the first GPU ran communication."),
+    "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
+    "slowest_rank": Metric("-", "Number of the rank whose own work, communication left out, took longest."),
+    "slowest_rank_lag": Metric("share", "How much longer than the mean rank's its work took."),
+    "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
+    "eval_perplexity": Metric("-", "exp(eval_loss)."),
+    "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
+    "eval_time_s": Metric("s", "Wall time of the evaluation."),
+}
+"""Every key that reaches metrics.jsonl, summary.json and W&B. A key keeps its meaning for good."""
+
+RECORDED_STEP = "num_gemm_kernels"
+"""The key that only the recorded step has."""
+
+
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """The throughput figures of one step under the keys of `METRICS`, without those that this hardware does not have.
-
-    `num_gpus` is the number of training processes (1 on a CPU); only with `fp8` is there a `mfu_fp8_peak`.
-    """
-    tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
-    figures = {
-        "step_time_s": step_time_s,
-        "tokens_per_s": tokens.num_tokens / step_time_s,
-        "tokens_per_s_per_gpu": tokens.num_tokens / step_time_s / num_gpus,
-        "real_tokens_per_s": tokens.num_real_tokens / step_time_s,
-        "supervised_tokens_per_s": tokens.num_supervised_tokens / step_time_s,
-        "packing_efficiency": tokens.num_real_tokens / tokens.num_tokens,
-        "model_tflops": tflops,
-    }
-    if peak is not None:
-        figures["mfu_bf16_peak"] = tflops / peak.bf16
-        if fp8 and peak.fp8 is not None:
-            figures["mfu_fp8_peak"] = tflops / peak.fp8
-    return figures
+    """The throughput figures of one step under the keys of `METRICS`, as far as this hardware has them."""
+    step = MeasuredStep(tokens, step_time_s, size, num_gpus, peak, fp8)
+    figures = {key: metric.of_step(step) for key, metric in METRICS.items() if metric.of_step is not None}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

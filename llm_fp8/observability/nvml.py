@@ -101,19 +101,19 @@ class GpuStateSampler:
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float]:
-    """A function that reads the energy counter of `device` in J. Raises `NoNvml` where it has none."""
+    """A function that reads the energy counter of `device` in J, NaN where a reading fails. Raises `NoNvml` where it
+    has none.
+    """
     pynvml, handle = open_nvml(device)
-    try:
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except pynvml.NVMLError as error:
-        raise NoNvml(f"NVML: {error}") from error
 
     def read_j() -> float:
         try:
             return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-        except pynvml.NVMLError:  # a failed reading costs the figure, not the run
+        except pynvml.NVMLError:
             return math.nan
 
+    if math.isnan(read_j()):
+        raise NoNvml("NVML: this GPU has no energy counter")
     return read_j
 
 
@@ -133,22 +133,19 @@ class EnergyMeter:
         self._accelerator = accelerator
         self._clock = clock
         self.no_counter: str | None = None
-        self._read_j: Callable[[], float] | None = None
+        self._read_j: Callable[[], float] = lambda: math.nan
         try:
             self._read_j = open_counter(accelerator.device)
         except NoNvml as reason:
             self.no_counter = str(reason)
-        self._begin_j = self._counter_j()
+        self._begin_j = self._read_j()
         self.restart(0)
 
     def restart(self, step: int) -> None:
         """Begin an interval after `step`; the energy since the last figures counts in the total alone."""
         self._last_step = step
         self._num_tokens = 0
-        self._start_s, self._start_j = self._clock(), self._counter_j()
-
-    def _counter_j(self) -> float:
-        return math.nan if self._read_j is None else self._read_j()
+        self._start_s, self._start_j = self._clock(), self._read_j()
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
         """Per step of this call, figures of the interval that ends here, under the keys of `metrics.METRICS`.
@@ -157,11 +154,11 @@ class EnergyMeter:
         without a counter, or while the interval is too short: the tokens then count for the call that ends it.
         """
         # All ranks have the same type of device, so they agree on whether to reduce.
-        if self._accelerator.device.type != "cuda" and self._read_j is None:
+        if self._accelerator.device.type != "cuda" and self.no_counter is not None:
             return {}
         steps = [step for step in num_tokens if step > self._last_step]
         self._num_tokens += sum(num_tokens[step] for step in steps)
-        now_s, now_j = self._clock(), self._counter_j()
+        now_s, now_j = self._clock(), self._read_j()
         own = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]
         summed = torch.tensor(own, dtype=torch.float64, device=self._accelerator.device)
         interval_j, total_j, gpu_seconds = self._accelerator.reduce(summed, reduction="sum").tolist()

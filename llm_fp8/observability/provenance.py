@@ -20,21 +20,9 @@ from llm_fp8.utils.packages import REPOSITORY, package_version
 from llm_fp8.utils.subprocesses import output_of
 
 PACKAGES = (
-    "torch",
-    "transformer-engine",
-    "transformer-engine-torch",
-    "accelerate",
-    "deepspeed",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "flash-attn",
-    "flash-attn-4",
-    "peft",
-    "torchao",
-    "wandb",
-)
+    "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
+    "safetensors flash-attn peft torchao wandb"
+).split()
 ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
@@ -47,12 +35,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}
-    root = output_of("git", "-C", str(folder), "rev-parse", "--show-toplevel")
-    if root is None or Path(root).resolve() != folder.resolve():
-        return None
-    commit = output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
-    changes = output_of("git", "-C", str(folder), "status", "--porcelain")
-    if commit is None or changes is None:
+    root, commit, changes = (
+        output_of("git", "-C", str(folder), *words.split())
+        for words in ("rev-parse --show-toplevel", "rev-parse --verify HEAD", "status --porcelain")
+    )
+    if root is None or commit is None or changes is None or Path(root).resolve() != folder.resolve():
         return None
     return {"commit": commit, "dirty": changes != ""}
 
@@ -68,18 +55,11 @@ def _gpus() -> list[dict[str, Any]]:
     ]
 
 
-def _driver_version() -> str | None:
-    versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return versions.splitlines()[0] if versions else None
-
-
 def _cpu_model() -> str | None:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or None
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or None)
 
 
 def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
@@ -100,6 +80,7 @@ def recorded_command(argv: list[str]) -> list[str]:
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Provenance of this process as JSON values, None for what this machine lacks; `argv` is `sys.argv`."""
+    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": recorded_command(argv),
@@ -108,7 +89,7 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
         "packages": {name: package_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": _driver_version(),
+        "driver": drivers.splitlines()[0] if drivers else None,
         "gpus": _gpus(),
         # Not within `gpus`: runs on several GPUs of one kind ran on the same hardware.
         "gpu_uuids": [gpu_uuid(index) for index in range(torch.cuda.device_count())],

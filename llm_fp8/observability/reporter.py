@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json.
+"""Where the numbers of a run go: metrics.jsonl, W&B, screen and summary.json.
 
 Only the main process writes.
 
@@ -9,8 +9,7 @@ Only the main process writes.
       wandb_run.json     its id, and the last step that it was given before a resume
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
-On W&B it continues the same run. W&B's client cannot take back steps (its server can rewind a run, `resume_from`, which
-offline runs have no part in), so those that it has are not sent again: it keeps what the interrupted process sent.
+On W&B it continues the same run, which cannot take back steps: those that it has are not sent again.
 """
 
 from __future__ import annotations
@@ -31,16 +30,9 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
 from llm_fp8.observability.progress import ProgressDisplay, format_evaluation
 from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
-from llm_fp8.observability.tracker_labels import flattened, require_run_id, run_labels, run_tags, wandb_login_state
-from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import (
-    json_line,
-    parse_metrics,
-    read_json,
-    read_text,
-    write_json_atomic,
-    write_text_atomic,
-)
+from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
+from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -57,66 +49,47 @@ def require_wandb_login(flag: str) -> None:
         )
 
 
-def _output_dir(config: Config) -> Path:
-    if config.run.output_dir is None:
-        raise ValueError("the run is reported, but config.run.output_dir is not set.")
-    return Path(config.run.output_dir)
-
-
 def accelerator_tracking(config: Config) -> dict[str, Any]:
     """The arguments of `Accelerator(...)` for trackers: `log_with` and `project_config`."""
-    folder = _output_dir(config)
+    folder = str(config.run.output_dir)
     return {
         "log_with": "wandb" if config.run.use_wandb else None,
-        "project_config": ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
+        "project_config": ProjectConfiguration(project_dir=folder, logging_dir=folder),
     }
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
     """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line; returns the last
-    step that it held, 0 for none.
-
-    `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run that repeats it. Raises
-    `UserError` where an earlier line is not JSON: no interrupted run leaves that.
+    step that it held, 0 for none. `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run
+    that repeats it.
     """
-    lines = read_text(path).splitlines()
-    kept, held = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse_metrics(line, str(path))
-        except UserError:
-            if number == len(lines):
-                break
-            raise UserError(
-                f"{path}: line {number} is not a metrics record; move the file away to resume without the earlier "
-                "metrics."
-            ) from None
-        held = int(record["step"])
-        if record["step"] < last_step or (
-            record["step"] == last_step and (keep_evaluation or "eval_loss" not in record)
-        ):
-            kept.append(line + "\n")
+    lines = read_text(path).splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
+        records = [json.loads(line) for line in lines]
+        steps = [int(record["step"]) for record in records]
+    cut_at_last = ["eval_loss" in record and not keep_evaluation for record in records]
+    kept = [
+        line
+        for line, step, is_cut in zip(lines, steps, cut_at_last, strict=True)
+        if step < last_step or (step == last_step and not is_cut)
+    ]
     write_text_atomic(path, "".join(kept))
-    return held
-
-
-def _tracked(tree: dict[str, Any], separator: str) -> dict[str, Any]:
-    """A nested dict as trackers take it: one level, values that are neither scalars nor None as text."""
-    scalar = (bool, int, float, str, type(None))
-    return {key: value if isinstance(value, scalar) else str(value) for key, value in flattened(tree, separator)}
+    return steps[-1] if steps else 0
 
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
-    parts = {key: value for key, value in summary.items() if key not in known}
-    flat = _tracked({**parts, **summary.get("throughput", {})}, "/")
-    return {key: value for key, value in flat.items() if value is not None}
+    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
+    flat = ((key, value) for key, value in flattened(parts, "/") if value is not None)
+    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat}
 
 
 class RunReporter:
     """Reports the numbers of one run; every rank makes one. A context manager that closes the files and, after a normal
-    end, the trackers: after an error their exit hooks show the run as crashed.
+    end, the tracker: after an error its exit hook shows the run as crashed.
     """
 
     def __init__(
@@ -127,41 +100,63 @@ class RunReporter:
         resume_step: int = 0,
         evaluates_again: bool = False,
     ) -> None:
-        """Open the files in `config.run.output_dir`; `start_trackers` starts the trackers.
+        """Open the files in `config.run.output_dir`; `start_trackers` starts W&B.
 
         `accelerator` was made with `**accelerator_tracking(config)`. `resume_step` is the checkpoint's step; at 0
-        metrics.jsonl begins anew. `evaluates_again`: the evaluation behind that step is repeated.
+        metrics.jsonl begins anew. `evaluates_again`: the evaluation after that step is repeated.
         """
         self._accelerator = accelerator
         self._config = config
         self._resume_step = resume_step
-        self._folder = _output_dir(config)
+        self._folder = Path(str(config.run.output_dir))
         self._total_steps = total_steps
         self._last_step = resume_step
-        self._wandb_last_step = 0  # what W&B has from earlier starts
-        self._wandb_shift = 0  # of W&B's own steps, which number its rows, against ours
+        self._known_step = 0  # the last one that an earlier start reported
         if not accelerator.is_main_process:
             return
-        self._held_step = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
         if resume_step > 0 and path.exists():
-            self._held_step = truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
+            self._known_step = truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
         (self._folder / "summary.json").unlink(missing_ok=True)  # of the run's end, which is to come again
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the requested trackers before the first step; `record` is what run.json holds of this start.
+        """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start.
 
-        W&B's configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`.
+        Its configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`. Without
+        an answer from W&B the run goes on offline: training does not depend on a tracker.
         """
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
+        import wandb
+
         labels = run_labels(record)
-        self._init_trackers(run_tags(labels))
-        self._find_wandb_position()
+        options = self._config.run
+        arguments: dict[str, Any] = {
+            "dir": str(self._folder),
+            "name": options.wandb_run_name,
+            "group": os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
+            "tags": run_tags(labels),
+            "job_type": "train",
+            "settings": wandb.Settings(init_timeout=WANDB_START_S, finish_timeout=WANDB_END_S),
+            **self._wandb_run(),
+        }
+        with reading("--use_wandb", options.wandb_project, "a W&B run of this project"):
+            try:
+                self._accelerator.init_trackers(options.wandb_project, init_kwargs={"wandb": arguments})
+            except wandb.errors.CommError as error:
+                wandb.teardown()  # its service holds on to the id
+                (tracker,) = self._accelerator.trackers  # made and not started
+                tracker.init_kwargs["mode"] = "offline"
+                tracker.start()
+                logger.warning(
+                    "W&B did not take the run, which goes on offline: send it later by 'wandb sync %s'. W&B said: %s",
+                    self._folder / "wandb" / "offline-run-*",
+                    str(error).splitlines()[0],
+                )
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         for tracker in self._accelerator.trackers:
@@ -170,33 +165,6 @@ class RunReporter:
                 tracker.tracker.define_metric(axis)
             tracker.tracker.define_metric("*", step_metric="step")
 
-    def _init_trackers(self, wandb_tags: list[str]) -> None:
-        """Without an answer from W&B the run goes on offline: training does not depend on a tracker."""
-        options = self._config.run
-        of_wandb: dict[str, Any] = {
-            "dir": str(self._folder),
-            "name": options.wandb_run_name,
-            "group": os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
-            "tags": wandb_tags,
-            "job_type": "train",
-        }
-        import wandb
-
-        of_wandb["settings"] = wandb.Settings(init_timeout=WANDB_START_S, finish_timeout=WANDB_END_S)
-        of_wandb |= self._wandb_run()
-        try:
-            self._accelerator.init_trackers(options.wandb_project, init_kwargs={"wandb": of_wandb})
-        except wandb.errors.CommError as error:
-            wandb.teardown()  # its service holds on to the id
-            for tracker in self._accelerator.trackers:  # made and not started
-                tracker.init_kwargs["mode"] = "offline"
-                tracker.start()
-            logger.warning(
-                "W&B did not take the run, which goes on offline: send it later by 'wandb sync %s'. W&B said: %s",
-                self._folder / "wandb" / "offline-run-*",
-                str(error).splitlines()[0],
-            )
-
     def _wandb_run(self) -> dict[str, str]:
         """Which W&B run this start belongs to: the `id` in wandb_run.json where the training is resumed, else a new
         one (or WANDB_RUN_ID of the environment).
@@ -204,39 +172,19 @@ class RunReporter:
         path = self._folder / "wandb_run.json"
         if self._resume_step > 0 and path.exists():
             known = read_json(path, {"id": str, "last_step": int})
-            require_run_id(f"{path}: id", known["id"])
-            self._wandb_last_step = max(known["last_step"], self._held_step)
+            self._known_step = max(known["last_step"], self._known_step)
             run = {"id": known["id"], "resume": "allow"}
         else:
             run = {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)}
-        write_json_atomic(path, {"id": run["id"], "last_step": self._wandb_last_step})
+        write_json_atomic(path, {"id": run["id"], "last_step": self._known_step})
         return run
-
-    def _find_wandb_position(self) -> None:
-        """Where the rows of an online run end on the server; one that was killed may have sent less than it took."""
-        for tracker in self._accelerator.trackers:
-            if row := tracker.tracker.starting_step:
-                self._wandb_last_step = min(self._wandb_last_step, row - 1)
-                self._wandb_shift = row - 1 - self._wandb_last_step
-
-    def _track(self, record: dict[str, float]) -> None:
-        """Hand a record to the trackers. W&B gets no step twice; an evaluation that was put off, or is repeated, gets a
-        row of its own there, since that of its step is closed.
-        """
-        step, of_evaluation = int(record["step"]), "eval_loss" in record
-        for tracker in self._accelerator.trackers:
-            if step < self._wandb_last_step or (step == self._wandb_last_step and not of_evaluation):
-                continue
-            self._wandb_shift += step == self._wandb_last_step
-            tracker.log(record, step=step + self._wandb_shift)
 
     def steps(self, records: list[dict[str, float]]) -> None:
         """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""
         if not self._accelerator.is_main_process:
             return
         for record in records:
-            if record["step"] <= self._last_step:
-                raise ValueError(f"step {record['step']} was reported after step {self._last_step}.")
+            assert record["step"] > self._last_step, f"step {record['step']} comes after step {self._last_step}"
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
@@ -245,19 +193,17 @@ class RunReporter:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
         if not self._accelerator.is_main_process:
             return
-        if record["step"] != self._last_step:
-            raise ValueError(f"evaluation of step {record['step']} while the last reported step is {self._last_step}.")
+        assert record["step"] == self._last_step
         self._write(record)
         self._display.print(format_evaluation(record))
 
     def _write(self, record: dict[str, float]) -> None:
-        for key, value in record.items():
-            if key not in METRICS:
-                raise ValueError(f"'{key}' is not a declared metric; add it to llm_fp8.observability.metrics.METRICS.")
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"metric '{key}' must be a plain number, not {type(value).__name__}.")
+        assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"
         self._file.write(json_line(record))
-        self._track(record)
+        # An evaluation is a row of its own on W&B; one that was put off, or is repeated, is of the checkpoint's step.
+        if record["step"] > self._known_step - ("eval_loss" in record):
+            for tracker in self._accelerator.trackers:
+                tracker.log(record)
 
     def print(self, text: str) -> None:
         if self._accelerator.is_main_process:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,9 @@ from llm_fp8.observability.kernel_trace import (
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.step_stats import throughput_summary
 
+WORTH_A_WORD = 0.2
+"""Idle share of a step from which on a run reports it."""
+
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
     """The union of intervals as disjoint ones in order."""
@@ -50,38 +52,17 @@ def length(intervals: Iterable[Interval]) -> float:
 
 @dataclass
 class StepProfile:
-    """What the GPUs did in one step; times in seconds. Filled when the `profiled` block ends."""
+    """What the GPUs did in one step; times in seconds, of this rank unless said. Filled when `profiled` ends."""
 
-    span_s: float = 0.0
-    """From the first kernel's start to the last one's end, on this rank."""
-    recording_time_s: float = 0.0
-    """Time beside the step that recording cost this rank's host."""
-    communication_s: float = 0.0
-    """Time in which communication kernels ran, on this rank."""
-    exposed_communication_s: float = 0.0
-    """The part of it in which no other kernel ran."""
-    work_s_by_rank: list[float] = field(default_factory=list)
-    """Time in which other kernels ran."""
+    span_s: float = 0.0  # from the first kernel's start to the last one's end
+    communication_s: float = 0.0  # in which communication kernels ran
+    exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
+    work_s_by_rank: list[float] = field(default_factory=list)  # in which other kernels ran
     peak_memory_gib_by_rank: list[float] = field(default_factory=list)
-    gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)
-    """GEMM kernels of this rank by operand type."""
+    gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)  # their number by operand type
     gemm_time_s: dict[GemmKind, float] = field(default_factory=dict)
-    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
-    """Time of this rank's kernels by class; kernels that run at the same time count each."""
-
-    def __post_init__(self) -> None:
-        self.kernels: KernelTimes = {}
-        """All kernels of this rank; too many to be kept with the figures."""
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.work_s_by_rank)
-
-    @property
-    def fp8_gemm_time_share(self) -> float | None:
-        """Share of the GEMMs' time in fp8 and fp4 ones; None where no GEMM was recorded."""
-        total_s = sum(self.gemm_time_s.values())
-        return sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / total_s if total_s else None
+    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)  # kernels that overlap count each
+    kernels: KernelTimes = field(default_factory=dict)
 
     @property
     def slowest_rank(self) -> int:
@@ -99,9 +80,9 @@ class StepProfile:
             "num_fp8_gemm_kernels": sum(self.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION),
             "num_unknown_gemm_kernels": self.gemm_kernels.get("unknown", 0),
         }
-        if self.fp8_gemm_time_share is not None:
-            figures["fp8_gemm_time_share"] = self.fp8_gemm_time_share
-        if self.num_ranks > 1 and self.span_s > 0:
+        if gemm_s := sum(self.gemm_time_s.values()):
+            figures["fp8_gemm_time_share"] = sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / gemm_s
+        if len(self.work_s_by_rank) > 1 and self.span_s > 0:
             figures["communication_share"] = self.communication_s / self.span_s
             figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
             figures["slowest_rank"] = float(self.slowest_rank)
@@ -109,30 +90,25 @@ class StepProfile:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for summary.json; of one GPU without what only several have."""
+        """Plain values for summary.json, without what only several GPUs have where there is one, and the kernels."""
         of_several = ("communication_s", "exposed_communication_s", "work_s_by_rank")
-        left_out = of_several if self.num_ranks == 1 else ()
+        left_out = ("kernels", *(of_several if len(self.work_s_by_rank) == 1 else ()))
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
     def describe(self) -> str:
         total_s = sum(self.time_s_by_class.values())
-        parts = [
-            f"{name} {time_s / total_s:.0%}"
-            for name, time_s in self.time_s_by_class.items()
-            if time_s >= 0.01 * total_s
-        ]
+        shares = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items()]
         words = [
-            f"one step recorded, which took {self.recording_time_s:.1f} s more: kernels by time: "
-            f"{', '.join(parts) or 'none'}"
+            f"one step recorded: kernels by time: {', '.join(s for s in shares if not s.endswith(' 0%')) or 'none'}"
         ]
         figures = self.figures()
         if "communication_share" in figures:
-            words.append(
-                f"communication runs {figures['communication_share']:.0%} of the time and alone "
-                f"{figures['exposed_communication_share']:.0%}"
-            )
-            words.append(f"slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean)")
-            words.append(f"peak memory by rank {', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB")
+            words += [
+                f"communication {figures['communication_share']:.0%} of the time, "
+                f"{figures['exposed_communication_share']:.0%} alone",
+                f"slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean)",
+                f"peak memory by rank {', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB",
+            ]
         gemms = ", ".join(f"{count} {kind}" for kind, count in sorted(self.gemm_kernels.items()))
         return "; ".join([*words, f"GEMM kernels: {gemms or 'none'}"])
 
@@ -141,13 +117,9 @@ class StepProfile:
 def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     """Record the CUDA kernels of the enclosed step; collective: gathers the ranks' times at the end."""
     result = StepProfile()
-    torch.cuda.synchronize()  # the GPU is some steps behind: waiting for them is not the recording's cost
-    started = time.perf_counter()
+    torch.cuda.synchronize()
     with record_kernels() as recorded:
-        step_started = time.perf_counter()
         yield result
-        torch.cuda.synchronize()
-        step_ended = time.perf_counter()
     intervals = kernel_intervals(recorded)
     communication = covered(span for name, span in intervals if kernel_class(name) == "communication")
     work = covered(span for name, span in intervals if kernel_class(name) != "communication")
@@ -161,17 +133,10 @@ def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     result.gemm_kernels = {kind: kernels.count for kind, kernels in gemms.items()}
     result.gemm_time_s = {kind: kernels.time_s for kind, kernels in gemms.items()}
     result.time_s_by_class = {name: kernels.time_s for name, kernels in time_by_class(result.kernels).items()}
-    own = torch.tensor(
-        [length(work), torch.cuda.max_memory_allocated() / GIB], device=accelerator.device, dtype=torch.float64
-    )
-    result.recording_time_s = time.perf_counter() - step_ended + step_started - started
-    by_rank = accelerator.gather(own).view(-1, 2)
+    own = [length(work), torch.cuda.max_memory_allocated() / GIB]
+    by_rank = accelerator.gather(torch.tensor(own, device=accelerator.device, dtype=torch.float64)).view(-1, 2)
     result.work_s_by_rank = by_rank[:, 0].tolist()
     result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()
-
-
-WORTH_A_WORD = 0.2
-"""Idle share of a step from which on a run reports it."""
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import statistics
 
-from llm_fp8.observability.metrics import RECORDED_STEP
+from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
 
 WARMUP_STEPS = 10
 """Steps at the start of a process that medians leave out (compilation, autotuning, allocator); at most half of all."""
 
-MEDIANS = (
-    "step_time_s",
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "real_tokens_per_s",
-    "supervised_tokens_per_s",
-    "packing_efficiency",
-    "model_tflops",
-    "mfu_bf16_peak",
-    "mfu_fp8_peak",
-)
+MEDIANS = tuple(key for key, metric in METRICS.items() if metric.of_step is not None)
 """Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
 
 RESUMES = {"resumes": list | None, "resumes.*": dict, "resumes.*.resumed_after_step": int}

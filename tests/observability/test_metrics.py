@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers import PreTrainedConfig as PretrainedConfig
 
-from llm_fp8.observability import metrics
 from llm_fp8.observability.metrics import (
     METRICS,
     DecoderSize,
     StepTokens,
-    memory_metrics,
-    model_flops_per_token,
     peak_tflops,
-    perplexity,
     speed_metrics,
-    step_flops,
 )
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -48,36 +38,6 @@ def test_decoder_size_counts_the_matrices_of_the_model(config: PretrainedConfig)
     assert size.num_linear_parameters == sum(linear.weight.numel() for linear in linears)
     assert size.num_layers == 3
     assert size.attention_width == model.model.layers[0].self_attn.q_proj.out_features
-
-
-def test_flops_agree_with_those_that_torch_counts() -> None:
-    config = LlamaConfig(**SMALL, num_key_value_heads=4, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config)
-    rows, length = 2, 48
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.zeros(rows, length, dtype=torch.long)).logits.sum().backward()
-    size = DecoderSize.from_config(config)
-    # Eager attention computes the whole square, of which the causal half counts here; torch also sees RoPE's outer
-    # product.
-    attention_forward = 2 * size.num_layers * size.attention_width * length**2 * rows
-    tokens = StepTokens(rows * length, rows * length, rows * length, rows * length**2)
-    assert counter.get_total_flops() == pytest.approx(step_flops(size, tokens) + 3 * attention_forward, rel=0.01)
-
-
-def test_the_conventional_figure_for_unpacked_rows() -> None:
-    size = DecoderSize(num_linear_parameters=1_000_000, num_layers=4, attention_width=256)
-    num_tokens, row_length = 8 * 512, 512
-    tokens = StepTokens(num_tokens, num_tokens, num_tokens, num_tokens * row_length)
-    assert step_flops(size, tokens) == num_tokens * (6 * 1_000_000 + 6 * 4 * row_length * 256)
-
-
-def test_packed_documents_cost_what_they_cost_alone() -> None:
-    size = DecoderSize(num_linear_parameters=1000, num_layers=2, attention_width=64)
-    lengths = [100, 30, 382]
-    packed = StepTokens(sum(lengths), sum(lengths), sum(lengths), sum(n * n for n in lengths))
-    assert step_flops(size, packed) == pytest.approx(sum(n * model_flops_per_token(size, n) for n in lengths))
-    whole_row = StepTokens(512, 512, 512, 512 * 512)
-    assert step_flops(size, packed) < step_flops(size, whole_row)
 
 
 def test_llama_8b_has_the_published_number_of_parameters() -> None:
@@ -159,35 +119,3 @@ def test_peaks_are_dense(name: str, bf16: float, fp8: float | None) -> None:
 )
 def test_a_gpu_that_is_not_in_the_table_has_no_peak(name: str) -> None:
     assert peak_tflops(name) is None
-
-
-def test_the_fp8_peak_is_about_twice_the_bf16_one() -> None:
-    for pattern, peak in metrics._PEAKS.items():
-        assert peak.fp8 is None or peak.fp8 / peak.bf16 == pytest.approx(2, rel=0.02), pattern
-
-
-def test_a_cpu_has_neither_peak_nor_memory_figures() -> None:
-    assert metrics.device_peak_tflops(torch.device("cpu")) is None
-    assert memory_metrics(torch.device("cpu")) == {}
-
-
-@pytest.mark.gpu
-def test_memory_figures_follow_an_allocation() -> None:
-    device = torch.device("cuda")
-    torch.cuda.reset_peak_memory_stats(device)
-    before = memory_metrics(device)["peak_memory_gib"]
-    held = torch.empty(2**28, dtype=torch.uint8, device=device)
-    after = memory_metrics(device)
-    assert after["peak_memory_gib"] - before == pytest.approx(held.numel() / 2**30, rel=0.01)
-    assert after["peak_reserved_memory_gib"] >= after["peak_memory_gib"]
-
-
-def test_perplexity() -> None:
-    assert perplexity(math.log(7)) == pytest.approx(7)
-    assert perplexity(1e4) == math.inf
-
-
-def test_the_document_lists_every_key_with_its_unit_and_meaning() -> None:
-    table = DOCUMENT.read_text().partition("## Metrics\n")[2].partition("## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| `")]
-    assert rows == [f"| `{key}` | {metric.unit} | {metric.description} |" for key, metric in METRICS.items()]

@@ -176,8 +176,7 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "num_gemm_kernels" in r] == [5]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["recorded_step"]["recording_time_s"] > 0 and "no_energy_because" in summary
-    record_property("recording_time_s", summary["recorded_step"]["recording_time_s"])
+    assert "no_energy_because" in summary
     assert "no current CUDA context" not in done.stdout + done.stderr
     assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0 and "communication_s" not in summary["recorded_step"]
 
