@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Record what this GPU multiplies and copies, for llm_fp8/tools/gemm_rates.py's table of known GPUs.
 
-    python benchmarks/ceilings.py --rounds 3 --output llm_fp8/tools/predict/gpus/nvidia_h200.json
+    python benchmarks/ceilings.py --rounds 3 --output llm_fp8/tools/gpu_rates/nvidia_h200.json
 
 Each figure is the median over the rounds, which are kept beside it. Nothing else may use the GPU meanwhile.
 """
@@ -39,7 +39,7 @@ def main() -> int:
         "--output",
         type=Path,
         required=True,
-        help="JSON file in llm_fp8/tools/predict/gpus, which prediction and verify read",
+        help="JSON file in llm_fp8/tools/gpu_rates, which prediction and verify read",
     )
     options = parser.parse_args()
     if options.rounds < 1:

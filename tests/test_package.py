@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_of_the_scripts(wh
     expected = {str(path.relative_to(ROOT)) for path in package} | set(configs)
     expected |= {"te_llama.py", "train_fp8.py", "train_multi_gpu.py"}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
-    assert "llm_fp8/tools/predict/gpus/nvidia_h200.json" in expected
+    assert "llm_fp8/tools/gpu_rates/nvidia_h200.json" in expected
     shipped = wheel.read("llm_fp8/config/shipped/requirements.txt")
     assert shipped == (ROOT / "requirements.txt").read_bytes()
     assert "Apache License" in metadata(wheel, "licenses/LICENSE")
@@ -73,18 +73,18 @@ def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(metadata(wheel, "entry_points.txt"))
     assert dict(entry_points["console_scripts"]) == {"llm-fp8": "llm_fp8.__main__:main"}
-    assert set(PROGRAMS) == {"train", "verify", "predict", "compare", "diagnose", "evaluate", "export-fp8"}
+    assert set(PROGRAMS) == {"train", "verify", "memory", "compare", "diagnose", "evaluate", "export-fp8"}
     for module, _ in PROGRAMS.values():
         assert f"{module.replace('.', '/')}.py" in wheel.namelist()
         assert callable(import_module(module).main)
 
 
 @pytest.mark.parametrize("words, code, said", [
-    (["--help"], 0, "predict    time and memory"),
+    (["--help"], 0, "memory     whether a model fits"),
     (["--version"], 0, f"llm-fp8 {__version__}\n"),
     ([], 2, "error: the following arguments are required: COMMAND"),
     (["trian"], 2, "error: argument COMMAND: invalid choice: 'trian'"),
-    (["predict", "--batch_size=x"], 2, "'llm-fp8 predict --help' lists the options."),
+    (["memory", "--batch_size=x"], 2, "'llm-fp8 memory --help' lists the options."),
     (["verify", "--batch_size=0"], 2, "error: --batch_size 0: give 1 or more."),
     (["train", "--batch_size=0"], 2, "error: --batch_size must be at least 1"),
 ])  # fmt: skip

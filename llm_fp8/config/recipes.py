@@ -1,4 +1,4 @@
-"""The table of fp8 recipes: one row per recipe, which everything but the predictor's calibrated figures reads.
+"""The table of fp8 recipes: one row per recipe, which everything reads.
 
 A row is plain data, so that `--help` and every tool can read it without torch or Transformer Engine; names of classes
 and functions are resolved where they are used (`llm_fp8.precision.recipes`). To add a recipe, add a row. Class names

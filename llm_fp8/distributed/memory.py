@@ -37,7 +37,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,7 +79,7 @@ class MemoryEstimate:
     """GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts."""
     beside_gib: float = RESERVE_GIB
     """What the GPU must have beyond that: `RESERVE_GIB`, FSDP's buffers that are empty at the peak, and under ddp two
-    bytes per parameter, which its first GPU held in 3 of 10 recorded runs."""
+    bytes per trained parameter, which its first GPU held in 3 of 10 recorded runs."""
     is_whole: bool = True
     """False where weights, gradients and optimizer state alone are counted, for want of recorded runs."""
 
@@ -94,7 +93,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class _Run:
+class RunSize:
     """A run as it is counted."""
 
     config: Config
@@ -133,6 +132,10 @@ class _Run:
         return self.mode.startswith("fsdp")
 
     @property
+    def rows_in_step(self) -> int:
+        return self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
+
+    @property
     def row_multiple(self) -> int:
         """What the rows of a micro-batch are a multiple of, so that its tokens suit fp8 GEMMs."""
         multiple = max(token_multiple(self.recipe), FP8_SIZE_MULTIPLE)
@@ -151,7 +154,7 @@ class _Run:
         sizes = (sum(part.shape) for part in parts if part.hf_name.split(".")[-2] in self.adapted)
         return self.config.lora.lora_rank * sum(sizes)
 
-    def changed(self, **options: Any) -> _Run:
+    def changed(self, **options: Any) -> RunSize:
         """The same run with other options, by their names."""
         sections = {}
         for section, kind in SECTIONS.items():
@@ -167,13 +170,16 @@ class _Run:
     def estimate(self) -> MemoryEstimate:
         return estimate(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
-    def largest_batch_size(self, sizes: Iterable[int], gpu_gib: float) -> int | None:
-        """The first of `sizes`, from large to small, that fits and suits fp8 GEMMs."""
-        for size in sizes:
-            found = self.changed(batch_size=size).estimate()
-            if size % self.row_multiple == 0 and found.is_whole and found.needed_gib <= gpu_gib:
-                return size
-        return None
+    def fits(self, gpu_gib: float) -> bool:
+        """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
+        return self.config.data.batch_size % self.row_multiple == 0 and self.estimate().needed_gib <= gpu_gib
+
+    def fitted(self, gpu_gib: float) -> RunSize | None:
+        """The run with the longest micro-batches that fit, at most its own, and as many rows in a step."""
+        size, in_step = self.config.data.batch_size, self.rows_in_step
+        sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
+        tried = (self.changed(batch_size=rows, gradient_accumulation_steps=in_step // rows) for rows in sizes)
+        return next((run for run in tried if run.fits(gpu_gib)), None)
 
 
 def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset(), lora_rank: int = 0) -> float:
@@ -203,7 +209,7 @@ def estimate(
     """
     if num_gpus == 1 and mode == "ddp":
         mode = "single"  # nothing is communicated
-    run = _Run(config, hf_config, recipe, optimizer, mode, num_gpus)
+    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus)
     spec, state = run.spec, state_bytes(mode, optimizer, num_gpus, config) * run.num_parameters
     if spec is None:
         return MemoryEstimate({STATE: state / GIB}, is_whole=False)
@@ -274,7 +280,7 @@ def estimate(
         if one_micro_batch:
             beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
     elif mode == "ddp":
-        beside = 2 * run.num_parameters
+        beside = 2 * trained
     sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
     return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
 
@@ -295,7 +301,7 @@ def settle_memory(
     auto, are too much for the GPU's `gpu_gib`.
     """
     automatic = config.data.batch_size == AUTO_BATCH_SIZE
-    run = _Run(config, hf_config, recipe, optimizer, mode, num_gpus)
+    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus)
     if automatic:
         run = run.changed(batch_size=run.row_multiple)
     state_gib = run.num_parameters * state_bytes(mode, optimizer, num_gpus, config) / GIB
@@ -314,15 +320,16 @@ def settle_memory(
                 f"{' or '.join(RECIPES_COUNTED[1:])}, and one GPU or --sharding_mode {' or '.join(MODES_COUNTED[1:])} "
                 "without --context_parallel_size: the memory of other runs is not known; give a number."
             )
-        size = run.largest_batch_size(range(max(run.row_multiple, MOST_TOKENS // length), 0, -1), gpu_gib)
-        if size is None:
+        sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)
+        fitting = next((size for size in sizes if run.changed(batch_size=size).fits(gpu_gib)), None)
+        if fitting is None:
             raise UserError(
                 f"--batch_size auto: no micro-batch with --max_seq_length {length} fits the GPU's {gpu_gib:.1f} GiB."
                 f"{_suggestions(run, gpu_gib)}"
             )
-        run = run.changed(batch_size=size)
+        run = run.changed(batch_size=fitting)
         return run.config, [
-            f"--batch_size auto: {size} sequences of {length:,} tokens, estimated to take "
+            f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take "
             f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
         ]
     if found.needed_gib <= gpu_gib:
@@ -335,27 +342,26 @@ def settle_memory(
     ]
 
 
-def _suggestions(run: _Run, gpu_gib: float) -> str:
+def _suggestions(run: RunSize, gpu_gib: float) -> str:
     """What would fit, for the end of a message: at most `NUM_SUGGESTIONS`, those of the fewest options first."""
-    size, micro_batches = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
     changes: list[dict[str, Any]] = [{}]
     if run.num_gpus > 1 and run.mode != "fsdp_full" and not run.config.model.cuda_graphs:
         changes += [{"sharding_mode": mode} for mode in ("fsdp_grad", "fsdp_full") if mode != run.mode]
-    if run.num_gpus > 1 and micro_batches > 1:
+    if run.num_gpus > 1:
         changes.append({"sharding_mode": "fsdp_full", "sync_every_micro_batch": True})
     if not run.sharded and not run.adapted:
         changes += [{"optimizer": "adamw_8bit"}, *({"offload_optimizer": share} for share in (0.25, 0.5, 0.75, 1.0))]
         changes += [{"offload_optimizer": 1.0, "fp8_recast_weights": True}] if run.recipe != "bf16" else []
-    in_step, recomputed, found = size * micro_batches, {"gradient_checkpointing": True}, []
-    for change, recompute in itertools.product(changes, [{}] if run.config.model.cuda_graphs else [{}, recomputed]):
-        tried = run.changed(**change, **recompute)
-        fitting = tried.largest_batch_size([n for n in range(size, 0, -1) if in_step % n == 0], gpu_gib)
-        if fitting is not None:
-            smaller = {"batch_size": fitting, "gradient_accumulation_steps": in_step // fitting}
-            taken = tried.changed(**smaller).estimate().total_gib
-            words = [*change.items(), *recompute.items(), *(smaller.items() if fitting < size else ())]
-            told = " ".join(f"--{name}" + (f" {value}" if value is not True else "") for name, value in words)
-            found.append((len(words), f"{told} ({taken:.1f} GiB)"))
+    recomputing: list[dict[str, Any]] = [{}] if run.config.model.cuda_graphs else [{}, {"gradient_checkpointing": True}]
+    found = []
+    for change, recompute in itertools.product(changes, recomputing):
+        fitted = run.changed(**change, **recompute).fitted(gpu_gib)
+        if fitted is not None and fitted.estimate().is_whole:
+            words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
+            words += [f"--{name}" for name in recompute]
+            if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:
+                words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {run.rows_in_step // rows}"]
+            found.append((len(words), f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB)"))
     said = [told for _, told in sorted(found, key=lambda each: each[0])[:NUM_SUGGESTIONS]]
     for num_gpus in (2, 4, 8):
         state_gib = state_bytes("fsdp_full", "adamw_fp32", num_gpus, run.config) * run.num_parameters / GIB

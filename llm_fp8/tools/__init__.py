@@ -1,3 +1,3 @@
-"""Programs around a run: verify, diagnose, predict, compare, bench; the Trainer callback, the W&B dashboard,
+"""Programs around a run: verify, diagnose, memory, compare, bench; the Trainer callback, the W&B dashboard,
 evaluation of a checkpoint.
 """

@@ -9,7 +9,7 @@ is e4m3 times e4m3 with one scale per tensor and a bf16 result, through torch._s
 as Transformer Engine's forward pass multiplies on Hopper, once with split accumulation, as its backward pass does.
 FLOPs of a GEMM: 2 m n k. Each figure is the median over single launches timed with CUDA events.
 
-Known figures are those of the files in `llm_fp8/tools/predict/gpus`; a GPU without one has none.
+Known figures are those of the files in `llm_fp8/tools/gpu_rates`; a GPU without one has none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COPY_BYTES = 2**31
 WARMUP_S = 0.2
 NUM_REPEATS = 40
 
-GPUS = Path(__file__).parent / "predict" / "gpus"
+GPUS = Path(__file__).parent / "gpu_rates"
 """What was recorded of GPUs: a file of benchmarks/ceilings.py each."""
 
 

@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, Config
 from llm_fp8.config.parser import build_parser, parse_config
 from llm_fp8.tools import evaluate_cli, export_fp8
+from llm_fp8.tools import memory as memory_tool
 from llm_fp8.tools.compare import cli as compare_cli
-from llm_fp8.tools.predict import cli as predict_cli
 from llm_fp8.utils.errors import UserError
 from scripts import merge_adapter
 from tests.support.documented_commands import COMMANDS, config_of, options_of
@@ -429,7 +429,7 @@ def test_so_it_is_in_the_programs_around_a_run(tmp_path, monkeypatch):
     found = [
         *(exporting.output, merging.adapter, merging.output, merging.base_model, *comparing.runs, comparing.output),
         *(evaluating.model_name, evaluating.output),
-        predict_cli.parse(["--model_name=~/model"]).model_name,
+        memory_tool.parse(["--model_name=~/model"]).model_name,
     ]
     names = "fp8 lora merged base one page final answers.json cache model".split()
     assert list(map(str, found)) == [f"{tmp_path}/{name}" for name in names]

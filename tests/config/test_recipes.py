@@ -18,7 +18,6 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.tools.bench.variants import parse_variant
 from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words
 from llm_fp8.tools.diagnose.gemm_operands import operand_type
-from llm_fp8.tools.predict.prediction import can_predict, gpu_by_name
 from llm_fp8.tools.verify import runs
 from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
@@ -77,10 +76,6 @@ def test_compare_and_benchmark():
     assert words == ["--fp8_margin", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
     assert describe_variant("made_up") == "fp8 made_up"
     assert parse_variant("made_up").name == "made_up"
-
-
-def test_predict_has_no_figures_for_it():
-    assert not can_predict(gpu_by_name("NVIDIA H200"), "made_up")
 
 
 def test_diagnose_names_its_operands():

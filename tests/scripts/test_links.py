@@ -109,7 +109,7 @@ def test_every_option_is_one_of_the_program_it_is_said_of(document):
         ("`--rounds 3`", ["--rounds"]),
         ("`scripts/benchmark.py` takes `--rounds 3`.\n\n## Next\n\n`--rounds`", ["--rounds"]),
         ("`scripts/benchmark.py --rounds 3 --use_te`", ["--use_te"]),
-        ("```bash\npython scripts/predict.py --gpus 2 \\\n  --num_gpus 2  # --any\n```", ["--gpus"]),
+        ("```bash\npython scripts/memory.py --gpus 2 \\\n  --num_gpus 2  # --any\n```", ["--gpus"]),
         ("`llm-fp8 diagnose --use_te --quality --rounds 3`", ["--rounds"]),
         ("`torchrun --nproc_per_nodes=2 train_multi_gpu.py --fp8_params`", ["--nproc_per_nodes"]),
         ("`torchrun --max_restart=3`, `torchrun --max_restarts=3`", ["--max_restart"]),
@@ -131,7 +131,7 @@ def test_every_command_parses(document):
     [
         "python scripts/evaluate.py --models runs/x",
         "python scripts/evaluate.py --num_problems 5",
-        "llm-fp8 predict --num_gpus two",
+        "llm-fp8 memory --num_gpus two",
         "llm-fp8 diagnose --quality --use_tea",
     ],
 )

@@ -168,7 +168,7 @@ def test_out_of_memory_is_predicted_and_a_sentence(tmp_path):
         str(tmp_path / "run"),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "WARNING: a step is predicted to take " in done.stdout
+    assert "WARNING: a step is estimated to take " in done.stdout
     assert done.stderr.strip().splitlines()[-1].startswith("error: the GPU is out of memory")
     assert "Traceback" not in done.stderr
 

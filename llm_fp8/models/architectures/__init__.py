@@ -1,4 +1,4 @@
-"""Configs of well-known models, one JSON file each, with which --random_init and scripts/predict.py need no hub."""
+"""Configs of well-known models, one JSON file each, with which --random_init and scripts/memory.py need no hub."""
 
 from pathlib import Path
 

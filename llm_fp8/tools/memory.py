@@ -1,0 +1,237 @@
+"""Whether a model fits, and with which options: GPU memory by way of training and sharding, without a GPU or weights.
+
+`llm-fp8 memory` and scripts/memory.py. The model's config is enough, and the GPU is a name or its memory. The figures
+are those of `llm_fp8.distributed.memory`, which --batch_size auto and --dry_run ask as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
+from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
+from llm_fp8.utils.json_files import require_writable, write_json_atomic
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from llm_fp8.distributed.memory import RunSize
+
+GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
+"""Part of a GPU's name -> its GiB as torch counts them; of several sizes the largest."""
+WITHOUT_FP8 = ("a100",)
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, recomputed": {"gradient_checkpointing": True},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "offload": {"offload_optimizer": 1.0},
+    "LoRA": {"lora_rank": 16},
+}
+"""Ways of training, those that cost least in time and quality first -> their options."""
+SHARDED_WAYS = ("full", "full, recomputed", "LoRA")
+
+HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}
+"""Start of a bundled name -> the owner on the hub."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of training under one sharding mode."""
+
+    way: str
+    mode: str
+    run: RunSize
+    """With the micro-batch that was asked for."""
+    fitted: RunSize | None
+    """With the longest one that fits."""
+
+    @property
+    def fits(self) -> str:
+        """'yes', the --batch_size with which it does, or 'no'."""
+        if self.fitted is None:
+            return "no"
+        rows = self.fitted.config.data.batch_size
+        return "yes" if rows == self.run.config.data.batch_size else f"with --batch_size {rows}"
+
+    @property
+    def rank(self) -> int:
+        """What fits comes first, and before what fits with shorter micro-batches."""
+        return 2 if self.fitted is None else int(self.fits != "yes")
+
+    def command(self, model_words: list[str]) -> str:
+        """The command that trains so."""
+        run = self.fitted or self.run
+        config, several = run.config, run.num_gpus > 1
+        words = ["torchrun", f"--nproc_per_node={run.num_gpus}", "train_multi_gpu.py"] if several else []
+        words += [f"--sharding_mode={self.mode}"] if several else ["python", "train_fp8.py"]
+        words += [*model_words, *(["--use_te"] if config.model.use_te else [])]
+        words += [f"--mixed_precision={config.precision.mixed_precision}"]
+        changes = WAYS[self.way].items()
+        words += [f"--{name}" if value is True else f"--{name}={value}" for name, value in changes]
+        words += ["--sync_every_micro_batch"] if config.parallel.sync_every_micro_batch else []
+        words += [f"--max_seq_length={config.data.max_seq_length}", f"--batch_size={config.data.batch_size}"]
+        words += [f"--gradient_accumulation_steps={config.optim.gradient_accumulation_steps}"]
+        return shlex.join(words)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; options of training have the names and defaults of train_fp8.py's."""
+    defaults = Config()
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--model_name",
+        type=os.path.expanduser,
+        required=True,
+        help=f"hub id, local folder, or a bundled name: {', '.join(bundled_architectures())}",
+    )
+    parser.add_argument("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs that train together (default %(default)s)")
+    parser.add_argument(
+        "--batch_size", type=int, default=defaults.data.batch_size, help="rows of a micro-batch (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max_seq_length", type=int, default=defaults.data.max_seq_length, help="tokens of a row (default %(default)s)"
+    )
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a step (default %(default)s)"
+    )
+    parser.add_argument("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    options = parser.parse_args(argv)
+    for name in ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    if options.output is not None:
+        require_writable("--output", options.output)
+    return options
+
+
+def gpu_memory(name: str | None) -> tuple[str, float, bool]:
+    """The GPU's name, its memory in GiB, and whether it has fp8. Raises `UserError` for a GPU that is not known."""
+    if name is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(f"--gpu: this machine has none, so name one ({', '.join(GPUS)}) or give its memory in GiB.")
+        properties = torch.cuda.get_device_properties(0)
+        return properties.name, properties.total_memory / 2**30, (properties.major, properties.minor) >= (8, 9)
+    key = next((key for key in GPUS if key in name.lower()), None)
+    if key is not None:
+        return name, GPUS[key], key not in WITHOUT_FP8
+    try:
+        gib = float(name.lower().removesuffix("gib").removesuffix("gb"))
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise UserError(f"--gpu {name}: give a known name ({', '.join(GPUS)}) or the GPU's memory in GiB, as 80.")
+    return f"a GPU of {gib:g} GiB", gib, True
+
+
+def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
+    """The model's config, and the words of a training's command line that name it."""
+    from llm_fp8.models.source import load_config, resolve_source
+
+    plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
+    bundled = next((known for known in bundled_architectures() if known.lower() == plain), None)
+    words = [f"--model_name={name}"]
+    if bundled is not None and not Path(name).is_dir():
+        owner = next((owner for start, owner in HUB_OWNERS.items() if bundled.startswith(start)), None)
+        if "/" not in name or name.startswith("/"):
+            words = [f"--model_name={owner}/{bundled}"] if owner else [f"--model_name={bundled}", "--random_init"]
+        model = ModelConfig(model_name=bundled, random_init=True)  # a bundled config needs no hub
+    elif "/" in name or name == EMBEDDED or Path(name).is_dir():
+        model = ModelConfig(model_name=name)
+    else:
+        near = did_you_mean(plain, [known.lower() for known in bundled_architectures()])
+        raise UserError(
+            f"--model_name {name}: no such folder, and no bundled model has this name{near}; a model of the hub is "
+            "named owner/name."
+        )
+    return load_config(model, resolve_source(model)), words
+
+
+def rows_of(
+    options: argparse.Namespace, hf_config: PretrainedConfig, gpu_gib: float, precision: Literal["bf16", "fp8"]
+) -> list[Row]:
+    """Every way by every mode, the cheapest that fits first."""
+    from llm_fp8.distributed.memory import RunSize
+    from llm_fp8.distributed.sharding_mode import default_optimizer
+
+    config = Config(
+        model=ModelConfig(use_te=True),
+        data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length),
+        precision=PrecisionConfig(mixed_precision=precision),
+        optim=OptimConfig(gradient_accumulation_steps=options.gradient_accumulation_steps),
+    )
+    recipe = "delayed" if precision == "fp8" else "bf16"
+    rows = []
+    for way, changes in WAYS.items():
+        for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
+            if mode.startswith("fsdp") and way not in SHARDED_WAYS:
+                continue
+            run = RunSize(config, hf_config, recipe, default_optimizer(mode), mode, options.num_gpus).changed(**changes)
+            if run.spec is None:  # no TE decoder for this model
+                run = run.changed(use_te=False)
+            # Shorter micro-batches are several, between which fsdp modes would keep whole gradients.
+            reduced_at_once = run.changed(sync_every_micro_batch=True) if run.sharded else run
+            rows.append(Row(way, mode, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
+    return sorted(rows, key=lambda row: row.rank)
+
+
+def main() -> int:
+    """Print the table and the cheapest command that fits."""
+    options = parse(sys.argv[1:])
+    gpu, gpu_gib, has_fp8 = gpu_memory(options.gpu)
+    if options.mixed_precision == "fp8" and not has_fp8:
+        raise UserError(f"--mixed_precision fp8: {gpu} has no fp8; drop it for bf16.")
+    precision: Literal["bf16", "fp8"] = options.mixed_precision or ("fp8" if has_fp8 else "bf16")
+    hf_config, model_words = find_model(options.model_name)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from llm_fp8.models.source import require_positions
+
+    require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
+    rows = rows_of(options, hf_config, gpu_gib, precision)
+    console = Console(markup=False, highlight=False, soft_wrap=True)  # names may hold brackets
+    console.print(
+        f"{options.model_name}, {rows[0].run.num_parameters / 1e9:.2f} billion parameters, {precision}, micro-batches "
+        f"of {options.batch_size} x {options.max_seq_length:,} tokens on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"
+    )
+    table = Table()
+    for column in ("training", "sharding", "GiB per GPU", "needs", "fits"):
+        table.add_column(column, justify="right" if column in ("GiB per GPU", "needs") else "left")
+    for row in rows:
+        found = row.run.estimate()
+        table.add_row(row.way, row.mode, f"{found.total_gib:.1f}", f"{found.needed_gib:.1f}", row.fits)
+    console.print(table, soft_wrap=False)
+    if not rows[0].run.estimate().is_whole:
+        console.print(
+            "note: there is no TE decoder for this model, so activations, logits and casts are not counted: the GPU "
+            "must have more"
+        )
+    cheapest = rows[0]
+    if cheapest.fitted is None:
+        console.print("nothing fits: take more GPUs or shorter rows")
+    else:
+        console.print(f"the cheapest that fits:\n  {cheapest.command(model_words)}")
+    if options.output is not None:
+        content = []
+        for row in rows:
+            found = row.run.estimate()
+            figures = {"parts_gib": found.parts, "total_gib": found.total_gib, "needed_gib": found.needed_gib}
+            how = {"training": row.way, "sharding_mode": row.mode, "fits": row.fits}
+            content.append({**how, **figures, "command": row.command(model_words)})
+        given = {name: str(value) for name, value in vars(options).items()}
+        write_json_atomic(options.output, {"options": given, "gpu": gpu, "gpu_gib": gpu_gib, "rows": content})
+        console.print(f"figures in {options.output}")
+    return 0

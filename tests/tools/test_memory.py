@@ -1,0 +1,100 @@
+"""llm-fp8 memory: what it takes for a model and a GPU, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.tools import memory
+from llm_fp8.tools.memory import find_model, gpu_memory
+from llm_fp8.utils.errors import UserError
+
+
+@pytest.fixture
+def figures(tmp_path, monkeypatch, capsys):
+    def run(*words: str) -> dict:
+        file = tmp_path / "figures.json"
+        monkeypatch.setattr(sys, "argv", ["memory", *words, "--output", str(file)])
+        assert memory.main() == 0
+        found = json.loads(file.read_text())
+        printed = capsys.readouterr().out
+        assert all(f"{row['total_gib']:.1f}" in printed for row in found["rows"])
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)],
+)
+def test_a_gpu_is_a_name_or_its_memory(name, gib):
+    assert gpu_memory(name)[1] == gib
+
+
+@pytest.mark.parametrize("name", ["H900", "-3", "0", "nan", "inf", ""])
+def test_another_gpu_gets_no_figure(name):
+    with pytest.raises(UserError, match="--gpu"):
+        gpu_memory(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama-3.1-8b", ["--model_name=meta-llama/Llama-3.1-8B"]),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
+        ("meta-llama/llama-3.2-1b", ["--model_name=meta-llama/llama-3.2-1b"]),
+        ("QWEN2.5-7B", ["--model_name=Qwen/Qwen2.5-7B"]),
+        ("Llama-57M", ["--model_name=Llama-57M", "--random_init"]),
+        ("embedded", ["--model_name=embedded"]),
+        (str(MODEL_DIR), [f"--model_name={MODEL_DIR}"]),
+    ],
+)
+def test_a_model_is_a_bundled_name_a_hub_id_or_a_folder(name, words):
+    hf_config, found = find_model(name)
+    assert hf_config.num_hidden_layers > 0 and found == words
+
+
+def test_a_misspelt_model_is_told_the_nearest():
+    with pytest.raises(UserError, match="llama-3.1-8b"):
+        find_model("lama-3.1-8b")
+
+
+def test_every_way_by_every_mode_what_fits_first(figures):
+    rows = figures("--model_name=llama-3.1-8b", "--gpu=H100", "--num_gpus=2")["rows"]
+    assert {(row["training"], row["sharding_mode"]) for row in rows} == {
+        *((way, mode) for way in ("full", "full, recomputed", "LoRA") for mode in ("ddp", "fsdp_grad", "fsdp_full")),
+        *(("adamw_8bit", "ddp"), ("offload", "ddp")),
+    }
+    fits = [row["fits"] for row in rows]
+    assert fits == sorted(fits, key=lambda words: ("yes", "with", "no").index(words.split()[0]))
+    assert fits[0] == "yes" and rows[0]["training"] == "full, recomputed" and rows[0]["needed_gib"] < 79.2
+    assert all(sum(row["parts_gib"].values()) == pytest.approx(row["total_gib"]) for row in rows)
+
+
+def test_the_commands_are_understood(figures):
+    for words in (["--gpu=H100"], ["--gpu=44", "--num_gpus=4"], ["--gpu=A100", "--mixed_precision=bf16"]):
+        for row in figures("--model_name=Llama-3.2-3B", "--batch_size=12", *words)["rows"]:
+            command = shlex.split(row["command"])
+            script = next(number for number, word in enumerate(command) if word.endswith(".py"))
+            config = parse_config(command[script + 1 :], parallel="multi" in command[script])
+            assert config.data.batch_size * config.optim.gradient_accumulation_steps == 12
+            assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in words)
+
+
+def test_a_gpu_without_fp8_trains_in_bf16(figures, monkeypatch):
+    found = figures("--model_name=Llama-3.2-1B", "--gpu=A100")
+    assert "--mixed_precision=bf16" in found["rows"][0]["command"]
+    with pytest.raises(UserError, match="--mixed_precision fp8"):
+        figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=fp8")
+
+
+@pytest.mark.parametrize("words", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
+def test_sizes_that_cannot_be(figures, words):
+    with pytest.raises(UserError, match=words.partition("=")[0]):
+        figures("--model_name=Llama-3.2-1B", "--gpu=H100", words)
