@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Whether a model fits, and with which options: GPU memory by way of training and sharding, without a GPU or weights.
 
-    python scripts/memory.py --model_name Llama-3.1-8B --gpu H100 --num_gpus 2
-    python scripts/memory.py --model_name ./my-model --gpu 80 --max_seq_length 4096 --batch_size 2
+python scripts/memory.py --model_name Llama-3.1-8B --gpu H100 --num_gpus 2
+python scripts/memory.py --model_name ./my-model --gpu 80 --max_seq_length 4096 --batch_size 2
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ WARMUP_S = 0.2
 NUM_REPEATS = 40
 
 GPUS = Path(__file__).parent / "gpu_rates"
-"""What was recorded of GPUs: a file of benchmarks/ceilings.py each."""
+"""What was recorded of GPUs, a file each."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.config.parser import build_parser, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
-HANDS_ON = ("llm_fp8.tools.diagnose.cli", "llm_fp8.tools.compare.cli", "scripts.diagnose_fp8", "benchmarks.startup")
+HANDS_ON = ("llm_fp8.tools.diagnose.cli", "llm_fp8.tools.compare.cli", "scripts.diagnose_fp8")
 """Programs that take options of the training scripts too; `scripts.compare_performance` has them in one word."""
 _PROGRAM = re.compile(
     r"(?:\./)?(?P<path>(?:(?:scripts|benchmarks|examples)/\w+|train_fp8|train_multi_gpu)\.(?:py|sh|sbatch))\b"

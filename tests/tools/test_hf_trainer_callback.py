@@ -320,7 +320,7 @@ def test_a_torchao_recipe_with_wgrad_in_bf16_has_two_gemms_a_weight():
 
 
 def test_axolotls_plugin_adds_the_callback(monkeypatch):
-    """With a made-up base class; benchmarks/trainers_certificate.py runs it in axolotl itself."""
+    """With a made-up base class."""
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations"):

@@ -68,8 +68,6 @@ def script(*options: object, cwd: Path, launcher: list[str] | None = None) -> su
         ("scripts/merge_adapter.py", "--help"),
         ("scripts/export_fp8.py", "--help"),
         ("scripts/export_fp8.py", "nowhere --output=out"),
-        ("benchmarks/startup.py", "--help"),
-        ("benchmarks/memory_over_steps.py", "--help"),
     ],
 )
 def test_help_and_mistakes_are_answered_without_torch_and_transformers(program, words):
