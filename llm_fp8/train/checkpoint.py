@@ -9,12 +9,14 @@
         manifest.json            every other file with its size (and SHA-256 if small); each tensor with shape and dtype
 
 A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic), points `latest` to it and deletes
-the oldest checkpoints beyond the limit. Loading checks the manifest all the same: a copied checkpoint may be truncated.
+the oldest checkpoints beyond the limit. Loading compares the files with the manifest all the same, once per resume: a
+copied checkpoint may be truncated.
 
 Each rank writes its own shards, and another number of ranks can read them: saving and loading are collective, with the
 same names on every rank. DCP's writer runs with one thread: with several it loses the exceptions of all but the first.
 Background saves don't use `dcp.async_save`: its future covers the writing alone, and the manifest, the rename and the
-pruning must follow after all ranks have written.
+pruning must follow after all ranks have written; and Python waits at its end for the thread of its executor, which
+would keep a rank that has failed alive while the others wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -24,17 +26,15 @@ import hashlib
 import json
 import logging
 import os
-import random
 import shutil
-import struct
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.utils.errors import UserError, existing_part, listed, reason_not_written
-from llm_fp8.utils.json_files import read_json, read_text, require_entries
+from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
+from llm_fp8.utils.json_files import read_json, read_text
 from llm_fp8.utils.torch_internals import sharded_like
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 """Value of --resume_from for the newest checkpoint of the run, and name of the file that points to it."""
 
-FORMAT_VERSION = 1
 RNG_PREFIX = "rng/"
 
 STRATEGY_STATE = "engine"
@@ -63,19 +62,57 @@ STRATEGY_STATE = "engine"
 
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
-_MANIFEST_ENTRIES: dict[str, Any] = {
-    "format": int,
-    "saved_unix_s": float,
-    **dict.fromkeys(("files", "files.*", "tensors", "tensors.*"), dict),
-    "tensors.*.shape": list,
-    "tensors.*.dtype": str,
-}
 _CHECKSUM_LIMIT_BYTES = 2**20
 _FREE_SPACE_MARGIN_BYTES = 2**20
-_DIFFERENCES_SHOWN = 3
 
 # torch warns at each save and load of a single process that it takes it for one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its files were compared with its manifest."""
+
+    folder: Path
+    tensors: dict[str, dict[str, Any]]
+    """Name -> shape and dtype."""
+    meta: dict[str, Any]
+    saved_unix_s: float
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """The checkpoint in `folder`; `UserError` naming the first file that differs from its manifest."""
+        if not (folder / _MANIFEST).is_file():
+            raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
+        with reading("--resume_from", str(folder), "the checkpoint", "Resume from another one."):
+            manifest = read_json(folder / _MANIFEST)
+            for name, expected in manifest["files"].items():
+                if _describe_file(folder / name) != expected:
+                    raise UserError(f"--resume_from {folder} is damaged: {name} has changed; resume from another one.")
+            return cls(folder, manifest["tensors"], read_json(folder / _META), manifest["saved_unix_s"])
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that were completed."""
+        return int(self.meta["step"])
+
+    def load(self, tensors: Mapping[str, Tensor], left_out: str | None = None) -> None:
+        """Read the tensors of these names in place and bit for bit; collective.
+
+        All that were saved must be asked for, but the random states of other ranks and devices, and names that begin
+        with `left_out`. Raises `UserError`, before anything changes, where names, shapes or dtypes differ.
+        """
+        optional = (RNG_PREFIX, left_out) if left_out else (RNG_PREFIX,)
+        saved = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in self.tensors.items()}
+        wanted = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
+        problems = [
+            f"{name} is {saved.get(name, 'absent')} in the checkpoint and {wanted.get(name, 'absent')} in this run"
+            for name in sorted(saved.keys() | wanted.keys())
+            if saved.get(name) != wanted.get(name) and not (name not in wanted and name.startswith(optional))
+        ]
+        if problems:
+            raise UserError(f"--resume_from {self.folder} holds other tensors than this run: {listed(problems)}.")
+        dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(self.folder))
 
 
 class CheckpointManager:
@@ -118,6 +155,7 @@ class CheckpointManager:
         meta: Mapping[str, Any],
         strategy: DistributedStrategy | None = None,
         best_step: int | None = None,
+        in_background: bool = False,
     ) -> Path:
         """Write a checkpoint and return its folder; collective. A checkpoint of the same step is replaced.
 
@@ -127,36 +165,27 @@ class CheckpointManager:
             meta: the main process's entries for `meta.json`.
             strategy: one that saves state itself (`save_state`), to a folder of its own in the checkpoint.
             best_step: the step whose checkpoint is not deleted, whatever the limit.
+            in_background: return once the tensors are copied to the host; a thread writes the copies. What it raises is
+                raised by the next `save` or `finish`.
 
         Raises `UserError` where the disk has no room; earlier checkpoints stay, nothing incomplete does.
         """
         self.finish()
-        return self._save(step, tensors, meta, group=None, strategy=strategy, best_step=best_step)
-
-    def save_in_background(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best_step: int | None = None
-    ) -> Path:
-        """As `save`, but return once the tensors are copied to the host; a thread writes the copies.
-
-        Waits for an earlier save first. Write errors are raised by the next `save_in_background` or `finish`.
-        """
-        self.finish()
+        if not in_background:
+            self._save(step, tensors, meta, None, strategy, best_step)
+            return self.of_step(step)
         if self._background_group is None and dist.is_initialized():
             self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
         copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
         meta = json.loads(json.dumps(meta))  # a copy too
         self._background = _Background(
-            lambda: self._save(step, copies, meta, self._background_group, best_step=best_step)
+            lambda: self._save(step, copies, meta, self._background_group, strategy, best_step)
         )
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:
         """The folder of this step's checkpoint, whether it exists or not."""
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
-
-    def holds(self, step: int) -> bool:
-        """Whether there is a complete checkpoint of this step."""
-        return self.of_step(step) in self._newest_first()
 
     def finish(self) -> None:
         """Wait for a save in the background, which is collective; raises what it raised."""
@@ -174,33 +203,10 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         group: Any,
-        strategy: DistributedStrategy | None = None,
-        best_step: int | None = None,
-    ) -> Path:
-        final = self.of_step(step)
-        best = None if best_step is None else self.of_step(best_step)
-        needed_bytes = bytes_needed(tensors, strategy)
-        try:
-            self._write(final, needed_bytes, tensors, {**meta, "step": step}, group, strategy, best)
-        except BaseException as error:
-            explained = self._explained(error, final, needed_bytes)  # the disk as it is
-            if self.is_main:
-                self.clean_up()
-            if explained is error:
-                raise
-            raise explained from error
-        return final
-
-    def _write(
-        self,
-        final: Path,
-        needed_bytes: int,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
-        group: Any,
         strategy: DistributedStrategy | None,
-        best: Path | None,
+        best_step: int | None,
     ) -> None:
+        final, needed_bytes = self.of_step(step), bytes_needed(tensors, strategy)
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:
@@ -213,19 +219,25 @@ class CheckpointManager:
                 (temporary / STRATEGY_STATE).mkdir()
 
         def complete() -> None:
-            _write_synced(temporary / _META, json.dumps(meta, indent=1) + "\n")
-            manifest = _build_manifest(temporary, metadata)
-            _write_synced(temporary / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            _write_synced(temporary / _META, json.dumps({**meta, "step": step}, indent=1) + "\n")
+            _write_synced(temporary / _MANIFEST, json.dumps(_build_manifest(temporary, metadata), indent=1) + "\n")
             _sync_folder(temporary)
             self._publish(temporary, final)
-            self._prune(final, best)
+            self._prune(final, None if best_step is None else self.of_step(best_step))
 
-        self._on_main(prepare, final, group)
-        writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
-        metadata = dcp.save(_detached(tensors), storage_writer=writer, process_group=group)
-        if strategy is not None:
-            strategy.save_state(temporary / STRATEGY_STATE)
-        self._on_main(complete, final, group)
+        try:
+            self._on_main(prepare, final, group)
+            writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
+            metadata = dcp.save(_detached(tensors), storage_writer=writer, process_group=group)
+            if strategy is not None:
+                strategy.save_state(temporary / STRATEGY_STATE)
+            self._on_main(complete, final, group)
+        except BaseException as error:
+            explained = self._explained(error, final, needed_bytes)  # the disk as it is
+            self.clean_up()
+            if explained is error:
+                raise
+            raise explained from error
 
     def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
         """Let the main process do `work` while the others wait; its failure is raised on all ranks."""
@@ -245,15 +257,13 @@ class CheckpointManager:
 
     def _explained(self, error: BaseException, final: Path, needed_bytes: int) -> BaseException:
         """The error to raise for a failed save: a `UserError` for a full disk, Ctrl-C as itself, else `error`."""
-        causes = list(_causes(error))
-        interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
-        if interrupt is not None:
-            return interrupt
-        for cause in causes:
+        for cause in _causes(error):
+            if isinstance(cause, KeyboardInterrupt):
+                return cause
             if isinstance(cause, OSError) and (reason := reason_not_written(cause, self.folder)):
                 return UserError(
-                    f"The checkpoint {final} needs {_readable(needed_bytes)} and could not be written: {reason}, or "
-                    "choose another --output_dir. Checkpoints saved before are intact."
+                    f"The checkpoint {final} needs {needed_bytes / 2**30:.2g} GiB and could not be written: {reason}, "
+                    "or choose another --output_dir. Checkpoints saved before are intact."
                 )
         return error
 
@@ -273,7 +283,7 @@ class CheckpointManager:
 
     def _prune(self, newest: Path, best: Path | None) -> None:
         """Delete the oldest complete checkpoints beyond the limit, but never these two."""
-        others = [path for path in self._newest_first() if path != newest]
+        others = [found.folder for found in self.newest_first() if found.folder != newest]
         for path in others[self.limit - 1 :]:
             if path == best:
                 continue
@@ -282,68 +292,38 @@ class CheckpointManager:
             path.rename(doomed)
             shutil.rmtree(doomed)
 
-    def _newest_first(self) -> list[Path]:
-        """Complete checkpoints by the time of their save. Not by step: an output_dir may hold an earlier run's."""
+    def newest_first(self) -> list[Checkpoint]:
+        """Complete checkpoints by the time of their save: a resumed run may have gone back by some steps."""
         found = []
         for pattern in (f"{_STEP_PREFIX}*", f"{_REPLACED_PREFIX}{_STEP_PREFIX}*"):
             for path in self.folder.glob(pattern):
                 try:
-                    found.append((_verify(path)["saved_unix_s"], path.name, path))
+                    found.append(Checkpoint.open(path))
                 except UserError as error:  # neither loaded nor counted nor deleted
                     if path not in self._damaged:
                         logger.warning("a checkpoint is passed over and left: %s", error)
                     self._damaged.add(path)
-        return [path for _, _, path in sorted(found, reverse=True)]
+        return sorted(found, key=lambda checkpoint: checkpoint.saved_unix_s, reverse=True)
 
-    def find(self, resume_from: str) -> Path:
+    def find(self, resume_from: str) -> Checkpoint:
         """The complete checkpoint that `--resume_from` means; `UserError` where there is none.
 
         'latest' is the one that the `latest` file names or, where that is unreadable or damaged, the newest complete
         one, with a warning. Anything else is a checkpoint's folder.
         """
         if resume_from != LATEST:
-            _verify(Path(resume_from))
-            return Path(resume_from)
+            return Checkpoint.open(Path(resume_from))
         try:
             name = read_text(self.folder / LATEST).strip()
-            if not name.startswith(_STEP_PREFIX) or "/" in name:
-                raise UserError(f"{self.folder / LATEST} does not name a checkpoint.")
-            _verify(self.folder / name)
-            return self.folder / name
+            return Checkpoint.open(self.folder / name)
         except UserError as error:
-            candidates = self._newest_first()
+            candidates = self.newest_first()
             if not candidates:
                 raise UserError(
                     f"--resume_from latest: there is no complete checkpoint under {self.folder}."
                 ) from error
-            logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0], error)
+            logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0].folder, error)
             return candidates[0]
-
-
-def load_checkpoint(folder: Path, tensors: Mapping[str, Tensor], optional_prefix: str | None = None) -> dict[str, Any]:
-    """Read the checkpoint in `folder` into the given tensors, in place and bit for bit; collective.
-
-    Args:
-        tensors: exactly the saved names, with the saved shapes and dtypes. Random states (names under `RNG_PREFIX`) of
-            other ranks and devices may be left out.
-        optional_prefix: tensors with such names are read where both sides have them alike, else left as they are.
-
-    Returns the contents of meta.json. Raises `UserError`, before anything changes, where a file is missing or
-    truncated, or names, shapes or dtypes differ.
-    """
-    saved = _verify(folder)["tensors"]
-    if optional_prefix is not None:
-        unlike = {
-            name
-            for name in saved.keys() | tensors.keys()
-            if name.startswith(optional_prefix)
-            and (name not in saved or name not in tensors or _shown(saved[name]) != _shown(tensors[name]))
-        }
-        saved = {name: described for name, described in saved.items() if name not in unlike}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in unlike}
-    _require_same_tensors(folder, saved, tensors)
-    dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder))
-    return read_json(folder / _META)
 
 
 def bytes_needed(tensors: Mapping[str, Tensor], strategy: DistributedStrategy | None) -> int:
@@ -354,40 +334,11 @@ def bytes_needed(tensors: Mapping[str, Tensor], strategy: DistributedStrategy | 
 
 def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
     """Whether a run left a complete checkpoint in its folder."""
-    return bool(CheckpointManager(output_dir, limit=1)._newest_first())
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """meta.json of a complete checkpoint; `UserError` where it is not one."""
-    _verify(folder)
-    return read_json(folder / _META)
-
-
-def saved_names(folder: Path) -> list[str]:
-    """The names of the tensors in a complete checkpoint; `UserError` where it is not one."""
-    return list(_verify(folder)["tensors"])
-
-
-def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
-    current = json.loads(json.dumps(current))  # tuples become lists, as they did in the file
-    keys = {**saved, **current}
-    was, now = ({key: repr(side[key]) if key in side else "absent" for key in keys} for side in (saved, current))
-    different = [
-        f"{key} was {was[key]} and is {now[key]}"
-        for key in keys
-        if (key in saved, saved.get(key)) != (key in current, current.get(key))
-    ]
-    if different:
-        raise UserError(f"--resume_from: the checkpoint does not belong to this run: {'; '.join(different)}.")
+    return bool(CheckpointManager(output_dir, limit=1).newest_first())
 
 
 class _Background:
-    """A function that runs in a thread of its own; what it raises is raised by `wait`.
-
-    Not `concurrent.futures`: Python waits at its end for an executor's thread, which would keep a rank that has failed
-    alive while the others wait for it in a collective.
-    """
+    """A function that runs in a thread of its own; what it raises is raised by `wait`."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -431,13 +382,13 @@ def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
             "one folder for all hosts, on a file system that they share and at the same path."
         )
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
     tensors = {
         name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype)}
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    return {"format": FORMAT_VERSION, "saved_unix_s": time.time(), "files": files, "tensors": tensors}
+    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
+    return {"saved_unix_s": time.time(), "files": files, "tensors": tensors}
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
@@ -447,56 +398,6 @@ def _describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest}
 
 
-def _verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint; `UserError` naming the first file that differs from it."""
-    if not folder.is_dir():
-        raise UserError(f"--resume_from {folder}: no such folder.")
-    if not (folder / _MANIFEST).is_file():
-        raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
-    manifest = read_json(folder / _MANIFEST)
-    if manifest.get("format") != FORMAT_VERSION:
-        raise UserError(
-            f"--resume_from {folder}: format {manifest.get('format')} is not {FORMAT_VERSION}, the one known here."
-        )
-    require_entries(str(folder / _MANIFEST), manifest, _MANIFEST_ENTRIES)
-    for name, want in manifest["files"].items():
-        try:
-            have = _describe_file(folder / name) if (folder / name).is_file() else None
-        except OSError as error:
-            raise UserError(f"--resume_from {folder}: {name} cannot be read ({error.strerror}).") from error
-        if have != want:
-            problem = "has been changed"
-            if have is None:
-                problem = "is missing"
-            elif have["bytes"] != want.get("bytes"):
-                problem = f"has {have['bytes']} bytes instead of {want.get('bytes')}"
-            raise UserError(f"--resume_from {folder} is damaged: {name} {problem}; resume from another checkpoint.")
-    return manifest
-
-
-def _require_same_tensors(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    missing = [name for name in saved if name not in wanted and not name.startswith(RNG_PREFIX)]
-    problems = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
-    problems += [f"{name} is in the checkpoint only" for name in missing]
-    for name in wanted.keys() & saved.keys():
-        have, want = _shown(saved[name]), _shown(wanted[name])
-        if have != want:
-            problems.append(f"{name} is {have} in the checkpoint and {want} in this run")
-    if problems:
-        more = f"; and {len(problems) - _DIFFERENCES_SHOWN} more" if len(problems) > _DIFFERENCES_SHOWN else ""
-        raise UserError(
-            f"--resume_from {folder} holds other tensors than this run: "
-            f"{'; '.join(sorted(problems)[:_DIFFERENCES_SHOWN])}{more}."
-        )
-
-
-def _shown(tensor: Tensor | Mapping[str, Any]) -> str:
-    """Dtype and shape of a tensor, or of one that a manifest describes."""
-    if isinstance(tensor, Tensor):
-        return f"{tensor.dtype} {list(tensor.shape)}"
-    return f"{tensor['dtype']} {tensor['shape']}"
-
-
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The error, the errors of single ranks inside it, and what they were raised from."""
     yield error
@@ -504,10 +405,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     for inner in [*nested, error.__cause__, error.__context__]:
         if inner is not None:
             yield from _causes(inner)
-
-
-def _readable(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -524,51 +421,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def rng_state(rank: int) -> dict[str, Tensor]:
-    """The states of the random generators that training draws from: Python's, numpy's, torch's CPU and current GPU's.
-
-    Integer tensors of fixed shape on the CPU, loaded in place like any other. Names carry the rank: each has its own.
-    """
-    prefix = f"{RNG_PREFIX}rank-{rank}/"
-    version, internal, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    numpy_gauss = numpy_state["gauss"] if numpy_state["has_gauss"] else None
-    position, key = numpy_state["state"]["pos"], numpy_state["state"]["key"].tolist()
-    states = {
-        f"{prefix}python": torch.tensor([version, *_optional_float_bits(gauss), *internal]),
-        f"{prefix}numpy": torch.tensor([position, *_optional_float_bits(numpy_gauss), *key]),
-        f"{prefix}torch_cpu": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states[f"{prefix}torch_cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_rng_state(states: Mapping[str, Tensor], rank: int) -> None:
-    """Put every random generator into the state that `rng_state` gave."""
-    prefix = f"{RNG_PREFIX}rank-{rank}/"
-    version, has_gauss, gauss_bits, *internal = states[f"{prefix}python"].tolist()
-    random.setstate((version, tuple(internal), _bits_float(gauss_bits) if has_gauss else None))
-    position, has_gauss, gauss_bits, *key = states[f"{prefix}numpy"].tolist()
-    np.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
-            "has_gauss": has_gauss,
-            "gauss": _bits_float(gauss_bits),
-        }
-    )
-    torch.set_rng_state(states[f"{prefix}torch_cpu"])
-    if torch.cuda.is_available() and f"{prefix}torch_cuda" in states:
-        torch.cuda.set_rng_state(states[f"{prefix}torch_cuda"])
-
-
-def _optional_float_bits(value: float | None) -> tuple[int, int]:
-    """(1, the value's 64 bits as an integer), or (0, 0) for None."""
-    return (0, 0) if value is None else (1, struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _bits_float(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -19,54 +19,38 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import te_llama
 from llm_fp8.data.collate import Batch, count_tokens
-from llm_fp8.data.loader import TrainLoader
+from llm_fp8.data.loader import EvalLoader, TrainLoader
+from llm_fp8.distributed.process_group import largest
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.observability.metrics import DecoderSize, PeakTflops, StepTokens, memory_metrics, speed_metrics
+from llm_fp8.models.build import decoder_size
+from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.observability.step_profile import StepProfile, profiled
+from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle, profiled
+from llm_fp8.observability.step_stats import WARMUP_STEPS
 from llm_fp8.precision.context import Precision
-from llm_fp8.train.eval_history import EvalHistory
-from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
+from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
+from llm_fp8.train.records import RunResults, certify_step, exported_bytes
+from llm_fp8.train.setup import TrainingSetup
+from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import UserError, listed
+
+STEPS_BEFORE_PROFILE = 4
+"""Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
 
 
 class NonFiniteLoss(UserError):
     """A non-finite loss, gradient norm or weight; the message names the step and, if known, the dataset rows."""
-
-
-class Callbacks(Protocol):
-    """What the loop calls between steps."""
-
-    def after_first_step(self) -> None:
-        """After this process's first step is submitted; its loss is not read yet."""
-
-    def after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """After `LoopOptions.profile_step`, on every rank; `num_micro_batches` is per rank."""
-
-    def after_report(self, step: int) -> None:
-        """After all steps up to `step` are reported, on every rank."""
-
-    def checkpoint_due(self) -> bool:
-        """Whether the last checkpoint is too old (--save_minutes); collective, and the same on every rank."""
-
-    def evaluate(self, step: int) -> float | None:
-        """Evaluate, report and return the eval loss, the same on every rank; all losses so far are finite. None where
-        no row is held out.
-        """
-
-    def save(self, step: int) -> Path:
-        """Write a checkpoint and return its folder; all losses so far are finite."""
 
 
 def micro_batch(
@@ -80,7 +64,7 @@ def micro_batch(
 ) -> Tensor:
     """Forward and backward of a micro-batch; its loss (0-dim fp32, detached), a part of the step's mean.
 
-    `first`: as in `Precision.context`. `last`: of its step, which several processes look at.
+    `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce gradients.
     """
     with strategy.micro_batch(model, last=last):
         with precision.context(first_microbatch=first):
@@ -127,58 +111,52 @@ class PendingStep:
     end: Any
 
 
-@dataclass(frozen=True)
-class LoopOptions:
-    """The options that the loop itself reads; each `_every` is in optimizer steps, 0 for never."""
-
-    total_steps: int
-    max_grad_norm: float
-    log_every: int
-    eval_every: int
-    save_every: int
-    empty_cache_every: int = 0
-    profile_step: int = 0
-    """The step whose kernels are recorded, 0 for none."""
-    cuda_graphs: bool = False
-
-
 @dataclass
 class TrainingLoop:
-    """Takes optimizer steps; a resumed run starts with its checkpoint's `step` and `tokens_seen`."""
+    """Takes optimizer steps, and between them reports, certifies, evaluates and saves. A resumed run starts with its
+    checkpoint's `step` and `tokens_seen`; a benchmark has no `state` and calls `take_step` alone.
+    """
 
-    accelerator: Accelerator
-    strategy: DistributedStrategy
+    setup: TrainingSetup
     model: nn.Module
-    precision: Precision
+    """`setup.training_model` as the strategy prepared it."""
     optimizer: Optimizer
     scheduler: LRScheduler
     loader: TrainLoader
     reporter: RunReporter
-    options: LoopOptions
-    size: DecoderSize
-    peak: PeakTflops | None
-    fp8_linear_flop_share: float
+    total_steps: int
+    eval_loader: EvalLoader | None = None
+    state: RunState | None = None
+    results: RunResults = field(default_factory=RunResults)
+    history: EvalHistory = field(default_factory=EvalHistory)
     step: int = 0
     tokens_seen: int = 0
-    history: EvalHistory = field(default_factory=EvalHistory)
+    evaluation_due: bool = False
+    """A signal came in a step after which an evaluation was due; the resumed run begins with it."""
     last_checkpoint: Path | None = None
     evaluated_step: int | None = None
     """The step of this process's last evaluation."""
-    evaluation_due: bool = False
-    """A signal came in a step behind which an evaluation was due; the resumed run begins with it."""
     first_step_s: float | None = None
     """Seconds of this process's first step; None until it is reported."""
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.accelerator.device)
+        plan, setup = self.setup.plan, self.setup
+        self.accelerator, self.strategy, self.precision = plan.accelerator, plan.strategy, setup.precision
         self.energy = EnergyMeter(self.accelerator)
+        self.profile_step = min(self.step + STEPS_BEFORE_PROFILE + 1, self.total_steps) if plan.certifies else 0
+        self._clock = StepClock(self.accelerator.device)
+        self._saved_s = time.monotonic()
+        self._size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
+        self._peak = device_peak_tflops(plan.device)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}
         """By step: the profile's entries of its record."""
-        self._graphs = self._build_graphs() if self.options.cuda_graphs else None
+        self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
 
-    def _build_graphs(self) -> MicroBatchGraphs:
+    def _build_graphs(self) -> Any:
+        from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
+
         strategy, precision = self.strategy, self.precision
         assert strategy.wgrad_accumulation is not None
 
@@ -189,96 +167,65 @@ class TrainingLoop:
         overwritten = strategy.wgrad_accumulation.weights()
         return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), precision.update_scales)
 
-    def train(self, callbacks: Callbacks, stop_requested: Callable[[], bool], until: int | None = None) -> None:
-        """Train to step `until` (default: `total_steps`), or until evaluations say to stop early, or until
-        `stop_requested()`, which saves a checkpoint too.
-        The loader has no end of its own.
+    def train(self, stop_requested: Callable[[], bool]) -> None:
+        """Train to `total_steps`, or until evaluations say to stop early, or until `stop_requested()`, which saves a
+        checkpoint too. The loader has no end of its own.
         """
-        options = self.options
-        end = options.total_steps if until is None else until
-        if self.step >= end or self.history.stops_early:
+        if self.is_complete:
             return  # resumed after the last step, for evaluation and export
         if self.evaluation_due:
             self.evaluation_due = False
-            if self.evaluate(callbacks):
-                self.save(callbacks)
+            if self.evaluate():
+                self.save()
             if self.history.stops_early:
                 return
+        options, parallel = self.setup.plan.config.run, self.setup.plan.config.parallel
+        eval_every = 0 if self.eval_loader is None else options.eval_every
         self.model.train()
         first = self.step + 1
-        stamp = self._restart_clocks()
+        stamp = self.restart_clocks()
         for batches in self.loader:
-            recording = self.step + 1 == options.profile_step
+            recording = self.step + 1 == self.profile_step
             if self._graphs is not None:
                 self._graphs.may_capture = not recording
             with profiled(self.accelerator) if recording else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
-                callbacks.after_first_step()
+                self._report_attention()
             if profile is not None:
-                stamp = self._after_profiled_step(profile, callbacks, num_micro_batches=len(batches))
-            if self._due(options.empty_cache_every) and self.accelerator.device.type == "cuda":
+                stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
+            if self._due(parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             stopping = stop_requested()
-            last = self.step >= end or stopping
-            evaluate = self._due(options.eval_every) and not last
+            last = self.step >= self.total_steps or stopping
+            evaluate = self._due(eval_every) and not last
             save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
             if self._due(options.log_every) and not (save or last):
-                save = callbacks.checkpoint_due()
+                save = self._checkpoint_due()
             if self._due(options.log_every) or evaluate or save or last:
-                self._read_pending()
-                callbacks.after_report(self.step)
+                self.read_pending()
+                self._look_for_gpu_idle()
             if evaluate:
-                save = self.evaluate(callbacks) or save
+                save = self.evaluate() or save
                 last = self.history.stops_early
                 save = save or (last and options.save_every > 0)
-            self.evaluation_due = self._due(options.eval_every) and stopping and self.step < options.total_steps
+            self.evaluation_due = self._due(eval_every) and stopping and self.step < self.total_steps
             if save:
-                self.save(callbacks)
+                self.save()
             if last:
                 return
             if evaluate or save:
-                stamp = self._restart_clocks()  # Their time is not the next step's.
+                stamp = self.restart_clocks()  # Their time is not the next step's.
 
     @property
     def stopped_early(self) -> bool:
-        """Whether evaluations ended the run before its last step; the evaluation behind that one ends nothing."""
-        return self.step < self.options.total_steps and self.history.stops_early
+        """Whether evaluations ended the run before its last step; the evaluation after that one ends nothing."""
+        return self.step < self.total_steps and self.history.stops_early
 
     @property
     def is_complete(self) -> bool:
         """Whether no step is left to take."""
-        return self.step >= self.options.total_steps or self.history.stops_early
-
-    def evaluate(self, callbacks: Callbacks) -> bool:
-        """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
-        eval_loss = callbacks.evaluate(self.step)
-        self.evaluated_step = self.step
-        if eval_loss is None:
-            return False
-        self.history.add(self.step, eval_loss)
-        return self.history.best_step == self.step
-
-    def save(self, callbacks: Callbacks) -> None:
-        """Write a checkpoint, unless the weights are not finite."""
-        self.require_finite_weights()
-        self.last_checkpoint = callbacks.save(self.step)
-
-    def _after_profiled_step(self, profile: StepProfile, callbacks: Callbacks, num_micro_batches: int) -> Any:
-        """Report the profiled step and call back; returns a new stamp, so that time and energy leave profiling out."""
-        self._profile_figures[self.step] = profile.figures()
-        self.energy.restart(self.step)
-        self._read_pending()  # the callback may end the run
-        callbacks.after_profiled_step(profile, num_micro_batches)
-        return self._restart_clocks()
-
-    def _restart_clocks(self) -> Any:
-        """Restart step time and energy while the GPU is idle; returns the stamp."""
-        self.energy.restart(self.step)
-        return self._clock.stamp()
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+        return self.step >= self.total_steps or self.history.stops_early
 
     def take_step(self, batches: list[Batch], start: Any) -> Any:
         """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
@@ -296,7 +243,7 @@ class TrainingLoop:
                 reuse = first if caches_casts else None
                 loss_sum += micro_batch(strategy, self.precision, self.model, batch, num_supervised, reuse, last)
         learning_rate = float(self.scheduler.get_last_lr()[0])
-        grad_norm = strategy.step(self.optimizer, self._parameters, self.options.max_grad_norm)
+        grad_norm = strategy.step(self.optimizer, self._parameters, self.setup.plan.config.optim.max_grad_norm)
         self.scheduler.step()
         self.step += 1
         end = self._clock.stamp()
@@ -316,6 +263,14 @@ class TrainingLoop:
         )
         return end
 
+    def restart_clocks(self) -> Any:
+        """Restart step time and energy while the GPU is idle; returns the stamp."""
+        self.energy.restart(self.step)
+        return self._clock.stamp()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
     def _count_tokens(self, batches: list[Batch]) -> Tensor:
         """`PendingStep.tokens`, on the device."""
         device = self.accelerator.device
@@ -323,7 +278,7 @@ class TrainingLoop:
         on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
         return self.accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
 
-    def _read_pending(self) -> None:
+    def read_pending(self) -> None:
         """Copy the results of the steps since the last call to the host, check and report them."""
         if not self._pending:
             return
@@ -333,7 +288,7 @@ class TrainingLoop:
         counts = torch.stack([p.tokens for p in pending]).tolist()
         memory = self._memory()
         energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
-        fp8 = self.precision.plan.has_fp8_peak
+        fp8, num_processes = self.precision.plan.has_fp8_peak, self.accelerator.num_processes
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
             tokens = StepTokens(*count)
@@ -348,11 +303,11 @@ class TrainingLoop:
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "learning_rate": taken.learning_rate,
-                **speed_metrics(tokens, seconds, self.size, self.accelerator.num_processes, self.peak, fp8),
+                **speed_metrics(tokens, seconds, self._size, num_processes, self._peak, fp8),
                 **memory,
                 **energy.get(taken.step, {}),
                 **self._profile_figures.pop(taken.step, {}),
-                "fp8_linear_flop_share": self.fp8_linear_flop_share,
+                "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share,
             }
             self.reporter.steps([record])  # one by one: those before a non-finite one show what led to it
 
@@ -363,6 +318,84 @@ class TrainingLoop:
             peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=self.accelerator.device))
             memory["peak_memory_gib_max_rank"] = float(peaks.max())
         return memory
+
+    def _report_attention(self) -> None:
+        """After the first step: print the attention backend, and warn of the slow one."""
+        if not self.setup.plan.config.model.use_te:
+            return
+        backend = self.results.attention_backend = te_llama.attention_backend()
+        if backend == "unfused":
+            self.reporter.print(
+                "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable "
+                "cuDNN nor flash-attn for this model's shapes and dtype. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the "
+                "environment prints why."
+            )
+        else:
+            self.reporter.print(f"attention: {backend}")
+
+    def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
+        """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
+        self._profile_figures[self.step] = profile.figures()
+        self.energy.restart(self.step)
+        self.read_pending()  # the certificate may end the run
+        self.results.recorded = profile
+        self.reporter.print(profile.describe())
+        certify_step(self.setup, self.results, self.reporter, num_micro_batches)
+        return self.restart_clocks()
+
+    def _look_for_gpu_idle(self) -> None:
+        """Once, after enough steps: say if the GPU is idle. The end of the run says so too, but may be hours away."""
+        results = self.results
+        enough = self.profile_step + WARMUP_STEPS <= self.step < self.total_steps
+        if results.recorded is None or results.has_looked_for_gpu_idle or not enough:
+            return
+        results.has_looked_for_gpu_idle = True
+        idle = gpu_idle(results.recorded, self.reporter.own_steps())
+        if sentence := describe_gpu_idle(idle, self.accelerator.num_processes):
+            self.reporter.print(f"so far {sentence}")
+
+    def evaluate(self) -> bool:
+        """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
+        self.evaluated_step = self.step
+        if self.eval_loader is None:
+            return False
+        self.history.add(self.step, self.eval_loss())
+        return self.history.best_step == self.step
+
+    def eval_loss(self) -> float:
+        """Evaluate and report; returns the main rank's eval loss, since what follows must be so on all ranks."""
+        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.eval_loader or ())
+        self.reporter.evaluation({"step": self.step, **figures})
+        eval_loss: list[float] = broadcast_object_list([figures["eval_loss"]])
+        return eval_loss[0]
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the weights are not finite."""
+        assert self.state is not None
+        self.require_finite_weights()
+        self.last_checkpoint = self.state.save(self)
+        self._saved_s = time.monotonic()
+        in_background = self.setup.plan.config.parallel.async_save
+        self.reporter.print(f"sav{'ing' if in_background else 'ed'} {self.last_checkpoint}")
+
+    def _checkpoint_due(self) -> bool:
+        """Whether --save_minutes are over on the main rank. A disk with too little room for a checkpoint beside the
+        export costs the checkpoint, with a warning, and not the run, which need not have asked for one. Collective.
+        """
+        assert self.state is not None
+        is_main, minutes = self.accelerator.is_main_process, self.setup.plan.config.run.save_minutes
+        if not largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes):
+            return False
+        needed_bytes = self.state.checkpoint_bytes(self.optimizer)
+        if not largest(is_main and not self.state.checkpoints.has_room(needed_bytes + exported_bytes(self.setup))):
+            return True
+        self.reporter.print(
+            f"WARNING: --save_minutes {minutes:g}: no checkpoint is written, because the disk of "
+            f"{self.state.checkpoints.folder} has no room for one ({needed_bytes / GIB:.3g} GiB) beside final/; make "
+            "room, or turn this off by --save_minutes 0."
+        )
+        self._saved_s = time.monotonic()
+        return False
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteLoss` where the update after the last finite loss left non-finite weights; collective."""
@@ -393,5 +426,5 @@ class TrainingLoop:
         raise NonFiniteLoss(
             f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's "
             f"dataset rows: {listed(rows)}. {self._last_good_checkpoint()} Lower --learning_rate, look at these "
-            "rows, or in fp8 keep the outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
+            "rows, or in fp8 keep the last layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )

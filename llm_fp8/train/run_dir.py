@@ -12,15 +12,13 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.process_group import decided_by_main, gathered
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.step_stats import RESUMES
-from llm_fp8.train.checkpoint import LATEST, has_checkpoint
+from llm_fp8.train.checkpoint import LATEST, Checkpoint, has_checkpoint
 from llm_fp8.utils.errors import UserError, existing_part
-from llm_fp8.utils.json_files import read_json, require_entries
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"
@@ -28,60 +26,42 @@ LOCK = ".lock"
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
 
-FREE_OPTIONS = (
-    "preprocessing_workers",
-    *("wandb_project", "wandb_run_name"),
-)
-"""What the processes of a run may be told differently: what is of the host, and names that rank 0 alone uses, which
-often hold the time or the host.
-"""
+FREE_OPTIONS = ("preprocessing_workers", "wandb_project", "wandb_run_name", "output_dir")
+"""What the processes of a run may be told differently; rank 0's output folder is everybody's."""
 
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
 
 
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
-    """`config` with an output folder, the same on every rank; `UserError` where it cannot be written or holds another
-    run. Processes restarted by the launcher continue from the newest checkpoint.
+    """`config` with an output folder; `UserError` where it cannot be written or holds another run. Processes restarted
+    by the launcher continue from the newest checkpoint.
     """
     if config.run.output_dir is None:
         model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
         config = _with_run(config, output_dir=agree_on("output_dir", str(Path("runs") / name)))
     folder = Path(str(config.run.output_dir))
-    try:
-        str(folder.absolute()).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"--output_dir {folder}: its path is not UTF-8, as the tokenizer's files must have; choose another folder."
-        ) from None
     existing = existing_part(folder)
-    if not existing.is_dir():
-        raise UserError(f"--output_dir {folder}: {existing} is a file; give a folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {folder}: {existing} is not writable for this user; choose another folder.")
-    try:
-        folder.exists()
-    except OSError as error:  # a name that is too long
-        raise UserError(f"--output_dir {folder}: {error.strerror}; choose another folder.") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written; choose another one.")
     if ranks.restart_count > 0:
         return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
     _refuse_other_run(config)
     return config
 
 
-def as_one_run(asked: Config, config: Config) -> Config:
-    """`config` with the main process's output folder; `UserError`, on every rank, where processes were `asked` for
+def as_one_run(config: Config) -> Config:
+    """`config` with the main process's output folder; `UserError`, on every rank, where processes were started with
     other options than the main one, `FREE_OPTIONS` aside. Collective.
     """
-    every = gathered({name: value for section in asked.to_dict().values() for name, value in section.items()})
+    every = gathered({name: value for section in config.to_dict().values() for name, value in section.items()})
     for rank, options in enumerate(every):
         for name in options:
             if name not in FREE_OPTIONS and options[name] != every[0][name]:
                 raise UserError(
                     f"rank {rank} was started with --{name} {options[name]}, and rank 0 with --{name} "
-                    f"{every[0][name]}; start all processes with the same options (command line, --config and "
-                    "launcher's file)."
+                    f"{every[0][name]}; start all processes with the same options."
                 )
     # Without a launcher's store each process named its own.
     return _with_run(config, output_dir=decided_by_main(lambda: config.run.output_dir))
@@ -98,10 +78,9 @@ def _refuse_other_run(config: Config) -> None:
         return
     found = next((name for name in WRITTEN if (folder / name).exists()), None)
     if found is not None:
-        held = "another run" if found == "run.json" else f"files of another run or program ({found})"
         raise UserError(
-            f"--output_dir {folder} holds {held}; choose another folder, remove this one, or continue its run with "
-            "--resume_from latest."
+            f"--output_dir {folder} holds another run ({found}); choose another folder, remove this one, or continue "
+            "its run with --resume_from latest."
         )
 
 
@@ -126,10 +105,7 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
                 f"--output_dir {folder} is in use by {holder}; wait for its end or stop it, or choose another folder."
             ) from None
         except OSError as error:
-            print(
-                f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}): nothing keeps other runs out.",
-                flush=True,
-            )
+            print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
         if ranks.restart_count == 0:
             _refuse_other_run(config)
         for path in folder.glob(_UNFINISHED):
@@ -142,51 +118,38 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
     """Raise `UserError` now where the export, hours later, would not fit on `folder`'s disk."""
-    needed_gib = needed_bytes / GIB
-    free_gib = shutil.disk_usage(existing_part(folder)).free / GIB
-    if free_gib < needed_gib:
+    free_bytes = shutil.disk_usage(existing_part(folder)).free
+    if free_bytes < needed_bytes:
         raise UserError(
-            f"--output_dir {folder}: the trained model will take {needed_gib:.3g} GiB and its disk has {free_gib:.3g} "
-            "GiB free; make room, choose another folder or use --no_export."
+            f"--output_dir {folder}: the trained model will take {needed_bytes / GIB:.3g} GiB and its disk has "
+            f"{free_bytes / GIB:.3g} GiB free; make room, choose another folder or use --no_export."
         )
 
 
-def is_finished(folder: Path, step: int) -> bool:
-    """Whether the run in `folder` completed evaluation and export after `step`, not only its steps."""
-    summary = _finished_summary(folder)
-    return summary is not None and summary["steps"] == step
-
-
-def refuse_finished(config: Config, num_steps: int) -> None:
-    """Raise `UserError` where --resume_from latest would repeat the last steps of a finished run, whose newest
-    checkpoint is older than its end (--save_minutes, --keep_best). `num_steps`: those of the run that is asked for.
+def refuse_finished(config: Config, resumed: Checkpoint | None, num_steps: int) -> None:
+    """Raise `UserError` where the checkpoint is one of a run that has come to its end, and `num_steps`, those of the
+    run that is asked for, add nothing to it.
     """
-    folder = Path(str(config.run.output_dir))
-    if config.run.resume_from != LATEST or (summary := _finished_summary(folder)) is None:
+    if resumed is None:
         return
-    further = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
-    if summary["steps"] < num_steps:
-        if "stopped_early" not in summary or _stops_later(config, folder):
+    folder, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
+    finished_step = _finished_step(folder)
+    has_stopped = 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
+    more = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
+    if finished_step is not None and has_stopped:
+        more = "it stopped early: raise --early_stopping_patience or drop it"
+    # `latest` may be older than the run's end (--save_minutes, --keep_best); an older checkpoint may be named.
+    elif finished_step is None or finished_step < num_steps or (config.run.resume_from != LATEST and step < num_steps):
+        if step <= num_steps:
             return
-        further = "raise --early_stopping_patience or drop it"
     raise UserError(
-        f"--resume_from latest: the run in {folder} is finished, after {summary['steps']} steps; to train on, "
-        f"{further}."
+        f"--resume_from {resumed.folder}: {step} steps are done, the run that was asked for has {num_steps}, and it is "
+        f"finished; to train on, {more}."
     )
 
 
-def _finished_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run that came to its end; None without one."""
+def _finished_step(folder: Path) -> int | None:
+    """The last step of a run that came to its end, with evaluation and export; None where it did not."""
     path = folder / "summary.json"
-    if not path.exists():
-        return None
-    summary = read_json(path, {"steps": int})
-    return None if {"stopped_by", "failed"} & summary.keys() else summary
-
-
-def _stops_later(config: Config, folder: Path) -> bool:
-    """Whether early stopping is asked for in another way than by the process that ended the run in `folder`."""
-    record = read_json(folder / "run.json", RESUMES)
-    before = (record.get("resumes") or [record])[-1]
-    require_entries(str(folder / "run.json"), before, {"config.run.early_stopping_patience": int})
-    return config.run.early_stopping_patience != int(before["config"]["run"]["early_stopping_patience"])
+    summary = read_json(path) if path.exists() else {}
+    return None if {"stopped_by", "failed"} & summary.keys() else summary.get("steps")

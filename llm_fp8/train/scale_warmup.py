@@ -27,11 +27,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_fp8.data.collate import Batch
+from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.precision.context import Precision
+from llm_fp8.train.setup import TrainingSetup
 
 PASSES = 5
+
+
+def first_step(loader: TrainLoader) -> list[Batch]:
+    """The micro-batches of the first step that `loader` will give, which it will give again."""
+    position = loader.state_dict()
+    batches = next(iter(loader))
+    loader.load_state_dict(position)
+    return batches
+
+
+def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
+    """Find the first scales of delayed scaling, where the run has it; those that a checkpoint has come after them."""
+    if not setup.precision.scales_lag:
+        return
+    plan, batches = setup.plan, first_step(loader)
+    num_supervised = supervised_tokens_per_process(plan.accelerator, batches)
+    warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
+    plan.say(
+        f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped"
+    )
 
 
 def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:

@@ -3,15 +3,15 @@
     plan = plan_run(config, ranks)      device, precision, sharding and the model's config: no weights yet
     setup = build_setup(plan)           the model: built, adapted (LoRA), converted to fp8, recomputed, sharded, filled
 
-Both are frozen; what a run finds out later is in `llm_fp8.train.run_record.RunResults`. A benchmark
-prints nothing: `plan_run(config, ranks, say=silent)`.
+Both are frozen; what a run finds out later is in `llm_fp8.train.records.RunResults`. A benchmark prints nothing:
+`plan_run(config, ranks, say=silent)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,15 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import size_multiple
-from llm_fp8.config.validation import check_machine, refuse_auto
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.config.validation import check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
-from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
-from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode
+from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
+from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
 from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
-from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import fill_weights
@@ -40,11 +37,10 @@ from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_modules
-from llm_fp8.precision.convert import convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
-from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.machine import gather_facts
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -76,6 +72,10 @@ class RunPlan:
     stored_fp8: Fp8Format | None
     """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
     say: Say
+    measures_precision: bool = False
+    """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
+    notes: tuple[str, ...] = ()
+    """On what --batch_size auto came to, and on memory."""
 
     @property
     def device(self) -> torch.device:
@@ -133,21 +133,30 @@ class TrainingSetup:
     """'te', or transformers' name of the implementation."""
     num_parameters: int
     num_trainable_parameters: int
+    num_adapter_parameters: int = 0
 
 
 def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunPlan:
-    """Resolve the options on this machine; `UserError` for what `check_machine` refuses. Collective.
+    """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
 
     `config` passed `check_options`, and the process group exists. `say` replaces printing on the main process.
     """
     device = own_device()
     source = resolve_source(config.model)
-    model_config = load_config(config.model, source)
-    memory_gib = smallest_gpu_gib(device)
-    sharding = choose_mode(config, ranks, lambda: count_parameters(model_config), memory_gib)
-    refuse_auto(config)
+    hf_config = load_config(config.model, source)
+    gpu_gib = smallest_gpu_gib(device)
+    sharding = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib)
+    measures_precision = False
+    if config.precision.mixed_precision == "auto":
+        from llm_fp8.train.auto_precision import can_be_fp8, with_precision
+
+        measures_precision = can_be_fp8(config, device)
+        config = with_precision(config, "fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
-    check_machine(config, gather_facts(config, model_config, device, ranks, precision, sharding.mode))
+    notes: list[str] = []
+    if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
+        config, notes = _settle_memory(config, hf_config, precision, sharding.mode, ranks, gpu_gib)
+    check_machine(config, gather_facts(config, hf_config, device, ranks, precision, sharding.mode))
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
     optimizer_kind = strategy.resolve_optimizer(config.optim.optimizer, precision.compute_dtype)
@@ -156,22 +165,55 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
         config=config,
         ranks=ranks,
         source=source,
-        hf_config=model_config,
+        hf_config=hf_config,
         precision=precision,
         sharding=sharding,
         accelerator=accelerator,
         strategy=strategy,
         optimizer_kind=optimizer_kind,
         parameter_dtype=parameter_dtype,
-        export_dtype=stored_dtype(model_config, default=parameter_dtype),  # building the model changes the entry
-        stored_fp8=None if has_random_weights(config.model, source) else fp8_format(model_config),
+        export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
+        stored_fp8=None if has_random_weights(config.model, source) else fp8_format(hf_config),
         say=say or (functools.partial(print, flush=True) if accelerator.is_main_process else silent),
+        measures_precision=measures_precision,
+        notes=tuple(notes),
     )
+
+
+def _settle_memory(
+    config: Config,
+    hf_config: PretrainedConfig,
+    precision: PrecisionPlan,
+    mode: str,
+    ranks: LaunchRanks,
+    gpu_gib: float | None,
+) -> tuple[Config, list[str]]:
+    """The options with a number for --batch_size auto, and sentences to print; the main process decides."""
+    from llm_fp8.distributed.memory import settle_memory
+
+    if gpu_gib is None:
+        raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
+    kind = effective_optimizer(config, mode, precision.compute_name)
+    recipe = precision.effective_scenario or precision.effective
+    settle = functools.partial(
+        settle_memory, config, hf_config, recipe=recipe, optimizer=kind, mode=mode, num_gpus=ranks.world_size
+    )
+    return decided_by_main(lambda: settle(gpu_gib=gpu_gib))
+
+
+def effective_optimizer(config: Config, mode: str, compute: str) -> OptimizerKind:
+    """What --optimizer means on a GPU that computes in `compute`: fp32, bf16 or fp16."""
+    kind = config.optim.optimizer
+    if kind != "auto":
+        return kind
+    return default_optimizer(mode) if compute == "bf16" else "adamw_fp32"
 
 
 def announce(plan: RunPlan) -> None:
     """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
     precision, sharding, say = plan.precision, plan.sharding, plan.say
+    for note in plan.notes:
+        say(note)
     if plan.ranks.world_size > 1:
         say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
     asked = precision_name(precision.requested, precision.requested_scenario)
@@ -207,7 +249,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         model_type = plan.hf_config.model_type
         plan.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{model_type}'")
     precision = _attach_precision(plan, model, layers)
-    gemms = gemms_per_weight(model)
+    gemms, num_adapter_parameters = _adapter_figures(plan, model)
     coverage = measure_coverage(
         model,
         precision.fp8_modules,
@@ -220,15 +262,16 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     recomputed = _recompute_layers(plan, layers)
     training_model = TrainingModel(model, config.data.max_seq_length, precision_plan.compute_dtype)
     if config.parallel.fp8_params and precision_plan.backend == "te":
-        assert isinstance(strategy, FsdpStrategy)  # check_options saw to it
-        strategy.keep_in_fp8(precision)
+        strategy.keep_in_fp8(precision)  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers)
     if strategy.shards_parameters:
         loaded = fill_weights(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
-        initialize_adapters_(model, seed)
+        _initialize_adapters(plan, model)
     if loaded and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan, model))
     if precision_plan.backend == "torchao" and not precision_plan.emulated:
+        from llm_fp8.precision.torchao import compile_layers
+
         compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
         plan=plan,
@@ -241,30 +284,49 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
         num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
+        num_adapter_parameters=num_adapter_parameters,
     )
 
 
 def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
     """The model, and whether weights were loaded; one whose parameters are sharded has no values yet."""
-    options, lora, seed = plan.config.model, plan.config.lora, plan.config.optim.seed
+    options, lora = plan.config.model, plan.config.lora
     shared: dict[str, Any] = {
         "parameter_dtype": plan.weight_dtype,
         "compute_dtype": plan.precision.compute_dtype,
         "device": plan.device,
-        "unfused_mlp": needs_unfused_mlp(lora),
     }
+    if lora.lora_rank:
+        from llm_fp8.models.lora import add_adapters, needs_unfused_mlp
+
+        shared["unfused_mlp"] = needs_unfused_mlp(lora)
     sharded, loaded = plan.strategy.shards_parameters, False
     if sharded:
         model = build_structure(options, plan.source, plan.hf_config, **shared)
     else:
-        model, loaded = build_model(
-            options, plan.source, plan.hf_config, seed=seed, keep_lower_bits=plan.keeps_lower_bits, **shared
-        )
+        shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
+        model, loaded = build_model(options, plan.source, plan.hf_config, **shared)
     if lora.lora_rank:
         add_adapters(model, lora, plan.parameter_dtype)
         if not sharded:
-            initialize_adapters_(model, seed)
+            _initialize_adapters(plan, model)
     return model, loaded
+
+
+def _initialize_adapters(plan: RunPlan, model: PreTrainedModel) -> None:
+    if plan.config.lora.lora_rank:
+        from llm_fp8.models.lora import initialize_adapters_
+
+        initialize_adapters_(model, plan.config.optim.seed)
+
+
+def _adapter_figures(plan: RunPlan, model: PreTrainedModel) -> tuple[Mapping[nn.Module, int], int]:
+    """For each frozen linear module its GEMMs in a micro-batch, and the number of the adapters' parameters."""
+    if not plan.config.lora.lora_rank:
+        return {}, 0
+    from llm_fp8.models.lora import gemms_per_weight, num_adapter_parameters
+
+    return gemms_per_weight(model), num_adapter_parameters(model)
 
 
 def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
@@ -287,9 +349,13 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
     config, precision = plan.config, plan.precision
     if precision.backend == "torchao":
         gathers = config.parallel.fp8_params
+        from llm_fp8.precision.convert import convert_with_torchao
+
         recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=gathers)
         return convert_with_torchao(model, recipe, bf16_modules(config.precision, model, layers))
     if precision.recipe is not None and not config.model.use_te:
+        from llm_fp8.precision.convert import swap_linears
+
         return swap_linears(model, size_multiple(precision.effective_scenario))
     return {}
 
@@ -311,6 +377,8 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
     options = plan.config.model
     if options.gradient_checkpointing == 0:
         return ()
+    from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+
     uses_te = options.use_te or plan.precision.te_recipe is not None
     return enable_gradient_checkpointing(
         layers,

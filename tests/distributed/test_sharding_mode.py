@@ -8,7 +8,6 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.config.validation import MachineFacts, check_machine
 from llm_fp8.distributed.sharding_mode import choose_mode, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered, length
-from llm_fp8.train.failures import MemoryUse, out_of_memory_advice
 from llm_fp8.utils.ranks import LaunchRanks
 
 EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)
@@ -63,21 +62,6 @@ def test_bytes_of_every_mode():
 
 def test_hybrid_shards_inside_a_host():
     check_machine(config(), MachineFacts(TWO_HOSTS, "fsdp_hybrid"))
-
-
-def test_advice_on_memory_knows_the_mode():
-    use = MemoryUse(total_gib=139.8, peak_gib=130, resident_gib=40)
-    sharded = out_of_memory_advice(
-        config("--gradient_accumulation_steps=4"), "adamw_fp32", 14 * BILLION, use, "fsdp_full", 4
-    )
-    assert "104.3 GiB per GPU under --sharding_mode fsdp_full" in sharded
-    assert (
-        "--sync_every_micro_batch" in sharded
-        and "--sharding_mode fsdp_offload" in sharded
-        and "adamw_8bit" not in sharded
-    )
-    alone = out_of_memory_advice(parse_config([]), "adamw_master", 14 * BILLION, use)
-    assert "train_multi_gpu.py --sharding_mode fsdp_full" in alone
 
 
 def test_intervals_and_the_slowest_rank():

@@ -549,7 +549,7 @@ def test_a_run_that_dies_or_is_stopped_later_keeps_its_certificate(tiny_model, r
 
     pretend_gpu(monkeypatch, BF16_STEP)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr("llm_fp8.train.run.STEPS_BEFORE_PROFILE", 0)
+    monkeypatch.setattr("llm_fp8.train.loop.STEPS_BEFORE_PROFILE", 0)
 
     def stopped(stop: GracefulStop) -> bool:
         stop.requested = "SIGTERM"

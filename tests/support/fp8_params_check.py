@@ -86,8 +86,8 @@ INSPECTED: list[InspectedRun] = []
 _build_loop = run_module.build_loop
 
 
-def _build_inspected_loop(state: RunState, resume_path: Path | None) -> TrainingLoop:
-    loop, local_tensor = _build_loop(state, resume_path), state.setup.plan.strategy.local_tensor
+def _build_inspected_loop(state: RunState, *arguments: Any) -> TrainingLoop:
+    loop, local_tensor = _build_loop(state, *arguments), state.setup.plan.strategy.local_tensor
     initial = {name: local_tensor(parameter).clone() for name, parameter in loop.model.named_parameters()}
     INSPECTED[:] = [InspectedRun(loop, CountedAllGather(loop.model), initial)]
     return loop

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from llm_fp8.train.callbacks import RunCallbacks
+from llm_fp8.train.loop import TrainingLoop
 
 
-def telling(losses: Mapping[int, float]) -> Callable[[RunCallbacks, int], float]:
-    """`RunCallbacks.evaluate` as it is now, but for what it returns: the loss of the step in `losses`."""
-    evaluate = RunCallbacks.evaluate
+def telling(losses: Mapping[int, float]) -> Callable[[TrainingLoop], float]:
+    """`TrainingLoop.eval_loss` as it is now, but for what it returns: the loss of the step in `losses`."""
+    eval_loss = TrainingLoop.eval_loss
 
-    def told(self: RunCallbacks, step: int) -> float:
-        evaluate(self, step)
-        return losses[step]
+    def told(self: TrainingLoop) -> float:
+        eval_loss(self)
+        return losses[self.step]
 
     return told
 
 
 def tell(losses: Mapping[int, float]) -> None:
     """Tell every run of this process, which is a rank's own."""
-    RunCallbacks.evaluate = telling(losses)  # type: ignore[method-assign]
+    TrainingLoop.eval_loss = telling(losses)  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.train.callbacks import RunCallbacks
 from llm_fp8.train.loop import TrainingLoop
 from tests.support.told_losses import telling
 
@@ -50,7 +49,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def tell_eval_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, float]], None]:
     """A function: the evaluations find these losses, by step."""
 
-    return lambda losses: monkeypatch.setattr(RunCallbacks, "evaluate", telling(losses))
+    return lambda losses: monkeypatch.setattr(TrainingLoop, "eval_loss", telling(losses))
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from llm_fp8.train.callbacks import RunCallbacks
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.source import EMBEDDED_MODEL
-from llm_fp8.train.callbacks import RunCallbacks
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import with_output_dir
 from llm_fp8.utils.errors import UserError, run_script

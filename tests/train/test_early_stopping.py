@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from llm_fp8.train.eval_history import EvalHistory
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_tensors, final_weights, records, steps, summary_json, train

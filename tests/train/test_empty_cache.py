@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from llm_fp8.train.eval_history import EvalHistory
+
 from llm_fp8.train.loop import LoopOptions, TrainingLoop
 
 pytestmark = pytest.mark.slow

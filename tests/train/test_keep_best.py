@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from llm_fp8.train.eval_history import EvalHistory
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.train.eval_history import EvalHistory
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks

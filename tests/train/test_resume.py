@@ -19,12 +19,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from llm_fp8.train.evaluate import evaluate_loss
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.train import callbacks, run
 from llm_fp8.train import train_state as run_state
-from llm_fp8.train.evaluate import evaluate_loss
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import LOCK, WRITTEN
 from llm_fp8.utils.errors import UserError

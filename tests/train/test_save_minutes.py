@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from llm_fp8.train.callbacks import SaveTimer
 
 from llm_fp8.config.options import RunConfig
 from llm_fp8.train import callbacks
-from llm_fp8.train.callbacks import SaveTimer
 from llm_fp8.train.loop import TrainingLoop
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_tensors, final_weights, steps, train

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
 from typing import Any
 
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora import num_adapter_parameters
-from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.optim.schedule import build_scheduler
 from llm_fp8.tools.bench.workload import FixedLoader, Recorder, Workload, draw_weights_
-from llm_fp8.train.loop import LoopOptions, TrainingLoop
+from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.scale_warmup import prepare_with_scales, supervised_tokens_per_process, warm_up_delayed_scales
 from llm_fp8.train.setup import build_setup, plan_run, silent
 from llm_fp8.utils.ranks import LaunchRanks
-
-
-class _NoCallbacks:
-    """Between the steps of a benchmark nothing happens."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
 
 
 class OurTraining:
@@ -64,27 +56,18 @@ class OurTraining:
             **work.text_facts(),
         }
         self.loop = TrainingLoop(
-            accelerator=self.accelerator,
-            strategy=strategy,
+            setup=setup,
             model=prepared,
-            precision=setup.precision,
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, config.optim, total_steps=10_000),
             loader=loader,
             reporter=reporter,
-            options=LoopOptions(
-                total_steps=0,
-                max_grad_norm=config.optim.max_grad_norm,
-                log_every=1000,
-                eval_every=0,
-                save_every=0,
-                cuda_graphs=config.model.cuda_graphs,
-            ),
-            size=DecoderSize.from_config(plan.hf_config, num_adapters),
-            peak=None,
-            fp8_linear_flop_share=setup.coverage.fp8_linear_flop_share,
+            total_steps=0,
         )
 
     def take(self, num_steps: int) -> None:
-        nothing: Any = _NoCallbacks()
-        self.loop.train(nothing, stop_requested=lambda: False, until=self.loop.step + num_steps)
+        self.model.train()
+        stamp = self.loop.restart_clocks()
+        for batches in itertools.islice(self.loop.loader, num_steps):
+            stamp = self.loop.take_step(batches, stamp)
+        self.loop.read_pending()

@@ -1,0 +1,101 @@
+"""--mixed_precision auto: two micro-batches of the run's first data in bf16 and in fp8, and the faster one is taken.
+
+What was measured leaves nothing to the run: the model of the measurement is dropped, random states and the position in
+the data are put back, and the run builds its own with the precision that was chosen, so that its losses are those of a
+run that asks for it, and one in bf16 holds no fp8 kernel. That costs building the model twice. Bf16 is measured on the
+same model with Transformer Engine's autocast closed. Reductions over ranks that only training has (DDP's) are left out:
+they take as long in either precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+from collections.abc import Callable, Mapping
+
+import torch
+
+from llm_fp8.config.options import Config
+from llm_fp8.data import PreparedData
+from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.build import build_strategy
+from llm_fp8.distributed.process_group import decided_by_main
+from llm_fp8.precision.plan import resolve_precision
+from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.train.loop import StepClock
+from llm_fp8.train.scale_warmup import first_step
+from llm_fp8.train.setup import RunPlan, TrainingSetup, build_setup, silent
+from llm_fp8.train.train_state import restore_rng_state, rng_state
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.te_import import forget_delayed_scales
+
+NUM_MEASURED = 2
+"""Micro-batches of each precision, after one that is not timed."""
+
+
+def can_be_fp8(config: Config, device: torch.device) -> bool:
+    """Whether there is something to measure; without a GPU that has fp8 the run is in bf16."""
+    if config.precision.fp8_backend == "torchao":
+        raise UserError("--mixed_precision auto measures Transformer Engine's fp8, not torchao's; give fp8 or bf16.")
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
+
+
+def with_precision(config: Config, name: str) -> Config:
+    """The options with this --mixed_precision."""
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, mixed_precision=name))  # type: ignore[arg-type]
+
+
+def replanned(plan: RunPlan, name: str) -> RunPlan:
+    """The plan of the same run in bf16 or fp8, with nothing left to measure."""
+    config = with_precision(plan.config, name)
+    precision = dataclasses.replace(resolve_precision(config.precision, plan.device), requested="auto")
+    strategy = build_strategy(plan.strategy.mode, config, plan.accelerator, plan.ranks, precision.compute_dtype)
+    return dataclasses.replace(
+        plan, config=config, precision=precision, strategy=strategy, measures_precision=False, notes=()
+    )
+
+
+def choose_precision(
+    plan: RunPlan, data: PreparedData, measure: Callable[[RunPlan, PreparedData], Mapping[str, float]] | None = None
+) -> tuple[RunPlan, dict[str, float]]:
+    """The plan with the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
+    own = (measure or measure_precisions)(plan, data)
+    tokens_per_s = decided_by_main(lambda: dict(own))
+    fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
+    told = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
+    plan.say(f"auto: {told}: {fastest}")
+    return replanned(plan, fastest), tokens_per_s
+
+
+def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
+    """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
+    random_states = rng_state(plan.accelerator.process_index)
+    batches = first_step(data.train)
+    setup = build_setup(dataclasses.replace(plan, say=silent))
+    found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
+    del setup  # before its memory is given back
+    forget_delayed_scales()
+    gc.collect()
+    torch.cuda.empty_cache()
+    restore_rng_state(random_states)
+    return found
+
+
+def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> float:
+    precision, model, device = setup.precision, setup.training_model, setup.plan.device
+    clock, stamps, num_tokens = StepClock(device), [], 0
+    model.train()
+    for number, batch in enumerate(itertools.islice(itertools.cycle(batches), 1 + NUM_MEASURED)):
+        if number == 1:
+            stamps.append(clock.stamp())
+        with precision.context(first_microbatch=None):
+            on_device = batch.to(device)
+            loss, _ = model(on_device) if name == "fp8" else precision.without_fp8(model, on_device)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        num_tokens += batch.num_tokens if number else 0
+    stamps.append(clock.stamp())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return num_tokens / clock.seconds(*stamps)

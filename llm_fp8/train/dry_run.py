@@ -1,0 +1,81 @@
+"""--dry_run: the data, the number of steps and the memory of a run that does not take place, on any machine.
+
+Nothing of a run is built, so neither a GPU nor Transformer Engine is needed: where the options ask for what only a GPU
+has, one is assumed.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import PartialState
+
+from llm_fp8.config.options import Config
+from llm_fp8.config.recipes import chosen
+from llm_fp8.data import prepare_data
+from llm_fp8.distributed.memory import estimate, settle_memory
+from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
+from llm_fp8.distributed.sharding_mode import choose_mode
+from llm_fp8.models.build import count_parameters
+from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.train.setup import effective_optimizer
+from llm_fp8.train.train_state import total_steps
+from llm_fp8.utils.ranks import LaunchRanks
+
+ASSUMED_GPU, ASSUMED_GIB = "H100 80 GB", 79.2
+"""Where there is no GPU, and what torch says of that one's memory."""
+
+
+def dry_run(config: Config, ranks: LaunchRanks) -> int:
+    """Print what the run would come to; returns the exit code. Collective."""
+    start_process_group(ranks)
+    gpu_gib, num_gpus = smallest_gpu_gib(own_device()), ranks.world_size
+    source = resolve_source(config.model)
+    hf_config = load_config(config.model, source)
+    name = config.precision.mixed_precision
+    counts_memory = gpu_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
+    words = f"{num_gpus} such GPU{'s' if num_gpus > 1 else ''}"
+    if gpu_gib is None:
+        gpu_gib, words = ASSUMED_GIB, f"{num_gpus} {ASSUMED_GPU}, which this machine does not have"
+    mode = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib).mode
+    recipe = name or "bf16"
+    if config.precision.may_be_fp8:
+        recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend)
+    run = {
+        "recipe": recipe,
+        "optimizer": effective_optimizer(config, mode, "fp32" if recipe in ("no", "fp16") else "bf16"),
+        "mode": mode,
+        "num_gpus": num_gpus,
+    }
+    lines: list[str] = []
+    if counts_memory:
+        config, lines = settle_memory(config, hf_config, gpu_gib=gpu_gib, **run)
+    tokenizer, note = load_tokenizer(config.model, source)
+    check_model(config, hf_config, tokenizer)
+    size = config.parallel.context_parallel_size
+    data = prepare_data(
+        config,
+        tokenizer,
+        rank=ranks.rank // size,
+        world_size=ranks.world_size // size,
+        main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
+    )
+    resume_from, resumed = config.run.resume_from, None
+    if resume_from is not None:
+        resumed = CheckpointManager(config.run.output_dir or "", config.run.save_total_limit).find(resume_from)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if ranks.rank != 0:
+        return 0
+    said = [*([note] if note else []), data.describe(), *lines]
+    if data.train.steps_per_epoch is None:
+        said.append(f"the beginning of the stream: {data.report.summary()}")
+    if counts_memory:
+        found = estimate(config, hf_config, **run)
+        parts = "".join(f"\n  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items())
+        said.append(f"memory as for {words}, {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each:{parts}")
+        said += [] if found.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
+    num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
+    said.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
+    print("\n".join(said), flush=True)
+    return 0

@@ -1,0 +1,117 @@
+"""The eval loss, in the same precision as training, and what the eval losses of a run come to: its best step so far
+(--keep_best), and whether to stop early (--early_stopping_patience).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from llm_fp8.data.collate import Batch
+from llm_fp8.observability.metrics import perplexity
+from llm_fp8.precision.context import Precision
+
+_STATE = ("best_step", "best_loss", "reference_loss", "num_without_improvement", "data")
+
+
+@torch.no_grad()
+def evaluate_loss(
+    accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
+) -> dict[str, float]:
+    """Mean cross entropy over all supervised tokens of `loader`, under the `eval_` keys of `metrics.METRICS`.
+
+    The mean is over tokens, not over batches. Restores the model's training mode. `loader` gives every rank the same
+    number of batches.
+    """
+    started = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    with precision.preserving_state():
+        for batch in loader:
+            with precision.context(first_microbatch=None):
+                loss_sum, _ = model(batch.to(accelerator.device, non_blocking=True))
+            totals[0] += loss_sum
+            totals[1] += batch.num_supervised_tokens
+    model.train(was_training)
+    total_loss, num_supervised = accelerator.reduce(totals, reduction="sum").tolist()
+    loss = total_loss / num_supervised if num_supervised else float("nan")
+    return {
+        "eval_loss": loss,
+        "eval_perplexity": perplexity(loss),
+        "eval_num_supervised_tokens": num_supervised,
+        "eval_time_s": time.perf_counter() - started,
+    }
+
+
+@dataclass
+class EvalHistory:
+    """The evaluations of a run, updated with the same eval losses (nats per token) on every rank; part of a checkpoint.
+
+    `data` identifies what is evaluated on: losses on different data do not compare.
+    """
+
+    keeps_best: bool = False
+    patience: int = 0
+    """Evaluations without improvement that end the run; 0: none do."""
+    data: str | None = None
+    best_step: int | None = None
+    """The optimizer step after which the eval loss was lowest, the first of several; None before an evaluation."""
+    best_loss: float | None = None
+    reference_loss: float | None = None
+    """The eval loss of the last improvement."""
+    num_without_improvement: int = 0
+    """Evaluations since then."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the run is to end now."""
+        return 0 < self.patience <= self.num_without_improvement
+
+    def describe_stop(self) -> str:
+        """Why `stops_early` is true, for people."""
+        lowest = "no finite eval loss" if self.reference_loss is None else f"eval loss {self.reference_loss:.4g}"
+        return (
+            f"{self.num_without_improvement} evaluations in a row did not improve on {lowest} "
+            f"(--early_stopping_patience {self.patience})"
+        )
+
+    def add(self, step: int, eval_loss: float) -> None:
+        """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""
+        if self.keeps_best and eval_loss < _or_infinity(self.best_loss):
+            self.best_step, self.best_loss = step, eval_loss
+        if self.patience == 0 or self.stops_early:  # stopped: a resumed run evaluates again before its export
+            return
+        if eval_loss < _or_infinity(self.reference_loss):
+            self.reference_loss, self.num_without_improvement = eval_loss, 0
+        else:
+            self.num_without_improvement += 1
+
+    def forget_best(self) -> None:
+        """Begin anew to look for the best step."""
+        self.best_step = self.best_loss = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint records."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on from a checkpoint; False, and nothing changes, where its evaluations were on other data."""
+        if state["data"] != self.data:
+            return False
+        for name in _STATE:
+            setattr(self, name, state[name])
+        if not self.keeps_best:
+            self.forget_best()
+        return True
+
+
+def _or_infinity(loss: float | None) -> float:
+    return math.inf if loss is None else loss
