@@ -16,34 +16,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.train.loop import StepClock
 from llm_fp8.train.scale_warmup import first_step
-from llm_fp8.train.setup import RunPlan, TrainingSetup, build_setup, silent
+from llm_fp8.train.setup import RunPlan, TrainingSetup, build_setup, silent, with_precision
 from llm_fp8.train.train_state import restore_rng_state, rng_state
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import forget_delayed_scales
 
 NUM_MEASURED = 2
 """Micro-batches of each precision, after one that is not timed."""
-
-
-def can_be_fp8(config: Config, device: torch.device) -> bool:
-    """Whether there is something to measure; without a GPU that has fp8 the run is in bf16."""
-    if config.precision.fp8_backend == "torchao":
-        raise UserError("--mixed_precision auto measures Transformer Engine's fp8, not torchao's; give fp8 or bf16.")
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
-
-
-def with_precision(config: Config, name: str) -> Config:
-    """The options with this --mixed_precision."""
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, mixed_precision=name))  # type: ignore[arg-type]
 
 
 def replanned(plan: RunPlan, name: str) -> RunPlan:

@@ -39,10 +39,10 @@ from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle, profiled
 from llm_fp8.observability.step_stats import WARMUP_STEPS
 from llm_fp8.precision.context import Precision
+from llm_fp8.train.certify import RunResults, certify_step
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
-from llm_fp8.train.records import RunResults, certify_step, exported_bytes
 from llm_fp8.train.setup import TrainingSetup
-from llm_fp8.train.train_state import RunState
+from llm_fp8.train.train_state import Progress, RunState
 from llm_fp8.utils.errors import UserError, listed
 
 STEPS_BEFORE_PROFILE = 4
@@ -373,7 +373,8 @@ class TrainingLoop:
         """Write a checkpoint, unless the weights are not finite."""
         assert self.state is not None
         self.require_finite_weights()
-        self.last_checkpoint = self.state.save(self)
+        progress = Progress(self.step, self.tokens_seen, self.evaluation_due, self.history)
+        self.last_checkpoint = self.state.save(progress, self.optimizer)
         self._saved_s = time.monotonic()
         in_background = self.setup.plan.config.parallel.async_save
         self.reporter.print(f"sav{'ing' if in_background else 'ed'} {self.last_checkpoint}")
@@ -387,7 +388,7 @@ class TrainingLoop:
         if not largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes):
             return False
         needed_bytes = self.state.checkpoint_bytes(self.optimizer)
-        if not largest(is_main and not self.state.checkpoints.has_room(needed_bytes + exported_bytes(self.setup))):
+        if not largest(is_main and not self.state.checkpoints.has_room(needed_bytes + self.setup.exported_bytes)):
             return True
         self.reporter.print(
             f"WARNING: --save_minutes {minutes:g}: no checkpoint is written, because the disk of "

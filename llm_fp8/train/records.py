@@ -1,4 +1,4 @@
-"""A run's outputs: run.json, the certificate, summary.json, final/ and the closing lines on the terminal."""
+"""A run's outputs: run.json, summary.json, final/ and the closing lines on the terminal."""
 
 from __future__ import annotations
 
@@ -6,50 +6,21 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
+from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle
+from llm_fp8.observability.step_profile import describe_gpu_idle, gpu_idle
 from llm_fp8.optim.schedule import effective_warmup_steps
 from llm_fp8.optim.state import bytes_on_host
-from llm_fp8.precision.certificate import Certificate, attention_library, certify, worst
-from llm_fp8.train.setup import RunPlan, TrainingSetup
-from llm_fp8.utils.errors import FailedCheck
+from llm_fp8.train.certify import RunResults, parallel_record
+from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.utils.json_files import read_json, write_json_atomic
-from llm_fp8.utils.phases import PhaseClock
-
-if TYPE_CHECKING:
-    from llm_fp8.train.loop import TrainingLoop
-
-
-@dataclass
-class RunResults:
-    """What a run finds out while it runs; everything else about it is frozen."""
-
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    idle_fp8_keys: list[str] = field(default_factory=list)
-    """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""
-    started_s: float = field(default_factory=time.time)
-    attention_backend: str | None = None
-    """Transformer Engine's choice; known after the first step."""
-    measured_tokens_per_s: dict[str, float] | None = None
-    """What --mixed_precision auto measured, by precision."""
-    recorded: StepProfile | None = None
-    certificate: Certificate | None = None
-    has_looked_for_gpu_idle: bool = False
-
-
-def _parallel_record(plan: RunPlan) -> dict[str, Any]:
-    """The effective sharding mode and number of processes."""
-    return {"sharding_mode": plan.strategy.mode, "num_processes": plan.accelerator.num_processes}
 
 
 def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
@@ -81,7 +52,7 @@ def record_run(loop: TrainingLoop) -> None:
         "effective": {
             "packing": config.packing,
             "attn_implementation": setup.attention,
-            **_parallel_record(plan),
+            **parallel_record(plan),
             **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
             "global_batch_size": loop.loader.global_batch_size,
             "tokens_per_step": loop.loader.global_batch_size * config.data.max_seq_length,
@@ -107,48 +78,6 @@ def record_run(loop: TrainingLoop) -> None:
     else:
         write_json_atomic(path, record)
     loop.reporter.start_trackers(record)
-
-
-def certify_step(setup: TrainingSetup, results: RunResults, reporter: RunReporter, num_micro_batches: int) -> None:
-    """Judge the kernels of the recorded step, of `num_micro_batches` per rank, and write certificate.json; raises
-    `FailedCheck` on every rank where any rank's step failed.
-    """
-    plan, profile = setup.plan, results.recorded
-    assert profile is not None
-    attention = results.attention_backend or setup.attention
-    own = certify(
-        setup.expected,
-        profile.kernels,
-        setup.precision.module_state(),
-        num_micro_batches=num_micro_batches,
-        recipe_inside_modules=setup.precision.recipe_inside_modules,
-        attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
-        rank=plan.accelerator.process_index,
-    )
-    certificate = results.certificate = worst(gather_object([own]))
-    path = plan.folder / "certificate.json"
-    if plan.accelerator.is_main_process:
-        write_json_atomic(path, certificate.to_dict())
-        reporter.track({"certificate": certificate.to_dict()})
-    if certificate.verdict == "failed":
-        sentence = certificate.failure(path)
-        reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **_parallel_record(plan)})
-        plan.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
-        raise FailedCheck(sentence)
-    if certificate.verdict == "undetermined":
-        reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}. See {path}.")
-
-
-def exports_adapter(setup: TrainingSetup) -> bool:
-    """Whether final/ will hold an adapter; one for random weights would be useless."""
-    return setup.plan.config.lora.lora_rank > 0 and setup.weights_loaded
-
-
-def exported_bytes(setup: TrainingSetup) -> int:
-    """Size of final/; 0 where there will be none."""
-    if not setup.plan.config.run.export:
-        return 0
-    return export_size_bytes(setup.model, setup.plan.export_dtype, adapters_only=exports_adapter(setup))
 
 
 def export_final(
@@ -179,7 +108,7 @@ def export_final(
         "full_tensor": plan.strategy.full_tensor,
         "is_main": plan.accelerator.is_main_process,
     }
-    if exports_adapter(setup):
+    if setup.exports_adapter:
         # PEFT would look for a relative path from wherever it is started, and then for a hub id of that name.
         base_model = os.path.abspath(plan.source.location) if plan.source.is_local else plan.source.location
         export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
@@ -196,7 +125,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         "precision": _precision_record(setup, results),
         "recipe_inside_modules": setup.precision.recipe_inside_modules,
         "attention_backend": results.attention_backend,
-        **_parallel_record(setup.plan),
+        **parallel_record(setup.plan),
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": None if recorded is None else gpu_idle(recorded, loop.reporter.own_steps()),
         "certificate": None if certificate is None else certificate.to_dict(),
@@ -235,7 +164,7 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     if best := summary.get("best"):
         say(f"  best checkpoint         {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
     if exported is not None:
-        say(f"  {'PEFT adapter           ' if exports_adapter(loop.setup) else 'Hugging Face checkpoint'} {exported}")
+        say(f"  {'PEFT adapter           ' if loop.setup.exports_adapter else 'Hugging Face checkpoint'} {exported}")
         if best:
             say(f"  weights in final/       of step {summary['exported_step']}")
     elif (folder / "final").exists():

@@ -24,20 +24,13 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.schedule import build_scheduler
 from llm_fp8.optim.state import bytes_on_host
+from llm_fp8.train.certify import RunResults
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.train.records import (
-    RunResults,
-    closing_words,
-    export_final,
-    exported_bytes,
-    exports_adapter,
-    record_run,
-    summary_of,
-)
+from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
 from llm_fp8.train.run_dir import as_one_run, check_free_space, refuse_finished, run_lock, with_output_dir
 from llm_fp8.train.scale_warmup import first_step, prepare_with_scales, warm_up_scales
 from llm_fp8.train.setup import RunPlan, TrainingSetup, announce, build_setup, plan_run
@@ -202,8 +195,8 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
     if config.run.export and config.lora.lora_rank and not setup.weights_loaded:
         plan.say("final/ will hold the merged model: the frozen weights are random and are kept nowhere else")
     if config.run.export and plan.accelerator.is_main_process:
-        check_free_space(plan.folder, exported_bytes(setup))
-        if not exports_adapter(setup):
+        check_free_space(plan.folder, setup.exported_bytes)
+        if not setup.exports_adapter:
             check_export(setup.model, tokenizer, plan.export_dtype, config.model.model_name)
     if setup.num_trainable_parameters < setup.num_parameters:
         share = setup.num_trainable_parameters / setup.num_parameters

@@ -29,6 +29,7 @@ from llm_fp8.distributed.process_group import decided_by_main, own_device, small
 from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
+from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
@@ -39,6 +40,7 @@ from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
+from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
 from llm_fp8.train.machine import gather_facts
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -135,6 +137,18 @@ class TrainingSetup:
     num_trainable_parameters: int
     num_adapter_parameters: int = 0
 
+    @property
+    def exports_adapter(self) -> bool:
+        """Whether final/ will hold an adapter; one for random weights would be useless."""
+        return self.plan.config.lora.lora_rank > 0 and self.weights_loaded
+
+    @property
+    def exported_bytes(self) -> int:
+        """Size of final/; 0 where there will be none."""
+        if not self.plan.config.run.export:
+            return 0
+        return export_size_bytes(self.model, self.plan.export_dtype, adapters_only=self.exports_adapter)
+
 
 def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunPlan:
     """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
@@ -148,9 +162,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
     sharding = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib)
     measures_precision = False
     if config.precision.mixed_precision == "auto":
-        from llm_fp8.train.auto_precision import can_be_fp8, with_precision
-
-        measures_precision = can_be_fp8(config, device)
+        measures_precision = _can_be_fp8(config, device)
         config = with_precision(config, "fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
     notes: list[str] = []
@@ -178,6 +190,18 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
         measures_precision=measures_precision,
         notes=tuple(notes),
     )
+
+
+def _can_be_fp8(config: Config, device: torch.device) -> bool:
+    """Whether --mixed_precision auto has something to measure; without a GPU that has fp8 the run is in bf16."""
+    if config.precision.fp8_backend == "torchao":
+        raise UserError("--mixed_precision auto measures Transformer Engine's fp8, not torchao's; give fp8 or bf16.")
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
+
+
+def with_precision(config: Config, name: str) -> Config:
+    """The options with this --mixed_precision."""
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, mixed_precision=name))  # type: ignore[arg-type]
 
 
 def _settle_memory(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from llm_fp8.models.source import has_random_weights, resolve_source
 from llm_fp8.models.weights import weight_files, weights_digest
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.train.checkpoint import RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager, bytes_needed
+from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.setup import RunPlan, TrainingSetup
 from llm_fp8.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from llm_fp8.train.loop import TrainingLoop
 
 ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -140,6 +138,16 @@ def has_the_scales(checkpoint: Checkpoint, options: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a run is, in a checkpoint."""
+
+    step: int
+    tokens_seen: int
+    evaluation_due: bool
+    history: EvalHistory
+
+
+@dataclass(frozen=True)
 class RunState:
     """Saves and restores a run."""
 
@@ -173,26 +181,26 @@ class RunState:
         """Room that a checkpoint needs on its disk, all ranks together."""
         return bytes_needed(self._tensors(optimizer), self.setup.plan.strategy)
 
-    def save(self, loop: TrainingLoop) -> Path:
-        """Write a checkpoint after `loop.step`, with --async_save while training goes on; returns its folder."""
+    def save(self, progress: Progress, optimizer: Any) -> Path:
+        """Write a checkpoint after `progress.step`, with --async_save while training goes on; returns its folder."""
         plan = self.setup.plan
         scaler, saves_itself = plan.accelerator.scaler, plan.strategy.saves_itself
         meta = {
-            "tokens_seen": loop.tokens_seen,
-            "evaluation_due": loop.evaluation_due,
-            "evaluations": loop.history.state_dict(),
+            "tokens_seen": progress.tokens_seen,
+            "evaluation_due": progress.evaluation_due,
+            "evaluations": progress.history.state_dict(),
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
-            "optimizer": None if saves_itself else optimizer_scalars(loop.optimizer),
+            "optimizer": None if saves_itself else optimizer_scalars(optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
         return self.checkpoints.save(
-            loop.step,
-            self._tensors(loop.optimizer) | rng_state(plan.accelerator.process_index),
+            progress.step,
+            self._tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
             plan.strategy if saves_itself else None,
-            loop.history.best_step,
+            progress.history.best_step,
             in_background=plan.config.parallel.async_save,
         )
 
