@@ -18,12 +18,13 @@ from pydantic import TypeAdapter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from llm_fp8.tools.predict.workload import ModelSize
+
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import Comparison
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
-from llm_fp8.tools.predict.workload import ModelSize
 from llm_fp8.utils.errors import OneSentenceParser, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
