@@ -40,7 +40,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -157,79 +157,80 @@ class Part:
     shape: tuple[int, ...]
 
 
+def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
+    """Hugging Face tensors, by name and shape, stacked along dim 0."""
+    parts: list[Part] = []
+    for name, shape in tensors:
+        start = parts[-1].stop if parts else 0
+        parts.append(Part(name, start, start + shape[0], shape))
+    return tuple(parts)
+
+
+def layer_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
+    """`parameter_map` of one decoder layer, by the names inside the layer."""
+    h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    attention = {"q": (q, h), "k": (kv, h), "v": (kv, h)}
+    entries = {
+        "qkv.layer_norm_weight": stacked(("input_layernorm.weight", (h,))),
+        "qkv.weight": stacked(*((f"self_attn.{name}_proj.weight", shape) for name, shape in attention.items())),
+    }
+    if spec.qkv_bias:
+        biases = ((f"self_attn.{name}_proj.bias", shape[:1]) for name, shape in attention.items())
+        entries["qkv.bias"] = stacked(*biases)
+    if spec.qk_norm:
+        for name in ("q_norm.weight", "k_norm.weight"):
+            entries[name] = stacked((f"self_attn.{name}", (spec.head_dim,)))
+    entries["output.weight"] = stacked(("self_attn.o_proj.weight", (h, q)))
+    if spec.output_bias:
+        entries["output.bias"] = stacked(("self_attn.o_proj.bias", (h,)))
+    norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
+    entries[f"{norm}layer_norm_weight"] = stacked(("post_attention_layernorm.weight", (h,)))
+    # TE's SwiGLU applies SiLU to the first half of fc1.
+    entries[f"{fc1}weight"] = stacked(("mlp.gate_proj.weight", (ffn, h)), ("mlp.up_proj.weight", (ffn, h)))
+    entries[f"{fc2}weight"] = stacked(("mlp.down_proj.weight", (h, ffn)))
+    if spec.mlp_bias:
+        entries[f"{fc1}bias"] = stacked(("mlp.gate_proj.bias", (ffn,)), ("mlp.up_proj.bias", (ffn,)))
+        entries[f"{fc2}bias"] = stacked(("mlp.down_proj.bias", (h,)))
+    return entries
+
+
 def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
     """TE parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
 
     Complete for the `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied
     `lm_head.weight` is the embedding and has no entry.
     """
-    h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    entries: dict[str, tuple[Part, ...]] = {}
-
-    def add(te_name: str, *parts: tuple[str, tuple[int, ...]]) -> None:
-        row, made = 0, []
-        for hf_name, shape in parts:
-            made.append(Part(hf_name, row, row + shape[0], shape))
-            row += shape[0]
-        entries[te_name] = tuple(made)
-
-    add("model.embed_tokens.weight", ("model.embed_tokens.weight", (spec.vocab_size, h)))
+    matrix = (spec.vocab_size, spec.hidden_size)
+    entries = {"model.embed_tokens.weight": stacked(("model.embed_tokens.weight", matrix))}
+    of_layer = layer_map(spec)
     for layer in range(spec.num_layers):
-        te, hf = f"model.layers.{layer}", f"model.layers.{layer}"
-        attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
-        add(f"{te}.qkv.layer_norm_weight", (f"{hf}.input_layernorm.weight", (h,)))
-        add(
-            f"{te}.qkv.weight",
-            (f"{attention}.q_proj.weight", (q, h)),
-            (f"{attention}.k_proj.weight", (kv, h)),
-            (f"{attention}.v_proj.weight", (kv, h)),
-        )
-        if spec.qkv_bias:
-            add(
-                f"{te}.qkv.bias",
-                (f"{attention}.q_proj.bias", (q,)),
-                (f"{attention}.k_proj.bias", (kv,)),
-                (f"{attention}.v_proj.bias", (kv,)),
-            )
-        if spec.qk_norm:
-            add(f"{te}.q_norm.weight", (f"{attention}.q_norm.weight", (spec.head_dim,)))
-            add(f"{te}.k_norm.weight", (f"{attention}.k_norm.weight", (spec.head_dim,)))
-        add(f"{te}.output.weight", (f"{attention}.o_proj.weight", (h, q)))
-        if spec.output_bias:
-            add(f"{te}.output.bias", (f"{attention}.o_proj.bias", (h,)))
-        norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
-        add(f"{te}.{norm}layer_norm_weight", (f"{hf}.post_attention_layernorm.weight", (h,)))
-        # TE's SwiGLU applies SiLU to the first half of fc1.
-        add(f"{te}.{fc1}weight", (f"{mlp}.gate_proj.weight", (ffn, h)), (f"{mlp}.up_proj.weight", (ffn, h)))
-        add(f"{te}.{fc2}weight", (f"{mlp}.down_proj.weight", (h, ffn)))
-        if spec.mlp_bias:
-            add(f"{te}.{fc1}bias", (f"{mlp}.gate_proj.bias", (ffn,)), (f"{mlp}.up_proj.bias", (ffn,)))
-            add(f"{te}.{fc2}bias", (f"{mlp}.down_proj.bias", (h,)))
-    add("model.norm.weight", ("model.norm.weight", (h,)))
+        prefix = f"model.layers.{layer}."
+        for name, parts in of_layer.items():
+            entries[prefix + name] = tuple(replace(part, hf_name=prefix + part.hf_name) for part in parts)
+    entries["model.norm.weight"] = stacked(("model.norm.weight", (spec.hidden_size,)))
     if not spec.tied_embeddings:
-        add("lm_head.weight", ("lm_head.weight", (spec.vocab_size, h)))
+        entries["lm_head.weight"] = stacked(("lm_head.weight", matrix))
     return entries
 
 
 def layer_weight_shapes(spec: DecoderSpec) -> tuple[tuple[int, int], ...]:
     """[rows, columns] of the linear weights of a TE decoder layer."""
-    return tuple(
-        (sum(part.shape[0] for part in parts), parts[0].shape[1])
-        for name, parts in parameter_map(spec).items()
-        if name.startswith("model.layers.0.") and len(parts[0].shape) == 2
-    )
+    matrices = [parts for parts in layer_map(spec).values() if len(parts[0].shape) == 2]
+    return tuple((parts[-1].stop, parts[0].shape[1]) for parts in matrices)
+
+
+def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors (weights, or gradients by the same names) of a map under Hugging Face's names and shapes: views."""
+    return {
+        part.hf_name: te_tensors[te_name][part.start : part.stop]
+        for te_name, parts in entries.items()
+        for part in parts
+    }
 
 
 def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors (weights, or gradients by the same names) under Hugging Face's names and shapes.
-
-    Parts of a fused tensor are views of it. A tied `lm_head.weight` is left out, as Hugging Face's own checkpoints do.
-    """
-    return {
-        part.hf_name: te_tensors[te_name][part.start : part.stop]
-        for te_name, parts in parameter_map(spec).items()
-        for part in parts
-    }
+    """A model's tensors in Hugging Face's layout. A tied `lm_head.weight` is left out, as in its checkpoints."""
+    return in_hf_layout(parameter_map(spec), te_tensors)
 
 
 class RotaryTable(nn.Module):

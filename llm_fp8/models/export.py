@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,7 +34,7 @@ from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config, with_adapter
 from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"
@@ -91,18 +90,11 @@ def _save_but_weights(
 
 
 def check_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, name: str) -> None:
-    """Raise `UserError` where transformers loads the files of the model called `name` and refuses to save them again:
-    before training, not behind it.
-    """
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _save_but_weights(model, tokenizer, Path(folder), dtype)
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(
-            f"--model_name {name}: transformers would not save its configuration or tokenizer again ({words}); "
-            "correct config.json, or train with --no_export."
-        ) from error
+    """Raise `UserError` before training where transformers refuses to save the files of the model called `name`."""
+    advice = "Correct its config.json, or train with --no_export."
+    what = "its configuration and tokenizer as files that transformers would save again"
+    with reading("--model_name", name, what, advice), tempfile.TemporaryDirectory() as folder:
+        _save_but_weights(model, tokenizer, Path(folder), dtype)
 
 
 def export_adapter(
@@ -230,23 +222,15 @@ def _write_weights(
 
 def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
     """README.md of an exported folder: how the model, or adapter, was trained."""
-    library = "transformers"
-    loading = "Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` on this folder."
-    if of_adapter:
-        library = "peft"
-        loading = (
-            "Load the base model with `AutoModelForCausalLM.from_pretrained`, then the adapter with "
-            "`peft.PeftModel.from_pretrained(model, folder)`; the tokenizer is in this folder."
-        )
     base, bar = card["base model"], "\\|"
+    library = "peft" if of_adapter else "transformers"
+    loading = "peft.PeftModel.from_pretrained(base_model, folder)" if of_adapter else "AutoModelForCausalLM"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
-    metadata = [f"library_name: {library}"]
+    front = f"library_name: {library}\n"
     if base != EMBEDDED and not Path(base).is_dir():  # the hub refuses a base_model that it does not have
-        metadata.append(f"base_model: {base}")
-    front = "\n".join(["---", *metadata, "---"])
+        front += f"base_model: {base}\n"
     return (
-        f"{front}\n\n"
-        f"# {base}, fine-tuned\n\n"
+        f"---\n{front}---\n\n# {base}, fine-tuned\n\n"
         "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the full configuration and "
-        f"outcome.\n\n| | |\n|---|---|\n{rows}\n\n{loading}\n"
+        f"outcome. Load it with `{loading}`.\n\n| | |\n|---|---|\n{rows}\n"
     )

@@ -14,24 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import require_entries
+from llm_fp8.utils.errors import UserError, reading
 
-_ENTRIES: dict[str, Any] = {
-    "format": str | None,
-    **dict.fromkeys(("config_groups", "config_groups.*"), dict),
-    "config_groups.*.format": str | None,
-    **dict.fromkeys(("config_groups.*.weights", "config_groups.*.input_activations"), dict | None),
-    "config_groups.*.weights.strategy": str | None,
-}
-"""Of compressed-tensors."""
 _FP8_WEIGHTS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
+"""What compressed-tensors says of weights in fp8."""
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -76,82 +68,66 @@ def fp8_format(config: PretrainedConfig) -> Fp8Format | None:
     entries: Any = getattr(config, "quantization_config", None)
     if entries is None:
         return None
-    where, outer = f"--model_name {config.name_or_path}: config.json", {"quantization_config": entries}
-    require_entries(where, outer, {"quantization_config": dict, "quantization_config.quant_method": str | None})
-    method = entries.get("quant_method") or "a method without a name"
+    advice = "Give the unquantised model, or one in fp8 that docs/data_and_checkpoints.md names."
+    with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):
+        if entries["quant_method"] == "fp8":
+            return _block_format(entries)
+        if entries["quant_method"] == "compressed-tensors":
+            return _compressed_tensors_format(entries)
+        raise ValueError(f"quant_method {entries['quant_method']}")
 
-    def refuse(what: str = "") -> NoReturn:
-        raise UserError(
-            f"--model_name {config.name_or_path} holds quantised weights ({method}{what} in the quantization_config of "
-            "its config.json), which cannot be trained; give the unquantised model, or one in fp8 that "
-            "docs/data_and_checkpoints.md names."
-        )
 
-    if method == "fp8":
-        if entries.get("fmt", "e4m3") != "e4m3":
-            refuse(f" with fmt {entries['fmt']!r:.60}")
-        return Fp8Format("_scale_inv", _block(entries.get("weight_block_size")) or refuse(" without weight_block_size"))
-    if method != "compressed-tensors":
-        refuse()
-    require_entries(f"{where}: quantization_config", entries, _ENTRIES)
+def _block_format(entries: Mapping[str, Any]) -> Fp8Format:
+    if entries.get("fmt", "e4m3") != "e4m3":
+        raise ValueError(f"fmt {entries['fmt']}")
+    rows, columns = entries["weight_block_size"]
+    return Fp8Format("_scale_inv", (rows, columns))
+
+
+def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
     for part in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         value = entries.get(part)
-        if value and not (isinstance(value, dict) and value.get("format") == "dense"):  # no sparsity
-            refuse(f" with {part}")
+        if value and value.get("format") != "dense":  # no sparsity
+            raise ValueError(f"{part} {value}")
     formats = set()
     for group in entries["config_groups"].values():
-        stored_as, weights = group.get("format") or entries.get("format"), group.get("weights") or {}
-        blocks = {"channel": (1, None), "tensor": (None, None), "block": _block(weights.get("block_structure"))}
-        strategy, inputs = weights.get("strategy", ""), group.get("input_activations")
+        stored_as, weights = group.get("format") or entries["format"], group["weights"]
         if stored_as != "float-quantized":
-            refuse(f" with format {stored_as!r:.60}")
-        block = blocks.get(strategy)
-        if block is None or any(weights.get(name, value) != value for name, value in _FP8_WEIGHTS.items()):
-            refuse(f" with weights of strategy {strategy!r:.60} that are not symmetric fp8")
-        formats.add(Fp8Format("_scale", block, inputs is not None and not inputs.get("dynamic")))
+            raise ValueError(f"format {stored_as}")
+        if any(weights.get(name, value) != value for name, value in _FP8_WEIGHTS.items()):
+            raise ValueError("weights that are not symmetric fp8")
+        blocks = {"channel": (1, None), "tensor": (None, None), "block": weights.get("block_structure")}
+        rows, columns = blocks[weights["strategy"]]
+        inputs = group.get("input_activations")
+        formats.add(Fp8Format("_scale", (rows, columns), inputs is not None and not inputs["dynamic"]))
     if len(formats) != 1:
-        refuse(" with config_groups of several kinds")
+        raise ValueError("config_groups of several kinds")
     return formats.pop()
-
-
-def _block(sizes: Any) -> tuple[int, int] | None:
-    """Rows and columns of a block; None where `sizes` are no two positive whole numbers."""
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        return None
-    return sizes[0], sizes[1]
 
 
 def scales_of(fp8: Fp8Format | None, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Name of each fp8 weight of a checkpoint -> name of its scale. Raises `UserError` naming file and tensor where a
-    scale is missing, left over, or of a wrong dtype or shape, and where a tensor is fp8 and the config names no scales.
+    scale is missing or of a wrong dtype or shape, and where a tensor is fp8 and the config names no scales.
     """
-
-    def damaged(name: str, what: str) -> UserError:
-        return UserError(f"{stored[name].path}: '{name}' {what}; fetch the model again.")
-
     found = {}
-    for name, (_, dtype, shape) in stored.items():
+    for name, (path, dtype, shape) in stored.items():
         if not dtype.startswith("F8"):
             continue
-        if fp8 is None:
-            raise damaged(name, "is fp8, and config.json has no quantization_config that says how it is scaled")
-        if dtype != "F8_E4M3" or len(shape) != 2 or not name.endswith(".weight"):
-            raise damaged(name, f"is {dtype} {list(shape)}, and only weight matrices in F8_E4M3 can be dequantised")
+        if fp8 is None or dtype != "F8_E4M3" or len(shape) != 2 or not name.endswith(".weight"):
+            raise UserError(
+                f"{path}: '{name}' is {dtype} {list(shape)}, and only weight matrices in F8_E4M3 that the "
+                "quantization_config in config.json describes can be dequantised; fetch the model again."
+            )
         scale, (rows, columns) = name + fp8.suffix, fp8.block_of(shape)
-        if scale not in stored:
-            raise damaged(name, f"is fp8, and no file holds '{scale}'")
-        expected, (_, scale_dtype, scale_shape) = (-(-shape[0] // rows), -(-shape[1] // columns)), stored[scale]
+        expected = (-(-shape[0] // rows), -(-shape[1] // columns))
+        _, scale_dtype, scale_shape = stored.get(scale, StoredTensor(path, "missing", ()))
         fits = scale_shape == expected or (expected == (1, 1) and scale_shape in ((), (1,)))
         if not fits or scale_dtype not in _SCALE_DTYPES:
-            needs = f"its weight {list(shape)} needs {list(expected)} in one of {', '.join(_SCALE_DTYPES)}"
-            raise damaged(scale, f"is {scale_dtype} {list(scale_shape)}, and {needs}")
+            raise UserError(
+                f"{path}: '{scale}' is {scale_dtype} {list(scale_shape)}, and the fp8 weight {list(shape)} needs "
+                f"{list(expected)} in one of {', '.join(_SCALE_DTYPES)}; fetch the model again."
+            )
         found[name] = scale
-    if fp8 is not None:
-        for name in stored:
-            if name.endswith(f".weight{fp8.suffix}") and name.removesuffix(fp8.suffix) not in found:
-                raise damaged(name, "is the scale of no fp8 tensor")
-            if not found and name.endswith(".weight"):
-                raise damaged(name, "is not fp8, nor is any other tensor, and config.json has a quantization_config")
     return found
 
 

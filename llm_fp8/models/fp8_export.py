@@ -10,7 +10,6 @@ A file of the model is read, written and dropped before the next one, so that me
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -28,9 +27,8 @@ from llm_fp8.models.export import replaced_folder
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_names
 from llm_fp8.models.weights import WEIGHTS_INDEX, StoredCheckpoint, open_weights, weight_files
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
-from te_llama import UnsupportedArchitecture
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 _COPIED = (".json", ".jinja", ".txt", ".model", ".md")
@@ -73,9 +71,8 @@ def round_inputs_(model: PreTrainedModel) -> None:
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after.
 
-    Raises `UserError` where the model cannot be read, is quantised already or is a mixture of experts, where its files
-    hold other tensors than its config says or values that are not finite, and where `output` holds files or cannot be
-    written.
+    Raises `UserError` where the model cannot be read or written, is quantised already or is a mixture of experts, and
+    where its files hold other tensors than its config says or values that are not finite.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
@@ -91,16 +88,14 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     weights = {stored for stored, name in names.items() if name in layers}
     # On the meta device: it checks names, shapes and dtypes, and copies nothing.
     filler, index = hf_filler(model, names, StoredCheckpoint(files, model).stored), dict[str, str]()
-    with (
-        replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary,
-        _named_after(folder),
-    ):
+    with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         for path in files:
             contents = dict(_in_fp8(path, weights, filler))
             index |= dict.fromkeys(contents, path.name)
             save_file(contents, temporary / path.name, metadata={"format": "pt"})
             del contents  # before the next file's are read
-        filler.finish()
+        with reading("FINAL_DIR", folder, "all tensors", "Export it again."):
+            filler.finish()
         before, after = (sum((place / path.name).stat().st_size for path in files) for place in (folder, temporary))
         for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):
             if path.is_file() and path.suffix in _COPIED and path.name != WEIGHTS_INDEX:
@@ -123,15 +118,6 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     return before, after
 
 
-@contextlib.contextmanager
-def _named_after(folder: Path) -> Iterator[None]:
-    """Turns what `WeightFiller` raises into a `UserError`."""
-    try:
-        yield
-    except UnsupportedArchitecture as error:
-        raise UserError(f"{folder}: {error}; export it again.") from error
-
-
 def _in_fp8(path: Path, weights: set[str], filler: WeightFiller) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, which `filler` checks, those of `weights` as fp8 values and scale."""
     with open_weights(path, torch.device("cpu")) as tensors:
@@ -139,7 +125,7 @@ def _in_fp8(path: Path, weights: set[str], filler: WeightFiller) -> Iterator[tup
             tensor = tensors.get_tensor(name)
             filler.fill(name, tensor)
             if not tensor.isfinite().all():
-                raise UserError(f"{path}: '{name}' holds values that are not finite; export a model that is sound.")
+                raise ValueError(f"'{name}' holds values that are not finite")
             if name not in weights:
                 yield name, tensor
                 continue

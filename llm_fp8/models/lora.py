@@ -28,19 +28,11 @@ from transformers import PreTrainedModel
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, LoraConfig
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.lora_names import is_adapter, name_without_adapter
+from llm_fp8.models.lora_names import is_adapter
 from llm_fp8.models.weight_shards import is_te_model, local_shard
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
-
-_STAGES: dict[str, int] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), 0),
-    **dict.fromkeys(("o_proj", "output"), 1),
-    **dict.fromkeys(("gate_proj", "up_proj", "fc1", "mlp"), 2),
-    **dict.fromkeys(("down_proj", "fc2"), 3),
-}
-"""Name of a linear layer, Hugging Face's or the TE decoder's -> its place in the layer's order of computation."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +88,9 @@ def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]
     head = model.get_output_embeddings()
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-    if not known:
-        raise UserError(
-            f"--lora_rank {options.lora_rank}: {type(model).__name__} has no linear layer (nn.Linear) for an adapter; "
-            "train it in full."
-        )
     if ALL_LINEAR in options.targets:
         return tuple(known)
-    unknown = [name for name in options.targets if name not in known]
-    if unknown:
+    if unknown := [name for name in options.targets if name not in known]:
         raise UserError(
             f"--lora_targets {', '.join(unknown)}: {type(model).__name__} has the linear layers {', '.join(known)}; "
             "choose from these."
@@ -134,13 +120,8 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
     on_meta = next(model.parameters()).is_meta
     settings = peft_config(options, target_names(model, options))
-    try:
+    with reading("--lora_rank", options.lora_rank, "the model into PEFT", f"Run: pip install -r {BASE_REQUIREMENTS}"):
         inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
-    except ImportError as error:  # PEFT 0.18 with a newer torchao
-        raise UserError(
-            f"--lora_rank {options.lora_rank}: the installed PEFT does not go with another package ({error}); run: "
-            f"pip install -r {BASE_REQUIREMENTS}"
-        ) from error
     for name, module in model.named_modules():
         if is_adapter(name):
             module.to(dtype)
@@ -280,32 +261,17 @@ def num_adapter_parameters(model: nn.Module) -> int:
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
-    """For each frozen linear module: its GEMMs in a micro-batch, recomputation not counted.
+    """For each frozen linear module: its GEMMs in a micro-batch, recomputation not counted. Empty without adapters.
 
-    Two, fprop and dgrad; one where nothing trained lies below, which needs no gradient of the input: in the decoder
-    layers up to the first with adapters, and in that one up to the first of these. Other families than te_llama's may
-    compute attention and MLP side by side, so there the whole layer counts one, as does what lies outside the decoder
-    layers: a lower bound. Empty for a model without adapters.
+    Two, fprop and dgrad; one where nothing trained may lie below, which then needs no gradient of the input: outside
+    the decoder layers, and in these up to the first with adapters, which may come after its other modules. So it is a
+    lower bound.
     """
-    if not adapters_of(model):
+    layers = list(decoder_layers(model))
+    first = next((number for number, layer in enumerate(layers) if adapters_of(layer)), None)
+    if first is None:
         return {}
-    layers, head = decoder_layers(model), model.get_output_embeddings()
-    gemms = {module: 2 for name, module in model.named_modules() if not is_adapter(name)}
-    inside = {module for layer in layers for module in layer.modules()}
-    gemms.update({module: 1 for module in gemms if module not in inside and module is not head})
-    in_order = model.config.model_type in te_llama.SUPPORTED_MODEL_TYPES
-    last = len(_STAGES)
-    for layer in layers:
-        adapted = adapters_of(layer)
-        lowest = min((_stage(name, last) for name in adapted), default=last) if in_order else last
-        for name, module in layer.named_modules():
-            if module in gemms and _stage(name_without_adapter(name), -1) <= lowest:
-                gemms[module] = 1
-        if adapted:
-            break
+    gemms = {module: 1 for name, module in model.named_modules() if not is_adapter(name)}
+    above = {module for layer in layers[first + 1 :] for module in layer.modules()}
+    gemms.update({module: 2 for module in gemms if module in above or module is model.get_output_embeddings()})
     return gemms
-
-
-def _stage(name: str, otherwise: int) -> int:
-    """The place of a linear layer in its decoder layer, by the last known component of its name."""
-    return next((_STAGES[word] for word in reversed(name.split(".")) if word in _STAGES), otherwise)

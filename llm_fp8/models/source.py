@@ -20,18 +20,6 @@ from llm_fp8.utils.errors import UserError, reading
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head."""
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "hidden_size": (1, 2**20),
-    "intermediate_size": (0, 2**24),
-    "num_hidden_layers": (1, 2**12),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**16)),
-    "vocab_size": (1, 2**24),
-    "max_position_embeddings": (1, 2**32),
-    "initializer_range": (0, 100),
-    **dict.fromkeys(("attention_dropout", "rms_norm_eps"), (0, 1)),
-}
-"""Entries of a decoder's config -> the least and the greatest value that can be meant."""
-
 _MIX_DOCUMENTS = frozenset(
     "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba "
     "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
@@ -92,19 +80,11 @@ def reading_model(what: str, name: str) -> contextlib.AbstractContextManager[Non
 
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
+    """The model's config; `UserError` where it cannot be read, or describes a quantisation that is not known."""
     with reading_model("model's config.json", options.model_name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
-        decoder: Any = hf_config.get_text_config(decoder=True)
-    for entry, (low, high) in _RANGES.items():
-        value = getattr(decoder, entry, low)
-        may_be_null = entry not in ("attention_dropout", "rms_norm_eps")
-        for number in value if isinstance(value, list) else [value]:
-            if not (isinstance(number, (int, float)) and low <= number <= high or number is None and may_be_null):
-                raise UserError(
-                    f"--model_name {options.model_name}: {entry} in config.json must be a number from {low} to {high}, "
-                    f"not {number!r:.60}; fetch the model again."
-                )
-    fp8_format(hf_config)  # raises for every other quantisation
+        hf_config.get_text_config(decoder=True)
+    fp8_format(hf_config)
     return hf_config
 
 
@@ -139,45 +119,39 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
 
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` where model, tokenizer and options do not go together."""
-    name = config.model.model_name
+    flag = f"--model_name {config.model.model_name}"
     decoder: Any = hf_config.get_text_config(decoder=True)
     for entry in _LOGIT_CHANGES:
         value = getattr(decoder, entry, None)
-        if value is None or value == 1:
-            continue
-        raise UserError(
-            f"--model_name {name} changes the logits of its lm_head ({entry} {value} in its config.json), which the "
-            "loss here does not do, so another model would be trained; choose a model without it, like the Llama and "
-            "Qwen families."
-        )
+        if value is not None and value != 1:
+            raise UserError(
+                f"{flag} changes the logits of its lm_head ({entry} {value} in its config.json), which the loss here "
+                "does not do; choose a model without it, like the Llama and Qwen families."
+            )
     if config.packing and not config.model.use_te and decoder.model_type in _MIX_DOCUMENTS:
         raise UserError(
-            f"--packing cannot go with --model_name {name}: transformers' model of type '{decoder.model_type}' "
-            "does not keep the documents of a packed sequence apart; drop --packing."
+            f"--packing cannot go with {flag}: transformers' model of type '{decoder.model_type}' does not keep the "
+            "documents of a packed sequence apart; drop --packing."
         )
-    require_positions(hf_config, config.data.max_seq_length, name, "--max_seq_length")
+    require_positions(hf_config, config.data.max_seq_length, config.model.model_name, "--max_seq_length")
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
-            f"--model_name {name}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only "
-            f"{hf_config.vocab_size} rows; give the tokenizer that belongs to the model."
+            f"{flag}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only {hf_config.vocab_size} "
+            "rows; give the tokenizer that belongs to the model."
         )
     if config.model.use_te:
-        try:
+        advice = "Drop --use_te to train it with its linear layers swapped."
+        with reading("--use_te with", flag, "its architecture into the TE decoder", advice):
             te_llama.decoder_spec(hf_config)
-        except te_llama.UnsupportedArchitecture as error:
-            raise UserError(
-                f"--use_te cannot build {name}: {error}. Drop --use_te to train it with its linear layers swapped."
-            ) from error
 
 
 def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
+    """Whether the weights are drawn and not loaded."""
     return options.random_init or source.architecture_only
 
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
-    """Raise `UserError`, which names `flag`, where a row of so many tokens is longer than the rotary table of the model
-    `name`.
-    """
+    """Raise `UserError`, which names `flag`, where rows are longer than the rotary table of the model `name`."""
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and num_tokens > limit:
         raise UserError(

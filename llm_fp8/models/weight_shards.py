@@ -158,9 +158,6 @@ class WeightFiller:
         blocks: Mapping[str, LocalShard],
         resolve: Callable[[str], str | None],
     ) -> None:
-        if entries.keys() != blocks.keys():
-            differing = sorted(entries.keys() ^ blocks.keys())
-            raise UnsupportedArchitecture(f"parameter map and model differ in {listed(differing)}")
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
         self._resolve = resolve
@@ -203,11 +200,9 @@ def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFill
     """Fills this rank's shards of a TE decoder."""
 
     def resolve(hf_name: str) -> str | None:
-        if hf_name == "lm_head.weight" and spec.tied_embeddings:
-            return None  # Some checkpoints store the tied matrix a second time.
-        if hf_name.endswith("rotary_emb.inv_freq"):
-            return None  # Llama 2 checkpoints carry this buffer; the frequencies come from the config.
-        return hf_name
+        # Some checkpoints store the tied matrix a second time.
+        is_tied = hf_name == "lm_head.weight" and spec.tied_embeddings
+        return None if is_tied or re.search("|".join(_PASSED_OVER), hf_name) else hf_name
 
     return WeightFiller(parameter_map(spec), blocks, resolve)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 import te_llama
@@ -28,42 +27,38 @@ from llm_fp8.models.weight_shards import (
     te_filler,
 )
 from llm_fp8.optim.adamw_master import give_remainder_
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """Lists the shards of a checkpoint of more than one file."""
+_FETCH = "Fetch or export the model again."
 
 
 def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
     """Local paths of the model's safetensors files, downloaded from the hub where needed."""
 
-    def fetch(file_name: str) -> Path | None:
+    def fetch(file_name: str) -> Path:
         if source.is_local:
-            path = Path(source.location) / file_name
-            return path if path.is_file() else None
-        try:
-            return Path(hf_hub_download(source.location, file_name))
-        except LocalEntryNotFoundError:  # not in the cache, and the hub cannot be asked
-            if file_name == WEIGHTS_INDEX:
-                return None  # a cached model of one file has none
-            raise
-        except EntryNotFoundError:
-            return None
+            return Path(source.location) / file_name
+        return Path(hf_hub_download(source.location, file_name))
 
-    with reading_model("weights", options.model_name):
-        index = fetch(WEIGHTS_INDEX)
-        if index is not None:
-            files = [(shard, fetch(shard)) for shard in _shard_names(index)]
-        else:
-            files = [("model.safetensors", fetch("model.safetensors"))]
-    for file_name, path in files:
-        if path is None:
+    with reading_model("safetensors", options.model_name):
+        try:
+            index = fetch(WEIGHTS_INDEX)
+        except EntryNotFoundError:  # a model of one file; where the hub cannot be asked too
+            index = Path()
+        names = ["model.safetensors"]
+        if index.is_file():
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        files = [fetch(name) for name in names]
+    for path in files:
+        if not path.is_file():
             raise UserError(
-                f"--model_name {options.model_name}: there is no {file_name}. Weights must be safetensors "
+                f"--model_name {options.model_name}: there is no {path.name}. Weights must be safetensors "
                 "(save_pretrained writes them); --random_init trains from random ones."
             )
-    return [path for _, path in files if path is not None]
+    return files
 
 
 def weights_digest(files: Sequence[Path]) -> str:
@@ -78,17 +73,6 @@ def weights_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _shard_names(index: Path) -> list[str]:
-    """The file names in a model.safetensors.index.json: safetensors files beside it, no paths and no pickles."""
-    names = set(read_json(index, {"weight_map": dict, "weight_map.*": str})["weight_map"].values())
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(
-                f"{index}: weight_map names {name!r}, and shards are safetensors files beside it; fetch it again."
-            )
-    return sorted(names)
-
-
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
@@ -99,25 +83,19 @@ def _fill(filler: WeightFiller, checkpoint: StoredCheckpoint, device: torch.devi
     """Pass every tensor of the checkpoint, in stored order, to `filler`; what it takes is read to `device`. Raises
     `UserError` that names file and tensor.
     """
-    files = checkpoint.files
-    for path in files:
-        try:
-            with open_weights(path, device) as tensors:
-                for name in tensors.offset_keys():
-                    if checkpoint.fp8 is None or not checkpoint.fp8.is_surplus(name):
-                        filler.fill_rows(name, checkpoint.stored[name].shape, checkpoint.rows(name, tensors, device))
-        except te_llama.UnsupportedArchitecture as error:
-            raise UserError(f"{path}: {error}.") from error
-    try:
+    for path in checkpoint.files:
+        with open_weights(path, device) as tensors:
+            for name in tensors.offset_keys():
+                if checkpoint.fp8 is None or not checkpoint.fp8.is_surplus(name):
+                    filler.fill_rows(name, checkpoint.stored[name].shape, checkpoint.rows(name, tensors, device))
+    with reading("--model_name", checkpoint.files[0].parent, "the weights", _FETCH):
         filler.finish()
-    except te_llama.UnsupportedArchitecture as error:
-        raise UserError(f"{files[0].parent}: {error}.") from error
 
 
 class StoredCheckpoint:
     """The safetensors files of `model`, or of an unquantised one; fp8 tensors are read as fp32.
 
-    Opens each file once to read its header. Raises `UserError` for a tensor stored twice and as `scales_of`.
+    Opens each file once to read its header. Raises `UserError` as `scales_of`.
     """
 
     def __init__(self, files: list[Path], model: PreTrainedModel | None = None) -> None:
@@ -126,10 +104,6 @@ class StoredCheckpoint:
         for path in files:
             with open_weights(path, torch.device("cpu")) as tensors:
                 for name in tensors.keys():
-                    if name in self.stored:
-                        raise UserError(
-                            f"{path}: the checkpoint holds '{name}' twice, here and in {self.stored[name].path.name}."
-                        )
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
         self.fp8 = None if model is None else fp8_format(model.config)
@@ -138,7 +112,7 @@ class StoredCheckpoint:
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """Tensor `name`, whole; `UserError` where no file holds it."""
         if name not in self.stored:
-            raise UserError(f"{self.files[0].parent} holds no tensor {name}; fetch the model again.")
+            raise UserError(f"{self.files[0].parent} holds no tensor {name}. {_FETCH}")
         with open_weights(self.stored[name].path, device) as tensors:
             found: torch.Tensor = self.rows(name, tensors, device)[:]
             return found
@@ -151,26 +125,18 @@ class StoredCheckpoint:
         return DequantisedRows(rows, self.fp8, lambda: self._scale(self._scales[name], device))
 
     def _scale(self, name: str, device: torch.device) -> torch.Tensor:
-        path = self.stored[name].path
-        with open_weights(path, device) as tensors:
+        with open_weights(self.stored[name].path, device) as tensors:
             scale: torch.Tensor = tensors.get_tensor(name)
-        if not scale.isfinite().all() or (scale < 0).any():
-            raise UserError(f"{path}: '{name}' holds a scale that is negative or not finite; fetch the model again.")
         return scale
 
 
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
-    """A safetensors file whose tensors are read to `device`; raises `UserError` where it may not be read or is
-    truncated.
+    """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError` that names
+    the file.
     """
-    if path.exists() and not os.access(path, os.R_OK, effective_ids=True):  # `safe_open` says that it does not exist
-        raise UserError(f"this user may not read {path}; change its permissions.")
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or corrupt ({error}); fetch it again.") from error
+    with reading("--model_name", path, "the weights", _FETCH), safe_open(path, "pt", device=str(device)) as tensors:
+        yield tensors
 
 
 def fill_weights(

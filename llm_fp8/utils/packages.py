@@ -71,6 +71,7 @@ class OptionalPackage:
 TRANSFORMER_ENGINE = OptionalPackage(
     "Transformer Engine", "transformer_engine.pytorch", f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}"
 )
+FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
 TORCHAO = OptionalPackage("torchao", "torchao.float8", "pip install torchao")
 TRITON = OptionalPackage("Triton", "triton", "pip install triton")
 PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")
