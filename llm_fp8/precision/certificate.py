@@ -27,6 +27,7 @@ from torch import nn
 from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
+    GemmKind,
     KernelClass,
     KernelTime,
     KernelTimes,
@@ -67,7 +68,7 @@ class ExpectedKernels:
     """Those whose fprop GEMM is recomputed in the backward pass; 0 where torch.compile decides about that."""
     num_fp8_gemms_per_weight: int = GEMMS_PER_WEIGHT
     fp8_linear_flop_share: float = 0.0
-    """Of `Fp8Coverage`."""
+    """`Fp8Coverage.fp8_linear_flop_share`."""
     num_spared_fp8_gemms: int = 0
     """GEMMs that frozen weights do without: wgrad, and dgrad where nothing below them is trained."""
 
@@ -79,7 +80,7 @@ class ExpectedKernels:
         recomputed: Sequence[nn.Module] = (),
         gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     ) -> ExpectedKernels:
-        """Of the model that `precision` is attached to; `gemms`: `llm_fp8.models.lora.gemms_per_weight`."""
+        """What a model to which `precision` is attached needs; `gemms`: `llm_fp8.models.lora.gemms_per_weight`."""
         plan = precision.plan
         by_torchao = plan.backend == "torchao"
         return cls(
@@ -104,7 +105,7 @@ class ExpectedKernels:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A verdict and what it rests on. Everything is of one rank's recorded step."""
+    """A verdict and what it rests on: one rank's recorded step."""
 
     verdict: Verdict
     precision: str
@@ -120,11 +121,11 @@ class Certificate:
     other_kernel_names: list[str]
     """Kernels that no rule of `llm_fp8.observability.kernel_trace` knows, the longest first."""
     unrecognised_time_share: float | None
-    """Of these two kinds in the time of all GEMMs and kernels that no rule knows; None without any."""
+    """Share of these two kinds in the time of all GEMMs and kernels that no rule knows; None without any."""
     fp8_gemm_time_share: float | None
-    """Of the time of all GEMM kernels; None where none was recorded."""
+    """Share of the time of all GEMM kernels; None where none was recorded."""
     fp8_linear_flop_share: float
-    """Of `Fp8Coverage`; kernel names do not give sizes."""
+    """`Fp8Coverage.fp8_linear_flop_share`; kernel names do not give sizes."""
     attention: str | None
     recipe_inside_modules: str | None
     """`llm_fp8.precision.context.Precision.recipe_inside_modules`."""
@@ -135,18 +136,18 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for certificate.json and summary.json."""
-        return dataclasses.asdict(self) | {"modules": self.modules.to_dict()}
+        return dataclasses.asdict(self)
 
     def describe(self) -> str:
         """One line for the terminal."""
+        kernels = f"none of {self.num_gemm_kernels} GEMM kernels in fp8"
         if self.num_expected_fp8_gemm_kernels or self.num_fp8_gemm_kernels:
             kernels = f"{self.num_fp8_gemm_kernels} of {self.num_gemm_kernels} GEMM kernels in fp8"
             if self.fp8_gemm_time_share is not None:
-                kernels += (
-                    f" ({self.fp8_gemm_time_share:.1%} of GEMM time), {self.fp8_linear_flop_share:.1%} of linear FLOPs"
+                shares = (
+                    f"{self.fp8_gemm_time_share:.1%} of GEMM time), {self.fp8_linear_flop_share:.1%} of linear FLOPs"
                 )
-        else:
-            kernels = f"none of {self.num_gemm_kernels} GEMM kernels in fp8"
+                kernels += f" ({shares}"
         verdict = "" if self.verdict == "certified" else f"{self.verdict.upper()}, "
         attention = f", attention {self.attention}" if self.attention else ""
         remarks = f" ({'; '.join(self.remarks)})" if self.remarks else ""
@@ -183,37 +184,27 @@ def certify(
         attention: which kernels attention runs on.
         rank: whose step it is.
     """
-    gemms = gemm_kernels(kernels)
-    by_type = {str(kind): found.count for kind, found in gemms.items()}
+    by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
+    seen = _Evidence(expected, gemms, by_class.get("other", KernelTime()), num_micro_batches, state)
+    findings = _Findings()
+    (_judge_fp8 if expected.scenario else _judge_without_fp8)(expected, seen, recipe_inside_modules, findings)
+    if attention is not None and "unfused" in attention:
+        findings.remarks.append("attention is unfused, several times slower")
     total_s = sum(found.time_s for found in gemms.values())
     low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
-    num_gemms, num_low = sum(by_type.values()), sum(by_type.get(kind, 0) for kind in LOW_PRECISION)
-    num_own = _num_of_recipe(expected, by_type)
-    by_class = time_by_class(kernels)
-    unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
-    possible_s = total_s + other.time_s
-    unrecognised_share = (unknown.time_s + other.time_s) / possible_s if possible_s else None
-    share = unrecognised_share or 0.0
-    evidence = _Evidence(
-        by_type, num_gemms, num_low, num_own, unknown, other, share, num_micro_batches, state, recipe_inside_modules
-    )
-    judge = _judge_fp8 if expected.scenario else _judge_without_fp8
-    failures, doubts, remarks = judge(expected, evidence)
-    if attention is not None and "unfused" in attention:
-        remarks.append("attention is unfused, several times slower")
     return Certificate(
-        verdict="failed" if failures else "undetermined" if doubts else "certified",
+        verdict="failed" if findings.failures else "undetermined" if findings.doubts else "certified",
         precision=expected.precision,
-        reasons=[*failures, *doubts],
-        remarks=remarks,
-        num_gemm_kernels=num_gemms,
-        num_fp8_gemm_kernels=num_low,
+        reasons=[*findings.failures, *findings.doubts],
+        remarks=findings.remarks,
+        num_gemm_kernels=seen.num_gemms,
+        num_fp8_gemm_kernels=seen.num_low,
         num_expected_fp8_gemm_kernels=expected.num_fp8_gemms(num_micro_batches),
-        num_unknown_gemm_kernels=unknown.count,
-        gemm_kernels_by_type=by_type,
-        unknown_gemm_names=list(unknown.names),
-        other_kernel_names=list(other.names),
-        unrecognised_time_share=unrecognised_share,
+        num_unknown_gemm_kernels=seen.unknown.count,
+        gemm_kernels_by_type=seen.by_type,
+        unknown_gemm_names=list(seen.unknown.names),
+        other_kernel_names=list(seen.other.names),
+        unrecognised_time_share=seen.unrecognised_share,
         fp8_gemm_time_share=low_s / total_s if total_s else None,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
         attention=attention,
@@ -241,49 +232,56 @@ def attention_library(kernels: KernelTimes) -> str:
     return next((words for part, words in _ATTENTION_LIBRARIES if part in longest), "a library of its own")
 
 
-@dataclass(frozen=True)
 class _Evidence:
     """What kernels and modules show, counted."""
 
-    by_type: dict[str, int]
-    num_gemms: int
-    num_low: int
-    num_own: int
-    """`_num_of_recipe`."""
-    unknown: KernelTime
-    """GEMMs of unknown type."""
-    other: KernelTime
-    """Kernels that no rule knows."""
-    unrecognised_share: float
-    num_micro_batches: int
-    state: ModuleState
-    recipe_inside_modules: str | None
-
-    @property
-    def unrecognised_counts(self) -> bool:
-        return self.unrecognised_share >= UNRECOGNISED_SHARE
-
-    @property
-    def num_possible(self) -> int:
-        """Kernels that may be the missing GEMMs. Those that no rule knows are seldom GEMMs, so they count only where
-        their time does.
-        """
-        return self.unknown.count + (self.other.count if self.unrecognised_counts else 0)
+    def __init__(
+        self,
+        expected: ExpectedKernels,
+        gemms: Mapping[GemmKind, KernelTime],
+        other: KernelTime,
+        num_micro_batches: int,
+        state: ModuleState,
+    ) -> None:
+        self.state, self.num_micro_batches = state, num_micro_batches
+        self.by_type = {str(kind): found.count for kind, found in gemms.items()}
+        self.num_gemms = sum(self.by_type.values())
+        self.num_low = sum(self.by_type.get(kind, 0) for kind in LOW_PRECISION)
+        is_fp4 = expected.scenario is not None and not RECIPES[expected.scenario].has_fp8_peak
+        self.num_own = self.by_type.get("fp4" if is_fp4 else "fp8", 0)
+        """GEMMs of the type that the recipe has."""
+        self.unknown = gemms.get("unknown", KernelTime())
+        """GEMMs of unknown type."""
+        self.other = other
+        """Kernels that no rule knows."""
+        possible_s = sum(found.time_s for found in gemms.values()) + other.time_s
+        unrecognised_s = self.unknown.time_s + other.time_s
+        self.unrecognised_share = unrecognised_s / possible_s if possible_s else None
+        self.unrecognised_counts = (self.unrecognised_share or 0.0) >= UNRECOGNISED_SHARE
+        # Kernels that no rule knows are seldom GEMMs, so they count only where their time does.
+        self.num_possible = self.unknown.count + (other.count if self.unrecognised_counts else 0)
+        """Kernels that may be the missing GEMMs."""
 
     def describe_unrecognised(self) -> str:
-        kinds = (f"{self.unknown.count} GEMM kernels of unknown type", f"{self.other.count} kernels that no rule knows")
-        counted = " and ".join(
-            words for words, found in zip(kinds, (self.unknown, self.other), strict=True) if found.count
-        )
+        counted = [
+            f"{found.count} {words}"
+            for words, found in (
+                ("GEMM kernels of unknown type", self.unknown),
+                ("kernels that no rule knows", self.other),
+            )
+            if found.count
+        ]
         times = self.unknown.names | self.other.names
-        longest = [_shortened(name) for name in sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]]
+        names = sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]
+        longest = [name if len(name) <= _LISTED_LENGTH else f"{name[:_LISTED_LENGTH]}..." for name in names]
         return (
-            f"{counted} ({self.unrecognised_share:.1%} of the time of GEMMs and kernels that no rule knows; "
-            f"{'the longest' if len(times) > len(longest) else 'namely'}: {', '.join(longest)})"
+            f"{' and '.join(counted)} ({self.unrecognised_share or 0.0:.1%} of the time of GEMMs and kernels that no "
+            f"rule knows; {'the longest' if len(times) > len(longest) else 'namely'}: {', '.join(longest)})"
         )
 
     def describe_gemms(self) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.by_type.items())) or "none"
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.by_type.items()))
+        return f"all GEMM kernels: {counts or 'none'}"
 
     def describe_state(self) -> str:
         state = self.state
@@ -293,118 +291,99 @@ class _Evidence:
         said = "computed in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
         return f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say that they {said}{recipes}"
 
-
-_Findings = tuple[list[str], list[str], list[str]]
-"""Failures, doubts and remarks."""
-
-
-def _nothing_recorded(evidence: _Evidence) -> str:
-    if evidence.other.count:
-        unrecognised = evidence.describe_unrecognised()
-        return f"no GEMM kernel was recognised, and there are {unrecognised}; {evidence.describe_state()}"
-    return (
-        "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here); "
-        f"{evidence.describe_state()}"
-    )
+    def describe_nothing(self) -> str:
+        """Why there is no GEMM to count."""
+        if self.other.count:
+            unrecognised = self.describe_unrecognised()
+            return f"no GEMM kernel was recognised, and there are {unrecognised}; {self.describe_state()}"
+        why = "CUPTI is missing, or profiling is not permitted here"
+        return f"the profiler recorded no GEMM kernel ({why}); {self.describe_state()}"
 
 
-def _num_of_recipe(expected: ExpectedKernels, by_type: Mapping[str, int]) -> int:
-    """GEMMs of the type that the recipe has: fp8 or fp4."""
-    is_fp4 = expected.scenario is not None and not RECIPES[expected.scenario].has_fp8_peak
-    return by_type.get("fp4" if is_fp4 else "fp8", 0)
+@dataclass(frozen=True)
+class _Findings:
+    failures: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
-def _judge_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
-    findings: _Findings = ([], [], [])
-    failures, doubts, remarks = findings
-    state, num_expected = evidence.state, expected.num_fp8_gemms(evidence.num_micro_batches)
-    row = RECIPES[expected.scenario or ""]
-    recipe, quantizer = row.recipe_class, row.quantizer
-    quantizers = {known.quantizer for known in RECIPES.values() if known.quantizer is not None}
-    missing = num_expected - evidence.num_own
-    if evidence.num_gemms == 0:
+def _judge_fp8(expected: ExpectedKernels, seen: _Evidence, recipe_inside: str | None, findings: _Findings) -> None:
+    state, num_expected = seen.state, expected.num_fp8_gemms(seen.num_micro_batches)
+    missing = num_expected - seen.num_own
+    if seen.num_gemms == 0:
         # Modules alone prove no fp8, but they can deny it.
-        (failures if state.num_outside_fp8 else doubts).append(_nothing_recorded(evidence))
-    elif missing > 0 and evidence.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
-        doubts.append(
-            f"{evidence.describe_unrecognised()}: {evidence.num_own} of the {num_expected} expected fp8 GEMM kernels "
-            f"were recognised, and {evidence.describe_state()}, so these may be theirs under names not known here"
+        (findings.failures if state.num_outside_fp8 else findings.doubts).append(seen.describe_nothing())
+    elif missing > 0 and seen.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
+        findings.doubts.append(
+            f"{seen.describe_unrecognised()}: {seen.num_own} of the {num_expected} expected fp8 GEMM kernels were "
+            f"recognised, and {seen.describe_state()}, so these may be theirs under names not known here"
         )
     elif missing > 0:
-        failures.append(
-            f"expected at least {num_expected} fp8 GEMM kernels ({_how_many(expected, evidence)}), and "
-            f"{evidence.num_own} ran (all GEMM kernels: {evidence.describe_gemms()}); {evidence.describe_state()}"
+        findings.failures.append(
+            f"expected at least {num_expected} fp8 GEMM kernels ({_how_many(expected, seen)}), and {seen.num_own} ran "
+            f"({seen.describe_gemms()}); {seen.describe_state()}"
         )
     elif state.num_outside_fp8 or not state.num_modules:
-        doubts.append(f"the kernels are those of fp8, but {evidence.describe_state()}")
-    elif evidence.unrecognised_counts:
+        findings.doubts.append(f"the kernels are those of fp8, but {seen.describe_state()}")
+    elif seen.unrecognised_counts:
         # All expected fp8 kernels were recognised, whatever the others are.
-        remarks.append(evidence.describe_unrecognised())
-    if others := {name: count for name, count in state.recipes.items() if name != recipe}:
-        failures.append(f"expected the recipe {recipe}, and modules computed by {_listed(others)}")
-    elif evidence.recipe_inside_modules not in (None, recipe) and not failures:
-        failures.append(f"expected the recipe {recipe} inside the modules, and it was {evidence.recipe_inside_modules}")
-    if others := {name: count for name, count in state.quantizers.items() if name in quantizers - {quantizer}}:
-        failures.append(f"expected quantizers of the class {quantizer}, and there are {_listed(others)}")
+        findings.remarks.append(seen.describe_unrecognised())
+
+    row = RECIPES[expected.scenario or ""]
+    known = {recipe.quantizer for recipe in RECIPES.values() if recipe.quantizer is not None}
+    if others := {name: count for name, count in state.recipes.items() if name != row.recipe_class}:
+        findings.failures.append(f"expected the recipe {row.recipe_class}, and modules computed by {_listed(others)}")
+    elif recipe_inside not in (None, row.recipe_class) and not findings.failures:
+        findings.failures.append(
+            f"expected the recipe {row.recipe_class} inside the modules, and it was {recipe_inside}"
+        )
+    if others := {name: count for name, count in state.quantizers.items() if name in known - {row.quantizer}}:
+        findings.failures.append(f"expected quantizers of the class {row.quantizer}, and there are {_listed(others)}")
     if state.num_without_amax:
-        failures.append(
-            f"the amax history of {state.num_without_amax} of {state.num_modules} modules is empty after the step, so "
-            "their scales never move"
-        )
+        empty = f"the amax history of {state.num_without_amax} of {state.num_modules} modules is empty after the step"
+        findings.failures.append(f"{empty}, so their scales never move")
+    modules = f"modules of {state.library} do not say"
     if state.num_unreadable:
-        remarks.append(f"{state.num_unreadable} modules of {state.library} do not say what they computed in")
+        findings.remarks.append(f"{state.num_unreadable} {modules} what they computed in")
     if state.num_recipe_unreadable:
-        remarks.append(
-            f"{state.num_recipe_unreadable} modules of {state.library} do not say by which recipe they computed"
-        )
-    if unknown := {name: count for name, count in state.quantizers.items() if name not in quantizers}:
-        remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
-    return findings
+        findings.remarks.append(f"{state.num_recipe_unreadable} {modules} by which recipe they computed")
+    if unknown := {name: count for name, count in state.quantizers.items() if name not in known}:
+        findings.remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
 
 
-def _judge_without_fp8(expected: ExpectedKernels, evidence: _Evidence) -> _Findings:
-    findings: _Findings = ([], [], [])
-    failures, doubts, remarks = findings
-    if evidence.num_low:
-        failures.append(
-            f"expected no fp8 GEMM kernel, and {evidence.num_low} ran (all GEMM kernels: {evidence.describe_gemms()})"
-        )
-    if evidence.state.num_in_fp8:
-        failures.append(f"expected no module in fp8, and {evidence.describe_state()}")
-    elif evidence.recipe_inside_modules not in (None, "none"):
-        failures.append(f"expected no fp8 recipe inside the modules, and it was {evidence.recipe_inside_modules}")
-    if evidence.num_gemms == 0:
-        doubts.append(_nothing_recorded(evidence))
-    elif not evidence.by_type.get(expected.compute):
-        words = (
-            f"expected GEMM kernels in {expected.compute}, and none was recognised (all GEMM kernels: "
-            f"{evidence.describe_gemms()})"
-        )
-        if evidence.num_possible:
-            doubts.append(f"{words}; {evidence.describe_unrecognised()} may be in any")
+def _judge_without_fp8(
+    expected: ExpectedKernels, seen: _Evidence, recipe_inside: str | None, findings: _Findings
+) -> None:
+    if seen.num_low:
+        findings.failures.append(f"expected no fp8 GEMM kernel, and {seen.num_low} ran ({seen.describe_gemms()})")
+    if seen.state.num_in_fp8:
+        findings.failures.append(f"expected no module in fp8, and {seen.describe_state()}")
+    elif recipe_inside not in (None, "none"):
+        findings.failures.append(f"expected no fp8 recipe inside the modules, and it was {recipe_inside}")
+    if seen.num_gemms == 0:
+        findings.doubts.append(seen.describe_nothing())
+    elif not seen.by_type.get(expected.compute):
+        words = f"expected GEMM kernels in {expected.compute}, and none was recognised ({seen.describe_gemms()})"
+        if seen.num_possible:
+            findings.doubts.append(f"{words}; {seen.describe_unrecognised()} may be in any")
         else:
-            failures.append(words)
-    elif evidence.unrecognised_counts:
-        doubts.append(f"{evidence.describe_unrecognised()}, which may be in fp8")
-    elif evidence.unknown.count:
-        remarks.append(f"{evidence.unknown.count} GEMM kernels of unknown type")
-    return findings
+            findings.failures.append(words)
+    elif seen.unrecognised_counts:
+        findings.doubts.append(f"{seen.describe_unrecognised()}, which may be in fp8")
+    elif seen.unknown.count:
+        findings.remarks.append(f"{seen.unknown.count} GEMM kernels of unknown type")
 
 
-def _how_many(expected: ExpectedKernels, evidence: _Evidence) -> str:
+def _how_many(expected: ExpectedKernels, seen: _Evidence) -> str:
     """How the expected number of fp8 GEMMs comes about."""
     parts = f"{expected.num_fp8_weights} weights x {expected.num_fp8_gemms_per_weight} GEMMs"
     if expected.num_spared_fp8_gemms:
         parts += f" less {expected.num_spared_fp8_gemms} that frozen weights spare"
     if expected.num_recomputed_fp8_weights:
         parts += f" and {expected.num_recomputed_fp8_weights} recomputed ones"
-    if evidence.num_micro_batches > 1:
-        parts += f" in each of {evidence.num_micro_batches} micro-batches"
+    if seen.num_micro_batches > 1:
+        parts += f" in each of {seen.num_micro_batches} micro-batches"
     return parts
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _LISTED_LENGTH else f"{name[:_LISTED_LENGTH]}..."
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import RECIPES, size_multiple
+from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.modules import (
-    GEMMS_PER_WEIGHT,
     ModuleState,
     linear_weights,
     note_recipe_inside,
@@ -50,7 +49,8 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
     """
     kept: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}
-    names = {name: module for name, module in model.named_modules() if module in inside and _has_linear(module)}
+    inside = {module for module in inside if any(map(linear_weights, module.modules()))}
+    names = {name: module for name, module in model.named_modules() if module in inside}
     for pattern in options.bf16_patterns:
         found = _slice_of(pattern, decoder_layers)
         if found is None:
@@ -74,10 +74,6 @@ def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | 
     if not match[2]:  # a single layer
         last = first + 1 or None
     return list(decoder_layers[first:last])
-
-
-def _has_linear(module: nn.Module) -> bool:
-    return any(linear_weights(inner) for inner in module.modules())
 
 
 class Precision:
@@ -159,7 +155,7 @@ class Precision:
     @property
     def num_fp8_gemms_per_weight(self) -> int:
         """How many of a trained weight's three GEMMs the recipe computes in fp8."""
-        return torchao_fp8.num_fp8_gemms_of(self.plan.recipe) if self.plan.backend == "torchao" else GEMMS_PER_WEIGHT
+        return RECIPES[self.plan.effective_scenario or DEFAULTS["te"]].gemms_in_fp8
 
     def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
         """Weight matrices whose GEMMs run in fp8: in the modules `within`, or in the model."""

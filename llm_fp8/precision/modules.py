@@ -7,7 +7,6 @@ module counts as unreadable, not as wrong.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -75,18 +74,13 @@ class ModuleState:
     quantizers: dict[str, int] = field(default_factory=dict)
     """Class of quantizer -> how many, forward and backward; Transformer Engine only."""
     num_without_amax: int = 0
-    """With an empty amax history of the forward pass; delayed scaling only. In JSON `num_without_maxima`."""
+    """With an empty amax history of the forward pass; delayed scaling only."""
     library: str = "Transformer Engine"
 
     @property
     def num_outside_fp8(self) -> int:
         """They say that they did not compute in fp8."""
         return self.num_modules - self.num_in_fp8 - self.num_unreadable
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for certificate.json."""
-        values = dataclasses.asdict(self)
-        return {"num_without_maxima" if key == "num_without_amax" else key: values[key] for key in values}
 
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -44,14 +43,14 @@ class PrecisionPlan:
         return self.backend == "torchao" and self.recipe is not None and bool(self.recipe.emulate)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of activations between the linear layers."""
-        return {"no": torch.float32, "fp16": torch.float16}.get(self.effective, torch.bfloat16)
-
-    @property
     def compute_name(self) -> str:
         """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
-        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
+        return {"no": "fp32", "fp16": "fp16"}.get(self.effective, "bf16")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations between the linear layers."""
+        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.compute_name]
 
     @property
     def has_fp8_peak(self) -> bool:
@@ -65,16 +64,8 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
-        return {
-            "requested": self.requested,
-            "effective": self.effective,
-            "requested_scenario": self.requested_scenario,
-            "effective_scenario": self.effective_scenario,
-            "fallback_reason": self.fallback_reason,
-            "recipe": None if self.recipe is None else repr(self.recipe),
-            "backend": self.backend,
-            "emulated": self.emulated,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
@@ -107,15 +98,12 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
         raise UserError(f"--mixed_precision fp8: Transformer Engine says fp8 cannot run here: {reason}")
-    wanted = chosen(options.fp8_scenario, "te")
-    effective, fallback = wanted, None
+    wanted = effective = chosen(options.fp8_scenario, "te")
+    fallback = None
     available, reason = recipe_available(te, RECIPES[wanted])
     if not available:
-        alternatives = [name for name in recipe_names("te") if recipe_available(te, RECIPES[name])[0]]
-        fallback = (
-            f"{wanted} is not available on {describe_device(device)}: {reason} Available here: "
-            f"{', '.join(alternatives)}."
-        )
+        others = ", ".join(name for name in recipe_names("te") if recipe_available(te, RECIPES[name])[0])
+        fallback = f"{wanted} is not available on {describe_device(device)}: {reason} Available here: {others}."
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
         effective = DEFAULTS["te"]
@@ -139,29 +127,20 @@ def require_fp8_gpu(device: torch.device) -> None:
         )
 
 
-def torchao_needs(device: torch.device) -> dict[str, Callable[[], object]]:
-    """What torchao's recipes need on `device`: name -> check that raises a `UserError`, in the order to ask. On a CPU
-    they are emulated, which takes torchao alone.
-    """
-    why = "--fp8_backend torchao"
-    needs: dict[str, Callable[[], object]] = {"torchao": lambda: TORCHAO.require(why)}
-    if device.type == "cuda":
-        needs["fp8 GPU"] = lambda: require_fp8_gpu(device)
-        needs["Triton"] = lambda: TRITON.require_installed(why)
-        needs["C compiler"] = lambda: torchao_fp8.require_c_compiler(why)
-    return needs
-
-
 def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """torchao's recipes need no fallback: all run on every GPU with fp8, and emulated on a CPU."""
-    for require in torchao_needs(device).values():
-        require()
+    """torchao's recipes need no fallback: all run on every GPU with fp8, and on a CPU, emulated, by torchao alone."""
+    why, on_gpu = "--fp8_backend torchao", device.type == "cuda"
+    TORCHAO.require(why)
+    if on_gpu:
+        require_fp8_gpu(device)
+        TRITON.require_installed(why)
+        torchao_fp8.require_c_compiler(why)
     scenario = chosen(options.fp8_scenario, "torchao")
     return PrecisionPlan(
         requested="fp8",
         effective="fp8",
         requested_scenario=options.fp8_scenario,
         effective_scenario=scenario,
-        recipe=torchao_fp8.build_config(scenario, emulate=device.type != "cuda"),
+        recipe=torchao_fp8.build_config(scenario, emulate=not on_gpu),
         backend="torchao",
     )
