@@ -67,12 +67,12 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
 
 def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
     """The decoder layers that `layers.2`, `layers.-1` or `layers.2:5` means; None for another pattern."""
-    match = re.fullmatch(r"layers\.(-?\d*)(:?)(-?\d*)", pattern)
-    if match is None or pattern == "layers.":
+    match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
+    if match is None:
         return None
-    first, last = (int(end) if end not in ("", "-") else None for end in (match[1], match[3]))
-    if not match[2]:  # a single layer
-        last = first + 1 or None
+    single, first, last = (None if number is None else int(number) for number in match.groups())
+    if single is not None:
+        first, last = single, single + 1 or None
     return list(decoder_layers[first:last])
 
 

@@ -42,14 +42,8 @@ class Fp8Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
-        return {
-            "fp8_linear_flop_share": self.fp8_linear_flop_share,
-            "num_fp8_weights": self.num_fp8_weights,
-            "num_linear_weights": self.num_linear_weights,
-            "num_head_weights": self.num_head_weights,
-            "converted": self.converted,
-            "skipped": self.skipped,
-        }
+        names = ("fp8_linear_flop_share", "num_fp8_weights", "num_linear_weights", "num_head_weights")
+        return {name: getattr(self, name) for name in (*names, "converted", "skipped")}
 
     def describe(self) -> str:
         """A few lines for the terminal; one where nothing is in fp8."""
