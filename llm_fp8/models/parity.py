@@ -99,16 +99,15 @@ class ParityReport:
         return max(medians.items(), key=lambda item: item[1])
 
     def fault(self) -> str | None:
-        """The test that fails, as the end of a sentence; None where all pass. A NaN fails."""
+        """What fails, with its limit; None where all tests pass. A NaN fails."""
         worst, (layer, ratio) = self.worst, self.worst_layer
-        farther = "as many times as far from fp32 as Hugging Face's"
         for figure, limit, what in (
-            (worst.fp32, FP32_LIMIT, f"differs from Hugging Face's in fp32 by ({worst.tensor} of layer {worst.layer})"),
-            (self.mean_ratio, MEAN_LIMIT, f"is {farther}"),
-            (ratio, LAYER_LIMIT, f"is {farther} in layer {layer}"),
+            (worst.fp32, FP32_LIMIT, f"{worst.tensor} of layer {worst.layer} differs from Hugging Face's in fp32 by"),
+            (self.mean_ratio, MEAN_LIMIT, "its error in the training dtype is Hugging Face's times"),
+            (ratio, LAYER_LIMIT, f"its error in the training dtype is, in layer {layer}, Hugging Face's times"),
         ):
             if not figure <= limit:
-                return f"{what}: {figure:.2g}, and rounding gives at most {limit:g}"
+                return f"{what} {figure:.2g}, and rounding gives at most {limit:g}"
         return None
 
     def describe(self) -> str:
@@ -164,7 +163,7 @@ def check_parity(
     stored = f"{check_weights(model, files, full_tensor)} stored tensors loaded bit for bit; " if files else ""
     report = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
     if fault := report.fault():
-        raise UserError(f"--use_te: the TE decoder {fault}, so {_ANOTHER_MODEL}")
+        raise UserError(f"--use_te: the TE decoder is not Hugging Face's: {fault}, so {_ANOTHER_MODEL}")
     return f"parity with Hugging Face: {stored}{report.describe()}"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PretrainedConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llm_fp8.config.options import ModelConfig, ParallelConfig
@@ -18,9 +18,9 @@ from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.weights import fill_weights
 from llm_fp8.utils.errors import UserError
-from tests.support.fp8_files import KINDS, quantised, quantization_config, set_quantization, write_fp8_model
+from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
 from tests.support.ranks import on_ranks
 from tests.support.small import final_weights, run_json, steps, train
 from tests.support.stored import assert_same_bits, stored_weights
@@ -115,29 +115,6 @@ def test_a_scale_in_another_file_is_found(tmp_path):
     assert_same_bits(loaded(fp8), loaded(plain))
 
 
-def test_a_stored_fp8_tensor_is_read_as_fp32(tmp_path):
-    fp8, plain = write_fp8_model(tmp_path, "channel")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(fp8))
-    name = "model.layers.0.mlp.up_proj.weight"
-    ours = StoredCheckpoint([Path(fp8) / "model.safetensors"], model).read(name, CPU)
-    assert torch.equal(ours, load_file(Path(plain) / "model.safetensors")[name])
-
-
-def test_a_scale_without_dimensions_is_taken(tmp_path):
-    fp8, plain = write_fp8_model(tmp_path, "tensor")
-    change(fp8, lambda held: held.update({name: held[name].reshape(()) for name in held if name.endswith("_scale")}))
-    assert_same_bits(loaded(fp8), loaded(plain))
-
-
-def test_scales_of_activations_are_passed_over(tmp_path):
-    fp8, plain = write_fp8_model(tmp_path, "tensor")
-    entries = quantization_config("tensor")
-    entries["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
-    set_quantization(fp8, entries)
-    change(fp8, lambda held: held.update({"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}))
-    assert_same_bits(loaded(fp8), loaded(plain))
-
-
 def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -207,22 +184,6 @@ def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows, capfd, options, 
         assert "quantization_config" not in json.loads((Path(f"{fp8}-run") / "final" / "config.json").read_text())
 
 
-@pytest.mark.slow
-def test_final_has_the_dtype_of_the_config(tmp_path, rows):
-    fp8, _ = write_fp8_model(tmp_path, "channel")
-    set_quantization(fp8, quantization_config("channel"), dtype="bfloat16")
-    train(f"--model_name={fp8}", f"--dataset_name={rows}", *RUN, f"--output_dir={tmp_path / 'run'}")
-    assert {tensor.dtype for tensor in final_weights(tmp_path / "run").values()} == {torch.bfloat16}
-
-
-@pytest.mark.slow
-def test_random_weights_need_none_of_it(tmp_path, rows, capfd):
-    fp8, _ = write_fp8_model(tmp_path, "channel")
-    train(f"--model_name={fp8}", "--random_init", f"--dataset_name={rows}", *RUN, f"--output_dir={tmp_path / 'run'}")
-    assert "fp8 (e4m3)" not in capfd.readouterr().out
-    assert run_json(tmp_path / "run")["model"]["dequantised_from"] is None
-
-
 # --- Damage -----------------------------------------------------------------------------------------------------------
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -237,46 +198,43 @@ def change(folder: str, edit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "name"),
     {
-        "no scale": (lambda held: held.pop(SCALE), f"'{WEIGHT}' is fp8, and no file holds '{SCALE}'"),
-        "wrong shape": (
-            lambda held: held.update({SCALE: torch.ones(1, 4)}),
-            f"'{SCALE}' is F32 [1, 4], and its weight [48, 32] needs [3, 3] in one of",
-        ),
-        "turned": (lambda held: held.update({SCALE: torch.ones(9)}), "[9], and its weight [48, 32] needs [3, 3]"),
-        "wrong dtype": (lambda held: held.update({SCALE: torch.ones(3, 3, dtype=torch.int32)}), f"'{SCALE}' is I32"),
-        "NaN": (lambda held: held[SCALE][1, 1].fill_(float("nan")), f"'{SCALE}' holds a scale that is neg"),
-        "infinity": (lambda held: held[SCALE][2, 0].fill_(float("inf")), "scale that is negative or not finite"),
-        "negative": (lambda held: held[SCALE][2, 0].neg_(), f"'{SCALE}' holds a scale that is negative"),
+        "no scale": (lambda held: held.pop(SCALE), SCALE),
+        "wrong shape": (lambda held: held.update({SCALE: torch.ones(1, 4)}), SCALE),
+        "wrong dtype": (lambda held: held.update({SCALE: torch.ones(3, 3, dtype=torch.int32)}), SCALE),
+        "e5m2": (lambda held: held.update({WEIGHT: held[WEIGHT].float().to(torch.float8_e5m2)}), WEIGHT),
         "whole numbers": (
             lambda held: held.update({"lm_head.weight": torch.ones(1024, 32, dtype=torch.int8)}),
-            "'lm_head.weight' holds torch.int8 in the checkpoint, not floats",
+            "lm_head.weight",
         ),
-        "surplus scale": (
-            lambda held: held.update({WEIGHT: torch.zeros(48, 32)}),
-            f"'{SCALE}' is the scale of no fp8 tensor",
-        ),
-        "e5m2": (
-            lambda held: held.update({WEIGHT: held[WEIGHT].float().to(torch.float8_e5m2)}),
-            f"'{WEIGHT}' is F8_E5M2 [48, 32]",
-        ),
-        "an fp8 norm": (
-            lambda held: held.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}),
-            "'model.norm.weight' is F8_E4M3 [32]",
-        ),
-        "wrong weight shape": (
-            lambda held: held.update({WEIGHT: held[WEIGHT][:, :30].contiguous()}),
-            f"'{WEIGHT}' has shape [48, 30] in the checkpoint and [48, 32] in the config",
-        ),
+        "wrong weight shape": (lambda held: held.update({WEIGHT: held[WEIGHT][:, :30].contiguous()}), WEIGHT),
     }.values(),
 )
-def test_a_damaged_checkpoint_is_named(tmp_path, edit, words):
+def test_a_damaged_checkpoint_is_named(tmp_path, edit, name):
     fp8, _ = write_fp8_model(tmp_path, "uneven block")
     change(fp8, edit)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"{fp8}/model.safetensors.*'{name}'"):
         loaded(fp8)
-    assert f"{fp8}/model.safetensors: " in str(refused.value) and words in str(refused.value)
+
+
+OTHERS = {
+    "no method": {"bits": 4},
+    "gptq": {"quant_method": "gptq"},
+    "e5m2": quantization_config("block") | {"fmt": "e5m2"},
+    "no blocks": quantization_config("block") | {"weight_block_size": None},
+    "packed": quantization_config("channel") | {"format": "pack-quantized"},
+    "no groups": quantization_config("channel") | {"config_groups": {}},
+    "key-value cache": quantization_config("channel") | {"kv_cache_scheme": {"num_bits": 8}},
+}
+
+
+@pytest.mark.parametrize("entries", OTHERS.values(), ids=OTHERS)
+def test_every_other_quantisation_is_refused_in_a_sentence(entries):
+    config = PretrainedConfig()
+    config.name_or_path, config.quantization_config = "somewhere", entries
+    with pytest.raises(UserError, match="--model_name somewhere: cannot read the quantised weights"):
+        fp8_format(config)
 
 
 def test_fp8_without_a_quantization_config_is_named(tmp_path):
@@ -284,69 +242,5 @@ def test_fp8_without_a_quantization_config_is_named(tmp_path):
     entries = json.loads((Path(fp8) / "config.json").read_text())
     entries.pop("quantization_config")
     (Path(fp8) / "config.json").write_text(json.dumps(entries))
-    with pytest.raises(UserError, match="model.safetensors: 'model.layers.0.* is fp8, and config.json has no quant"):
+    with pytest.raises(UserError, match="model.safetensors: 'model.layers.0"):
         loaded(fp8)
-
-
-def test_a_quantization_config_without_fp8_is_named(tmp_path):
-    _, plain = write_fp8_model(tmp_path, "block")
-    set_quantization(plain, quantization_config("block"))
-    with pytest.raises(UserError, match=f"{plain}/model.safetensors: '.*' is not fp8, nor is any other tensor"):
-        loaded(plain)
-
-
-def test_a_mixture_of_experts_in_fp8_is_refused(tmp_path):
-    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-    config = AutoConfig.for_model("mixtral", num_local_experts=4, num_key_value_heads=1, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    set_quantization(tmp_path, quantization_config("block"))
-    with pytest.raises(UserError, match=f"{tmp_path} is a mixture of experts in fp8"):
-        loaded(str(tmp_path))
-
-
-def changed(kind: str, path: str, value: Any) -> dict[str, Any]:
-    """A quantization_config with one entry changed."""
-    entries = quantization_config(kind)
-    *parents, last = path.split(".")
-    place = entries
-    for key in parents:
-        place = place[key]
-    place[last] = value
-    return entries
-
-
-WEIGHTS = "config_groups.group_0.weights"
-
-
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ("text", "quantization_config must be an object"),
-        ({"bits": 4}, r"holds quantised weights \(a method without a name in the"),
-        (changed("block", "quant_method", "gptq"), r"\(gptq in the"),
-        (changed("block", "quant_method", 3), "quantization_config.quant_method must be a string"),
-        (changed("block", "fmt", "e5m2"), "fp8 with fmt 'e5m2'"),
-        (changed("block", "weight_block_size", None), "fp8 without weight_block_size"),
-        (changed("block", "weight_block_size", [128]), "fp8 without weight_block_size"),
-        (changed("block", "weight_block_size", [0, 128]), "fp8 without weight_block_size"),
-        (changed("block", "weight_block_size", [True, 128]), "fp8 without weight_block_size"),
-        (changed("channel", "format", "pack-quantized"), "compressed-tensors with format 'pack-quantized'"),
-        (changed("channel", "format", 1), "format must be a string"),
-        (changed("channel", "config_groups", []), "config_groups must be an object"),
-        (changed("channel", "config_groups", {}), "config_groups of several kinds"),
-        (changed("channel", "kv_cache_scheme", {"num_bits": 8}), "with kv_cache_scheme"),
-        (changed("channel", "transform_config", {"a": 1}), "with transform_config"),
-        (changed("channel", f"{WEIGHTS}.num_bits", 4), "strategy 'channel' that are not symmetric fp8"),
-        (changed("channel", f"{WEIGHTS}.symmetric", False), "that are not symmetric fp8"),
-        (changed("channel", f"{WEIGHTS}.type", "int"), "that are not symmetric fp8"),
-        (changed("channel", f"{WEIGHTS}.strategy", "group"), "strategy 'group'"),
-        (changed("channel", f"{WEIGHTS}.strategy", "block"), "strategy 'block'"),
-        (changed("channel", WEIGHTS, None), "strategy ''"),
-    ],
-)
-def test_every_other_quantisation_is_refused_in_a_sentence(entries, words):
-    config = PretrainedConfig()
-    config.name_or_path, config.quantization_config = "a/b", entries
-    with pytest.raises(UserError, match=words) as refused:
-        fp8_format(config)
-    assert "--model_name a/b" in str(refused.value) and "\n" not in str(refused.value)

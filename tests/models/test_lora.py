@@ -9,23 +9,20 @@ import functools
 import importlib
 import json
 import math
-import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
-import huggingface_hub
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, CohereConfig, PhiConfig
+from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.sharding_mode import state_bytes
 from llm_fp8.models.lora import (
     adapters_of,
     add_adapters,
@@ -33,7 +30,6 @@ from llm_fp8.models.lora import (
     initialize_adapters_,
     needs_unfused_mlp,
     num_adapter_parameters,
-    require_peft,
     scaling_of,
 )
 from llm_fp8.models.weights import fill_te_model
@@ -44,7 +40,7 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_ranks
 from tests.support.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
-from tests.support.small import final_weights, run_json, steps, tiny_config, train, write_model
+from tests.support.small import final_weights, run_json, steps, tiny_config, train
 from tests.support.stand_in_te import install_stand_in
 
 RANK, ALPHA = 4, 6
@@ -265,7 +261,7 @@ class CountProducts(TorchDispatchMode):
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "o_proj", "gate_proj", "down_proj"])
 @pytest.mark.parametrize("use_te", [False, True], ids=["hf", "te"])
 def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te, targets):
-    """In every module but a fused MLP the number that the certificate expects is the number that autograd computes."""
+    """Outside the first layer, where it is a lower bound, the number that the certificate expects is autograd's."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     if use_te:
         model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
@@ -279,7 +275,7 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
     ids = torch.randint(3, 1024, (2, 24))
     with CountProducts() as counted:
         model(input_ids=ids, labels=ids).loss.backward()
-    checked = 0
+    checked, first = 0, set(model.model.layers[0].modules())
     for module, number in gemms.items():
         for name, weight in module.named_parameters(recurse=False):
             if (
@@ -287,7 +283,8 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
                 and weight.ndim == 2
                 and module is not model.get_input_embeddings()
             ):
-                assert counted.counts[weight.untyped_storage().data_ptr()] == number, name
+                ran = counted.counts[weight.untyped_storage().data_ptr()]
+                assert (ran >= number) if module in first else (ran == number), name
                 checked += 1
     layers = tiny_config().num_hidden_layers
     assert checked == layers * (4 if use_te else 7) + 1
@@ -305,38 +302,6 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
         == {pattern for pattern in described if "lora_" in pattern or "adapters" in pattern}
         != set()
     )
-
-
-SMALL = {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-OTHER_DECODERS = {
-    "cohere": CohereConfig(intermediate_size=128, num_key_value_heads=4, **SMALL),
-    "phi": PhiConfig(intermediate_size=128, **SMALL),
-}
-"""Those that compute attention and MLP side by side."""
-
-
-@pytest.mark.parametrize("config", OTHER_DECODERS.values(), ids=OTHER_DECODERS)
-def test_no_more_gemms_are_expected_than_run_beside_attention(config):
-    """A certificate that expects a product which autograd does not need would fail a run that is right."""
-    torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    add_adapters(model, LoraConfig(lora_rank=RANK), torch.float32)
-    initialize_adapters_(model, SEED)
-    gemms, ids = gemms_per_weight(model), torch.randint(3, 1024, (2, 24))
-    with CountProducts() as counted:
-        model(input_ids=ids, labels=ids).loss.backward()
-    found = {
-        name: (gemms[module], counted.counts[module.weight.untyped_storage().data_ptr()])
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and module in gemms
-    }
-    assert all(1 <= expected <= ran for expected, ran in found.values()), found
-    assert all(expected == ran == 2 for name, (expected, ran) in found.items() if "layers.1." in name), found
-    assert all(
-        found[name] == (1, 1)
-        for name in found
-        if "layers.0." in name and name.split(".")[-2] in ("fc1", "gate_proj", "up_proj")
-    ), found
 
 
 @pytest.mark.slow
@@ -443,178 +408,6 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
     assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "message"),
-    {
-        "tensor left out": "lacks base_model.*lora_A.weight",
-        "tensor added": "holds, unlike the model, base_model.*x_proj.lora_A.weight",
-        "no targets": "holds, unlike the model, base_model|the adapter cannot be put on",
-        "fewer targets": "holds, unlike the model, base_model",
-        "more targets": "lacks base_model.model.lm_head",
-        "pickle": "has no adapter_model.safetensors",
-        "NaN": "whole numbers or values that are not finite in base_model.*q_proj.lora_A.weight",
-        "whole numbers": "whole numbers or values that are not finite in base_model.*q_proj.lora_A.weight",
-    }.items(),
-)
-def test_an_adapter_that_lacks_tensors_or_has_others_is_refused(trained_adapter, tmp_path, change, message):
-    folder = tmp_path / "adapter"
-    shutil.copytree(trained_adapter / "final", folder)
-    weights, description = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    tensors, config = load_file(weights), json.loads(description.read_text())
-    first = next(name for name in tensors if "lora_A" in name and "q_proj" in name)
-    if change == "tensor left out":
-        del tensors[first]
-    elif change == "tensor added":
-        tensors[first.replace("q_proj", "x_proj")] = tensors[first].clone()
-    elif change == "NaN":
-        tensors[first][0, 1] = float("nan")
-    elif change == "whole numbers":
-        tensors[first] = tensors[first].to(torch.int32)
-    elif change != "pickle":
-        wanted = {
-            "no targets": None,
-            "fewer targets": ["q_proj"],
-            "more targets": [*config["target_modules"], "lm_head"],
-        }
-        config["target_modules"] = wanted[change]
-    save_file(tensors, weights, metadata={"format": "pt"})
-    description.write_text(json.dumps(config))
-    if change == "pickle":
-        torch.save(tensors, folder / "adapter_model.bin")
-        weights.unlink()
-    for name, *words in (
-        ("merge_adapter", "--adapter", folder, "--output", tmp_path / "merged"),
-        (
-            "evaluate",
-            "--model_name",
-            folder,
-            "--num_problems=1",
-            "--max_new_tokens=8",
-            "--output",
-            tmp_path / "answers.json",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            script(name, *words)
-    assert not (tmp_path / "merged").exists() and not (tmp_path / "answers.json").exists()
-
-
-@pytest.mark.slow
-def test_an_adapter_finds_its_base_model_from_every_folder(tiny_model, rows, tmp_path, monkeypatch):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "base").symlink_to(tiny_model)
-    monkeypatch.chdir(tmp_path)
-    options = ["--model_name=models/base", f"--dataset_name={rows}", "--max_seq_length=128", "--validation_fraction=0"]
-    train(*options, "--max_steps=1", "--output_dir=run", *LORA)
-    monkeypatch.chdir(tmp_path / "run")
-    assert script("merge_adapter", "--adapter", "final", "--output", "merged") == 0
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained("final")
-    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "models" / "base")
-
-
-@pytest.mark.slow
-def test_a_base_model_of_the_hub_is_found_in_its_cache(tiny_model, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    cached = tmp_path / "cache" / "models--owner--base"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(tiny_model, cached / "snapshots" / ("a" * 40))
-    options = [f"--dataset_name={rows}", "--max_seq_length=256", "--max_steps=1", f"--output_dir={tmp_path / 'run'}"]
-    train("--model_name=owner/base", *options, *LORA)
-    final = tmp_path / "run" / "final"
-    assert script("merge_adapter", "--adapter", final, "--output", tmp_path / "merged") == 0
-    assert script("evaluate", f"--model={final}", "--num_problems=1", "--max_new_tokens=4") == 0
-
-
-@pytest.mark.slow
-def test_what_is_wrong_with_an_adapters_folder_is_said(trained_adapter, tiny_model, tmp_path):
-    final = trained_adapter / "final"
-    with pytest.raises(UserError, match="--model_name .*final holds a PEFT adapter and no model; .*merge_adapter.py"):
-        train(f"--model_name={final}", "--max_steps=1", f"--output_dir={tmp_path / 'x'}")
-    with pytest.raises(UserError, match="holds no PEFT adapter"):
-        script("merge_adapter", "--adapter", tiny_model, "--output", tmp_path / "merged")
-    with pytest.raises(UserError, match="exists already"):
-        script("merge_adapter", "--adapter", final, "--output", tmp_path)
-    with pytest.raises(UserError, match="is a run's folder, and its model is in .*final; give that"):
-        script("evaluate", "--model_name", trained_adapter)
-    copied = tmp_path / "copied"
-    shutil.copytree(final, copied)
-    other = write_model(tmp_path / "other", hidden_size=64)
-    with pytest.raises(UserError, match="the adapter cannot be put on .*other"):
-        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged", "--base_model", other)
-    description = json.loads((copied / "adapter_config.json").read_text())
-    (copied / "adapter_config.json").write_text(json.dumps({**description, "base_model_name_or_path": "/no/such"}))
-    with pytest.raises(
-        UserError, match=r"its base model cannot be loaded \(/no/such: no such folder\).* with --base_model"
-    ):
-        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
-    with pytest.raises(UserError, match=r"copied: its base model cannot be loaded \(/no/such: no such folder\)"):
-        script("evaluate", "--model_name", copied)
-    (copied / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapter_config.json does not say which model"):
-        script("merge_adapter", "--adapter", copied, "--output", tmp_path / "merged")
-
-
-def test_the_study_compares_each_kind_of_adapters_with_itself():
-    from llm_fp8.tools.bench.workload import Workload
-    from scripts.lora_study import GUIDES, speed_ups, variants_of
-
-    assert [arm.name for arm in variants_of("lora8,lora16qv", "current")] == [
-        "bf16", "current", "bf16:lora8", "current:lora8", "bf16:lora16qv", "current:lora16qv"
-    ]  # fmt: skip
-    for wrong in ("dora", "lorax", "lora0", "lora8:swap"):
-        with pytest.raises(UserError, match=f"--adapters {wrong} is unknown"):
-            variants_of(wrong, "delayed")
-    work = Workload.parse("Llama-3.1-8B:8x1024x4", 3)
-
-    def row(arm, speed):
-        rounds = [{"num_adapter_parameters": 7, "census": {"fp8_linear_flop_share": 0.9}}]
-        return {
-            "workload": work.name,
-            "model": work.model,
-            "arm": arm,
-            "tokens_per_s": speed,
-            "tokens_per_s_p10": speed - 10,
-            "tokens_per_s_p90": speed + 10,
-            "rounds": rounds,
-        }
-
-    rows = [
-        row("bf16", 100),
-        row("delayed", 150),
-        row("bf16:lora8", 200),
-        row("delayed:lora8", 220),
-        row("bf16:lora32", 200),
-    ]
-    full, eight, thirty_two = speed_ups(
-        [*rows, {"workload": work.name, "model": work.model, "arm": "delayed:lora32", "failed": "out of memory"}]
-    )
-    assert (full["adapters"], full["speed_up"], full["guides"]) == ("full", 1.5, GUIDES["Llama-3.1-8B", "full"])
-    assert (eight["speed_up"], eight["over_full"]["bf16"], eight["guides"]) == (1.1, 2.0, "1.20")
-    assert eight["speed_up_low"] == 210 / 210 and eight["speed_up_high"] == 230 / 190
-    assert thirty_two["failed"] == "delayed: out of memory" and thirty_two["guides"] == "1.00"
-    arms = [arm.name for arm in variants_of("lora8", "delayed:fp8head_all")]
-    assert arms == ["bf16", "delayed:fp8head_all", "bf16:lora8", "delayed:fp8head_all:lora8"]
-    *_, of_head = speed_ups([*rows, row("delayed:fp8head_all:lora8", 240)])
-    assert (of_head["recipe"], of_head["adapters"], of_head["speed_up"]) == ("delayed:fp8head_all", "lora8", 1.2)
-
-
-@pytest.mark.slow
-def test_a_benchmark_arm_trains_adapters_alone(tmp_path):
-    from llm_fp8.tools.bench.measure import measure
-    from llm_fp8.tools.bench.variants import parse_variant
-    from llm_fp8.tools.bench.workload import Workload
-
-    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
-    work = Workload.parse(f"{tmp_path}:2x32x2", 2)
-    full, adapted = (
-        measure(work, parse_variant(name), 1, torch.device("cpu")) for name in ("bf16:swap", "bf16:swap:lora8qv")
-    )
-    assert adapted["losses"][0] == pytest.approx(full["losses"][0], rel=1e-3), "the same weights"
-    assert (full["num_adapter_parameters"], adapted["num_adapter_parameters"]) == (0, 8 * (64 + 64) + 8 * (64 + 32))
-
-
 def test_adapters_start_from_the_seed_and_the_layers_name_alone(tiny_model):
     def started(dtype, targets, seed=SEED):
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
@@ -658,69 +451,12 @@ def test_frozen_weights_count_four_flops():
     assert model_flops_per_token(full, 100) - model_flops_per_token(adapted, 100) == 2 * 1_000_000 - 6 * 10_000
 
 
-def test_memory_is_reckoned_for_frozen_weights():
-    def bytes_of(mode, *words):
-        config = parse_config([*words, "--gradient_accumulation_steps=4"], parallel=True)
-        return state_bytes(mode, "adamw_fp32", 4, config)
-
-    assert [bytes_of(mode, *LORA) for mode in ("single", "ddp", "fsdp_grad", "fsdp_full", "fsdp_offload")] == [
-        2,
-        2,
-        2.5,
-        0.5,
-        0,
-    ]
-    assert bytes_of("fsdp_full") == 16 / 4 + 4
-
-
-BAD = {
-    "rank": (["--lora_rank=-1"], "--lora_rank must be"),
-    "alpha alone": (["--lora_alpha=8"], "--lora_alpha 8.0 has no effect without --lora_rank"),
-    "targets alone": (["--lora_targets=q_proj"], "--lora_targets q_proj has no effect without --lora_rank"),
-    "alpha": ([*LORA, "--lora_alpha=0"], "--lora_alpha must be a finite number above 0"),
-    "dropout": ([*LORA, "--lora_dropout=1"], "--lora_dropout must be at least 0 and below 1"),
-    "no target": ([*LORA, "--lora_targets=,"], "names no layer"),
-    "twice": ([*LORA, "--lora_targets=q_proj,q_proj"], "names a layer twice"),
-    "all and one": ([*LORA, "--lora_targets=all-linear,q_proj"], "stands alone"),
-    "te": ([*LORA, "--use_te", "--lora_targets=q_proj,c_attn"], "--lora_targets c_attn: with --use_te"),
-    "deepspeed": ([*LORA, "--sharding_mode=deepspeed_3"], "--lora_rank 4 cannot go with --sharding_mode deepspeed_3"),
-    "torchao": ([*LORA, "--mixed_precision=fp8", "--fp8_backend=torchao"], "cannot go with --fp8_backend torchao"),
-    "fp8 params": ([*LORA, "--fp8_params"], "--fp8_params"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_is_said(case):
-    words, sentence = BAD[case]
-    with pytest.raises(UserError, match=sentence):
-        parse_config(words, parallel=True)
-
-
 def test_a_layer_that_the_model_has_not_is_named(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     with pytest.raises(
         UserError, match=r"--lora_targets qkv_proj: LlamaForCausalLM has the linear layers q_proj, k_proj"
     ):
         add_adapters(model, LoraConfig(lora_rank=4, lora_targets="q_proj,qkv_proj"), torch.float32)
-
-
-def test_peft_is_imported_after_the_choice_of_cudnn_and_what_it_fails_on_is_said(monkeypatch):
-    """PEFT imports Transformer Engine, which loads a cuDNN, and fails with it where that does not load."""
-    seen = []
-
-    class Finder:
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            if name == "peft":
-                seen.append(name)
-                raise OSError("libcublas.so.13: cannot open shared object file")
-
-    monkeypatch.delitem(sys.modules, "peft")
-    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    monkeypatch.setattr("llm_fp8.models.lora.prefer_torchs_cudnn", lambda: seen.append("cuDNN"))
-    with pytest.raises(UserError, match=r"--lora_rank 4 needs PEFT, .* does not load \(libcublas.so.13: cannot open"):
-        require_peft("--lora_rank 4")
-    assert seen == ["cuDNN", "peft"]
 
 
 def test_a_missing_peft_is_said(tiny_model, monkeypatch):

@@ -9,7 +9,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import te_llama
@@ -20,9 +19,8 @@ from llm_fp8.models.parity import (
     Comparison,
     ParityReport,
     check_parity,
-    check_weights,
 )
-from llm_fp8.models.weights import StoredCheckpoint, fill_te_model
+from llm_fp8.models.weights import fill_te_model
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
@@ -73,25 +71,11 @@ def test_one_tensor_that_differs_in_fp32_is_a_fault(difference):
 
 def test_rounding_too_much_everywhere_is_a_fault():
     ratios = dict.fromkeys(range(NUM_LAYERS), 1.05 * MEAN_LIMIT)
-    assert "times as far from fp32 as Hugging Face's (1.25" in report(ratios=ratios).fault()
+    assert "at most 1.25" in report(ratios=ratios).fault()
 
 
 def test_rounding_too_much_in_one_layer_is_a_fault():
     assert "in layer 4" in report(ratios={4: 1.05 * LAYER_LIMIT}).fault()
-
-
-def test_an_error_in_the_training_dtype_that_is_no_number_is_a_fault():
-    assert report(ratios={(4, 1): math.nan}).fault() is not None
-
-
-def test_a_stored_tensor_is_found_in_whichever_file_holds_it(tmp_path):
-    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    for number, path in enumerate(files):
-        save_file({f"weight.{number}": torch.full((2, 3), float(number))}, path)
-    checkpoint, cpu = StoredCheckpoint(files), torch.device("cpu")
-    assert torch.equal(checkpoint.read("weight.1", cpu), torch.ones(2, 3))
-    with pytest.raises(UserError, match="holds no tensor weight.2"):
-        checkpoint.read("weight.2", cpu)
 
 
 @pytest.fixture
@@ -121,7 +105,7 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
 def test_the_check_refuses_another_rope(right_model):
     model, _ = right_model
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
-    with pytest.raises(UserError, match="parity check: the TE decoder differs from Hugging Face's in fp32 by"):
+    with pytest.raises(UserError, match="--use_te: .* in fp32 by"):
         check_parity(model, packed_batch("cpu"), S, torch.float32)
 
 
@@ -132,10 +116,3 @@ def test_the_check_refuses_weights_that_are_not_the_files(right_model):
     check_parity(model, packed_batch("cpu"), S, torch.float32)  # as a function it is Hugging Face's
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
         check_parity(model, packed_batch("cpu"), S, torch.float32, files=files)
-
-
-def test_the_check_refuses_a_head_that_is_tied_against_the_config(right_model):
-    model, files = right_model
-    model.lm_head.weight = model.model.embed_tokens.weight
-    with pytest.raises(UserError, match="tie_word_embeddings False, and the model's lm_head is its embedding"):
-        check_weights(model, files)

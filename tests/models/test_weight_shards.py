@@ -150,13 +150,6 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
-@pytest.mark.slow
-def test_hybrid_shards_load_and_export(tmp_path):
-    source = write_model(tmp_path / "source", torch.float32, "40KB")
-    on_ranks(4, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), torch.float32, "fsdp_hybrid", 2)
-    assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
-
-
 @pytest.mark.parametrize("max_file_size", ["1GB", "40KB"], ids=["one file", "several"])
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3_qk_norm_head_dim", "mixtral", "gpt_neox"])
 def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_file_size):
@@ -178,105 +171,6 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
         "40KB",
     ):  # save_pretrained keeps what were views of one tensor in one file
         assert {name: ours[name] for name in theirs} == theirs
-
-
-def load_counting_reads(rank: int, name: str) -> tuple[int, int, int]:
-    """Elements read from files, elements held, elements of the model."""
-    num_read = 0
-
-    class CountedSlice:
-        def __init__(self, rows: Any) -> None:
-            self.rows = rows
-
-        def get_shape(self) -> list[int]:
-            return self.rows.get_shape()
-
-        def get_dtype(self) -> str:
-            return self.rows.get_dtype()
-
-        def __getitem__(self, wanted: slice) -> torch.Tensor:
-            nonlocal num_read
-            tensor = self.rows[wanted]
-            num_read += tensor.numel()
-            return tensor
-
-    class CountedFile:
-        """Gives no way to read but `get_slice`."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.opened = real_open(*args, **kwargs)
-
-        def __enter__(self) -> CountedFile:
-            self.file = self.opened.__enter__()
-            self.keys, self.offset_keys = self.file.keys, self.file.offset_keys
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.opened.__exit__(*error)
-
-        def get_slice(self, name: str) -> CountedSlice:
-            return CountedSlice(self.file.get_slice(name))
-
-    real_open = llm_fp8.models.weights.safe_open
-    llm_fp8.models.weights.safe_open = CountedFile
-    model = sharded_model(name, strategy_of())
-    held = sum(len(local_shard(parameter).data) * parameter[:1].numel() for parameter in model.parameters())
-    return num_read, held, sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_each_rank_reads_its_shards_and_nothing_else(tmp_path, tied):
-    source = write_model(tmp_path / "source", torch.bfloat16, "40KB", tie_word_embeddings=tied)
-    counts = on_ranks(3, tmp_path / "run", load_counting_reads, source)
-    num_parameters = counts[0][2]
-    assert all(read == held < num_parameters * 0.4 for read, held, _ in counts)
-    assert sum(read for read, _, _ in counts) == num_parameters
-
-
-def export_watched(rank: int, name: str, out: str) -> tuple[int, list[tuple[int, int]]]:
-    """Number of parameters, and at each file: tensors gathered so far, tensors written with it."""
-    strategy = strategy_of()
-    model = sharded_model(name, strategy)
-    gathered = 0
-    written: list[tuple[int, int]] = []
-
-    def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-        nonlocal gathered
-        gathered += 1
-        return strategy.full_tensor(parameter)
-
-    def watched_save(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        written.append((gathered, len(tensors)))
-        save_file(tensors, *args, **kwargs)
-
-    llm_fp8.models.export.save_file = watched_save
-    tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
-    export_hf(
-        model,
-        tokenizer,
-        Path(out),
-        dtype=torch.float32,
-        card=CARD,
-        full_tensor=full_tensor,
-        is_main=rank == 0,
-        max_file_size="20KB",
-    )
-    return gathered, written
-
-
-@pytest.mark.slow
-def test_files_are_written_as_soon_as_their_tensors_are_gathered(tmp_path):
-    source = write_model(tmp_path / "source", max_shard_size="40KB")
-    (num_parameters, written), (_, nothing) = on_ranks(
-        2, tmp_path / "run", export_watched, source, str(tmp_path / "out")
-    )
-    assert len(written) >= 4 and nothing == []
-    done = 0
-    for num_gathered, num_tensors in written:
-        done += num_tensors
-        assert num_gathered <= done + 3, "no more is in memory than this file and the beginning of the next"
-    assert done == num_parameters
 
 
 def export_to_nowhere(rank: int, name: str, file: str) -> str:
@@ -487,24 +381,13 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_
 
 
 @pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
-def test_a_tensor_in_two_files_is_refused(tmp_path, use_te):
-    source = Path(write_model(tmp_path / "model", max_shard_size="40KB"))
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    first, *_, last = sorted(set(index["weight_map"].values()))
-    name, tensor = next(iter(load_file(source / first).items()))
-    save_file({**load_file(source / last), name: tensor}, source / last, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"{last}.*'{name}' twice"):
-        fill_in_one_piece(str(source), use_te=use_te)
-
-
-@pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
 @pytest.mark.parametrize("kept", [0.6, 0.0001], ids=["data", "header"])
 def test_a_truncated_file_is_named(tmp_path, use_te, kept):
     source = Path(write_model(tmp_path / "model", max_shard_size="40KB"))
     file = sorted(source.glob("*.safetensors"))[1]
     contents = file.read_bytes()
     file.write_bytes(contents[: int(len(contents) * kept)])
-    with pytest.raises(UserError, match=f"{file.name} is truncated"):
+    with pytest.raises(UserError, match=f"{file.name}: cannot read"):
         fill_in_one_piece(str(source), use_te=use_te)
 
 
@@ -563,13 +446,6 @@ def test_a_structure_has_the_buffers_of_the_loaded_model(tmp_path, family):
         name: (p.shape, p.dtype) for name, p in loaded.named_parameters()
     }
     assert count_parameters(AutoConfig.from_pretrained(tmp_path)) == sum(p.numel() for p in loaded.parameters())
-
-
-def test_counting_parameters_leaves_the_config_alone():
-    config = family_config("llama2")
-    config.dtype = torch.float16
-    count_parameters(config)
-    assert config.dtype == torch.float16
 
 
 @pytest.mark.slow
