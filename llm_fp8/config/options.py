@@ -1,8 +1,8 @@
 """Every option of the training scripts, declared once.
 
-Each option is a field of one of the frozen dataclasses below. The field gives its type, default, choices and help
-text, and from it come the command line, the keys of a `--config` YAML file and the entries of `run.json`.
-`parse_config` is the only way a script obtains a `Config`:
+Each option is a field of one of the frozen dataclasses below. The field gives its type, default, choices, help text,
+range and what it needs or excludes; from it come the command line, the keys of a `--config` YAML file, the checks
+(`llm_fp8.config.validation`) and the entries of `run.json`. `parse_config` is the only way a script gets a `Config`:
 
     config = parse_config(sys.argv[1:])
     config.data.max_seq_length
@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 EMBEDDED = "embedded"
@@ -23,7 +25,6 @@ EMBEDDED = "embedded"
 
 SCRATCH_LEARNING_RATE = 1e-3
 """Default learning rate of a model whose weights start random: the embedded one, and any with --random_init."""
-
 LORA_LEARNING_RATE = 2e-4
 """Default learning rate of adapters."""
 
@@ -40,42 +41,41 @@ COLUMN_NAMES = (
 )  # fmt: skip
 """Columns of a dataset that are understood (`llm_fp8.data.prompt`), which --columns gives other names."""
 
-_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
 AUTO_BATCH_SIZE = 0
 """What --batch_size auto is until the run has settled it."""
 
-MOST_USED = (
-    "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
-    "batch_size", "gradient_accumulation_steps", "learning_rate", "num_epochs", "max_steps", "sharding_mode",
-)  # fmt: skip
-"""Options that --help explains; --help-all explains all."""
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
-OTHER_MEANING = {
-    "bf16": "use --mixed_precision bf16",
-    "fp16": "use --mixed_precision fp16",
-    "deepspeed": "use --sharding_mode deepspeed_1, _2 or _3, or --deepspeed_config",
-    "eval_strategy": "--eval_every says when to evaluate",
-    "fsdp": "use --sharding_mode",
-    "hub_token": "use 'hf auth login', or HF_TOKEN in the environment",
-    "logging_strategy": "--log_every says when to log",
-    "optim": "use --optimizer, which has names of its own",
-    "per_device_eval_batch_size": "evaluation has the --batch_size of training",
-    "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
-    "run_name": "use --wandb_run_name, which names the W&B run alone",
-    "save_strategy": "--save_every says when to save",
-    "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
-    "warmup_steps": "use --num_warmup_steps, of which a run uses at most a tenth of its steps",
-}
-"""Options of transformers' TrainingArguments that mean something else here or do not exist -> what to use."""
+IN_FP8 = "mixed_precision=fp8|auto"
+WHOLE_MODEL = "sharding_mode=single|ddp"
+"""Conditions that several options have."""
 
 
-def option(default: Any, help: str, alias: str | None = None, bare: int | None = None) -> Any:
-    """A dataclass field that becomes a command-line option with this default and help text; `alias` is its name in
-    transformers, where the meaning is exactly the same, and `bare` the value of a number whose flag stands alone.
+def option(
+    default: Any,
+    help: str,
+    *,
+    alias: str | None = None,
+    bare: int | None = None,
+    needs: tuple[str, ...] = (),
+    excludes: Mapping[str, str] = MappingProxyType({}),
+    **bounds: float,
+) -> Any:
+    """A dataclass field that becomes a command-line option; `llm_fp8.config.validation` holds it to what it declares.
+
+    Args:
+        default: its value where it is not given.
+        help: what it does.
+        alias: its name in transformers, where the meaning is exactly the same.
+        bare: the value of a number whose flag stands alone.
+        needs: conditions without which it has no effect: the name of an option that must be on, or its name, `=` and
+            the values that serve, with wildcards, separated by `|`. The value of sharding_mode is 'single' on one GPU.
+        excludes: conditions that it cannot go with -> why.
+        **bounds: at_least, at_most, above, below: what a number must be.
     """
     aliases = [] if alias is None else [f"--{alias}", f"--{alias.replace('_', '-')}"]
-    return field(default=default, metadata={"help": help, "aliases": aliases, "bare": bare})
+    declared = {"help": help, "aliases": aliases, "bare": bare, "needs": needs, "excludes": excludes, "bounds": bounds}
+    return field(default=default, metadata=declared)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,9 @@ class ModelConfig:
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
-        "Attention. Without --use_te 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for "
+        "Attention without --use_te: 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for "
         "architectures that have neither. With --use_te it is Transformer Engine's choice, cuDNN on Hopper.",
+        excludes={"use_te": "its attention is Transformer Engine's choice"},
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
@@ -103,12 +104,20 @@ class ModelConfig:
         "Recompute every n-th decoder layer in the backward pass (without a number every one; 0: none): less memory, "
         "up to a third more compute.",
         bare=1,
+        at_least=0,
     )
     cuda_graphs: bool = option(
         False,
-        "Capture forward and backward of a micro-batch in CUDA graphs and replay them (--use_te with packing, one "
-        "GPU or ddp): for small models or micro-batches, whose kernels the host launches too slowly. Takes memory "
-        "for a second set of activations.",
+        "Capture forward and backward of a micro-batch in CUDA graphs and replay them (--use_te with packing, one GPU "
+        "or ddp): for small models, whose kernels the host launches too slowly. Takes memory for more activations.",
+        needs=("use_te", "packing", WHOLE_MODEL),
+        excludes={
+            "gradient_checkpointing": "recomputation reads the random state on the host",
+            "lora_rank": "frozen weights are cast to fp8 once",
+            "fp8_recast_weights": "the first micro-batch's GEMMs begin the gradients anew only where casts are kept",
+            "sync_every_micro_batch": "gradients are all-reduced after the last micro-batch",
+            "optimizer=adamw_fp32": "it is for parameters in bf16",
+        },
     )
 
 
@@ -118,40 +127,54 @@ class PrecisionConfig:
 
     mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
         None,
-        "no (fp32), bf16, fp16, fp8, or auto: fp8 unless bf16 is predicted to be faster. Default: the launcher's, "
-        "else bf16 on a GPU that has it, else fp32.",
+        "no (fp32), bf16, fp16, fp8, or auto: the faster one of bf16 and fp8, which the run measures. Default: the "
+        "launcher's, else bf16 on a GPU that has it, else fp32.",
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
         "Library of the fp8 linear layers: Transformer Engine, or torchao (without --use_te; decoder layers are "
         "compiled on a GPU, and its GEMMs emulated on a CPU).",
+        needs=(IN_FP8,),
+        excludes={
+            "use_te": "torchao cannot convert Transformer Engine's modules",
+            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters in and out of modules that torchao compiles",
+            "lora_rank": "torchao's layers compute the gradients of frozen weights too",
+        },
     )
     fp8_scenario: str = option(  # choices and help come from the table, in the parser
-        "default", "What this GPU lacks falls back to 'default' with a warning."
+        "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
         None,
         "HYBRID: E4M3 forward and E5M2 gradients. E4M3: both. Default: HYBRID for delayed and current scaling, E4M3 "
         "for block and MXFP8.",
+        needs=(IN_FP8,),
     )
     amax_history_len: int | None = option(
-        None, "Delayed scaling: length of the amax history, in forward passes (default: 1024)."
+        None, "Length of the amax history of delayed scaling, in passes (default: 1024).", needs=(IN_FP8,), at_least=1
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
-        None, "Delayed scaling: scale from the maximum of the amax history or from its newest entry (default: max)."
+        None,
+        "Delayed scaling: scale from the maximum of the amax history or from its newest entry (default: max).",
+        needs=(IN_FP8,),
     )
     fp8_bf16_modules: str = option(
         "",
         "Decoder layers and modules in them that stay in bf16, separated by commas: layers.0, layers.2:5 or layers.-4: "
         "(slices, negative from the end), names like qkv (of every layer) or 0.mlp, patterns like layers.2?.*; "
         "diagnose_fp8.py --quality measures which ones fp8 costs most.",
+        needs=(IN_FP8,),
     )
     fp8_recast_weights: bool = option(
         False,
         "Keep no fp8 casts of weights, but cast them in every forward and backward pass: two bytes per weight less, "
         "and slower steps (one GPU and ddp).",
+        needs=(IN_FP8, WHOLE_MODEL),
+        excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
     )
-    fp8_strict: bool = option(False, "Stop with an error where an fp8 recipe would fall back to another.")
+    fp8_strict: bool = option(
+        False, "Stop with an error where an fp8 recipe would fall back to another.", needs=(IN_FP8,)
+    )
 
     @property
     def may_be_fp8(self) -> bool:
@@ -161,7 +184,7 @@ class PrecisionConfig:
     @property
     def bf16_patterns(self) -> tuple[str, ...]:
         """The patterns in --fp8_bf16_modules, in order."""
-        return tuple(pattern.strip() for pattern in self.fp8_bf16_modules.split(",") if pattern.strip())
+        return _names(self.fp8_bf16_modules)
 
 
 @dataclass(frozen=True)
@@ -171,8 +194,8 @@ class DataConfig:
     dataset_name: str = option(
         EMBEDDED,
         "Hub id (nvidia/OpenMathInstruct-2, or with a configuration of its card openai/gsm8k:main), local folder, "
-        "jsonl/json/parquet/csv file or a pattern of files "
-        "('data/train-*.jsonl'), save_to_disk folder, 'embedded', or several of these, separated by commas.",
+        "jsonl/json/parquet/csv file or a pattern of files ('data/train-*.jsonl'), save_to_disk folder, 'embedded', or "
+        "several of these, separated by commas.",
     )
     dataset_weights: str | None = option(
         None,
@@ -197,16 +220,24 @@ class DataConfig:
         None,
         "Share of the training problems held out for evaluation, in place of a validation split; 0 holds out none. "
         "Default, without a validation split: 0.01, but at least 100 rows, or a tenth of fewer than 1,000.",
+        excludes={
+            "eval_dataset_name": "evaluation is on that dataset",
+            "validation_split_name": "evaluation is on that split",
+        },
+        at_least=0,
+        below=1,
     )
-    num_of_samples: int | None = option(None, "Use only the first rows of the split, this many (default: all).")
+    num_of_samples: int | None = option(
+        None, "Use only the first rows of the split, this many (default: all).", at_least=1
+    )
     streaming: bool = option(
         False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split)."
     )
-    max_seq_length: int = option(1024, "Tokens of a sequence; --overlong says what happens to longer samples.")
+    max_seq_length: int = option(
+        1024, "Tokens of a sequence; --overlong says what happens to longer samples.", at_least=1
+    )
     batch_size: int = option(
-        8,
-        "Sequences of a micro-batch per GPU, or auto: as many as fit.",
-        alias="per_device_train_batch_size",
+        8, "Sequences of a micro-batch per GPU, or auto: as many as fit.", alias="per_device_train_batch_size"
     )
     packing: bool | None = option(
         None,
@@ -215,7 +246,7 @@ class DataConfig:
     )
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
-    preprocessing_workers: int = option(1, "Processes for tokenisation.")
+    preprocessing_workers: int = option(1, "Processes for tokenisation.", at_least=1)
 
     @property
     def weights(self) -> list[float] | None:
@@ -226,7 +257,7 @@ class DataConfig:
     @property
     def column_names(self) -> dict[str, str]:
         """The pairs of --columns: our name -> the dataset's."""
-        pairs = [pair.partition("=") for pair in (self.columns or "").split(",") if pair.strip()]
+        pairs = [pair.partition("=") for pair in _names(self.columns)]
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
@@ -234,23 +265,28 @@ class DataConfig:
 class OptimConfig:
     """Optimizer, schedule and length of the training."""
 
-    num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs")
+    num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs", at_least=1)
     max_steps: int | None = option(
-        None, "Stop after this many optimizer steps, whatever --num_epochs says (default: after --num_epochs)."
+        None,
+        "Stop after this many optimizer steps, whatever --num_epochs says (default: after --num_epochs).",
+        at_least=1,
     )
     learning_rate: float = option(
         1e-5,
         f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, or {SCRATCH_LEARNING_RATE} for "
         "weights that start random).",
+        at_least=0,
     )
-    gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.")
-    num_warmup_steps: int = option(100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.")
+    gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", at_least=1)
+    num_warmup_steps: int = option(
+        100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.", at_least=0
+    )
     lr_scheduler: Literal["linear", "cosine", "constant"] = option(
         "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type"
     )
-    weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.")
-    adam_beta2: float = option(0.95, "Decay of the second moment.")
-    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", at_least=0)
+    adam_beta2: float = option(0.95, "Decay of the second moment.", at_least=0, below=1)
+    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.", at_least=0)
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
         "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters and fp32 master weights, kept as "
@@ -262,8 +298,14 @@ class OptimConfig:
         0.0,
         "Share of the parameters, the largest first, whose state of adamw_master (8 of its 12 bytes) lies in host "
         "memory and passes through the GPU in each step, from 0 (none) to 1 (all); on one GPU, or under ddp.",
+        needs=("optimizer=auto|adamw_master", WHOLE_MODEL),
+        excludes={"lora_rank": "frozen weights have no optimizer state"},
+        at_least=0,
+        at_most=1,
     )
-    seed: int = option(42, "Seed of initialisation, data order and the rounding of adamw_8bit.")
+    seed: int = option(
+        42, "Seed of initialisation, data order and the rounding of adamw_8bit.", at_least=0, below=2**32
+    )
 
 
 @dataclass(frozen=True)
@@ -277,48 +319,58 @@ class RunConfig:
     )
     dry_run: bool = option(
         False,
-        "Prepare the data, print its counts, the number of steps and, where they can be predicted, time and memory; "
-        "then end without loading weights or writing a run.",
+        "Prepare the data, print its counts, the number of steps and the memory that the run takes; then end without "
+        "loading weights or writing a run.",
     )
     resume_from: str | None = option(
         None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
     )
     allow_changed: str | None = option(
         None,
-        "With --resume_from: options that decide what is trained and may differ from the checkpoint's run, separated "
-        "by commas (learning_rate,total_steps). Default: none, and a difference is an error.",
+        "Options that decide what is trained and may differ from the checkpoint's run, separated by commas "
+        "(learning_rate,total_steps). Default: none, and a difference is an error.",
+        needs=("resume_from",),
     )
     save_every: int = option(
-        0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps"
+        0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps", at_least=0
     )
     save_minutes: float = option(
         30.0,
         "Save a checkpoint, beside those of --save_every, when the last one is this many minutes old; looked at every "
         "--log_every steps. 0: never.",
+        at_least=0,
     )
     save_total_limit: int = option(
-        2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never."
+        2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never.", at_least=1
     )
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    eval_every: int = option(0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps")
+    eval_every: int = option(
+        0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps", at_least=0
+    )
     keep_best: bool = option(
         False,
         "Save a checkpoint whenever --eval_every finds the lowest eval loss so far, keep the best one, and export "
         "final/ from it, not from the last step (as transformers' load_best_model_at_end).",
+        needs=("eval_every",),
     )
     early_stopping_patience: int = option(
         0,
         "End the run, with evaluation and export as after its last step, when this many evaluations of --eval_every in "
         "a row did not improve the eval loss; 0: never.",
+        needs=("eval_every",),
+        at_least=0,
     )
-    eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).")
+    eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).", at_least=1)
     certify: bool | None = option(
         None,
         "Record the GPU kernels of one early step, compare them with the precision that was asked for, and end the "
         "run with exit code 1 where they differ. Default: on with an NVIDIA GPU.",
     )
     log_every: int = option(
-        10, "Optimizer steps between log lines; every step reaches metrics.jsonl.", alias="logging_steps"
+        10,
+        "Optimizer steps between log lines; every step reaches metrics.jsonl.",
+        alias="logging_steps",
+        at_least=1,
     )
     use_wandb: bool = option(False, "Log to Weights & Biases; its variables (WANDB_RUN_GROUP, WANDB_TAGS, ...) hold.")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
@@ -329,44 +381,36 @@ class RunConfig:
 class LoraConfig:
     """Low-rank adapters (LoRA) in place of full fine-tuning."""
 
-    lora_rank: int = option(0, "Rank of the adapters; all other weights are frozen. 0: full fine-tuning.")
-    lora_alpha: float | None = option(
-        None, "The adapters' output is scaled by this over --lora_rank (default: twice the rank)."
+    lora_rank: int = option(
+        0,
+        "Rank of the adapters; all other weights are frozen. 0: full fine-tuning.",
+        excludes={"sharding_mode=deepspeed_*": "DeepSpeed moves the frozen parameters too"},
+        at_least=0,
     )
-    lora_dropout: float = option(0.0, "Dropout on the input of an adapter.")
+    lora_alpha: float | None = option(
+        None,
+        "The adapters' output is scaled by this over --lora_rank (default: twice the rank).",
+        needs=("lora_rank",),
+        above=0,
+    )
+    lora_dropout: float = option(0.0, "Dropout on the input of an adapter.", needs=("lora_rank",), at_least=0, below=1)
     lora_targets: str = option(
         ALL_LINEAR,
         "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), "
         "or 'all-linear' for all but the lm_head.",
+        needs=("lora_rank",),
     )
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The names in --lora_targets, in order."""
-        return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
+        return _names(self.lora_targets)
 
-
-TRAINING_OPTIONS = (
-    "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
-    "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len",
-    "amax_compute_algo", "fp8_bf16_modules", "fp8_recast_weights",
-)  # fmt: skip
-"""What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
-GPUs, and the steps of the whole run.
-"""
-
-SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
-"""Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
-
-EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
-"""What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
 
 ShardingMode = Literal[
     "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
 ]
 SHARDING_MODES = tuple(mode for mode in get_args(ShardingMode) if mode != "auto")
-FP8_GATHER_MODES = ("fsdp_full", "fsdp_grad")
-"""Modes that can gather torchao's weights in fp8."""
 
 
 @dataclass(frozen=True)
@@ -385,26 +429,40 @@ class ParallelConfig:
         False,
         "Reduce gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded "
         "gradients (4 bytes per parameter), for more communication.",
+        needs=("sharding_mode=ddp|fsdp_*",),
     )
     fp8_params: bool = option(
         False,
         "Gather the decoder's linear weights in fp8, half the bytes of bf16 (fsdp modes but fsdp_offload). With "
         "--use_te they are fp8 between steps too; with --fp8_backend torchao it takes tensorwise scaling, and "
         "fsdp_full or fsdp_grad.",
+        needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
+        excludes={
+            "optimizer=adamw_master|adamw_8bit": "it keeps fp32 master weights",
+            "lora_rank": "frozen weights have no use for it",
+        },
     )
     context_parallel_size: int = option(
-        1, "GPUs that share the tokens of a sequence too long for one GPU (needs --use_te and an fsdp mode)."
+        1,
+        "GPUs that share the tokens of a sequence too long for one GPU (needs --use_te and an fsdp mode).",
+        needs=("use_te", "sharding_mode=fsdp_*"),
+        at_least=1,
     )
     deepspeed_config: str | None = option(
-        None, "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json)."
+        None,
+        "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json).",
+        needs=("sharding_mode=deepspeed_*",),
     )
     async_save: bool = option(
-        False, "Write checkpoints in the background; training waits only for the copy to CPU memory."
+        False,
+        "Write checkpoints in the background; training waits only for the copy to CPU memory.",
+        excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes its checkpoints itself"},
     )
     empty_cache_freq: int = option(
         0,
         "Return cached GPU memory to the driver every this many steps (0: never). Allocating it again costs time; for "
         "fragmented memory only.",
+        at_least=0,
     )
 
 
@@ -430,9 +488,60 @@ class Config:
         return self.model.use_te if self.data.packing is None else self.data.packing
 
     @property
-    def allowed_changes(self) -> list[str]:
+    def allowed_changes(self) -> tuple[str, ...]:
         """The names in --allow_changed, in order."""
-        return [name.strip() for name in (self.run.allow_changed or "").split(",") if name.strip()]
+        return _names(self.run.allow_changed)
+
+
+def _names(listed: str | None) -> tuple[str, ...]:
+    """What stands between the commas of `listed`."""
+    return tuple(name.strip() for name in (listed or "").split(",") if name.strip())
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+
+MOST_USED = (
+    "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
+    "batch_size", "gradient_accumulation_steps", "learning_rate", "num_epochs", "max_steps", "sharding_mode",
+)  # fmt: skip
+"""Options that --help explains; --help-all explains all."""
+
+TRAINING_OPTIONS = (
+    "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
+    "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len", "amax_compute_algo",
+    "fp8_bf16_modules", "fp8_recast_weights",
+)  # fmt: skip
+"""What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
+GPUs, and the steps of the whole run.
+"""
+SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
+"""Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
+EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
+"""What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
+
+OTHER_MEANING = {
+    "adam_beta1": "it is 0.9",
+    "adam_epsilon": "it is 1e-8",
+    "bf16": "use --mixed_precision bf16",
+    "dataset_config": "write --dataset_name NAME:CONFIG",
+    "deepspeed": "use --sharding_mode deepspeed_1, _2 or _3, or --deepspeed_config",
+    "eval_strategy": "--eval_every says when to evaluate",
+    "fp16": "use --mixed_precision fp16",
+    "fsdp": "use --sharding_mode",
+    "hub_model_id": "upload final/ with 'hf upload'",
+    "hub_token": "use 'hf auth login', or HF_TOKEN in the environment",
+    "load_best_model_at_end": "use --keep_best",
+    "logging_strategy": "--log_every says when to log",
+    "optim": "use --optimizer, which has names of its own",
+    "per_device_eval_batch_size": "evaluation has the --batch_size of training",
+    "push_to_hub": "upload final/ with 'hf upload'",
+    "report_to": "use --use_wandb; metrics.jsonl is always written",
+    "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
+    "run_name": "use --wandb_run_name",
+    "save_strategy": "--save_every says when to save",
+    "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
+    "warmup_steps": "use --num_warmup_steps, of which a run uses at most a tenth of its steps",
+}
+"""Options that transformers and other trainers have and that are called otherwise here, or do not exist -> what to do
+instead.
+"""

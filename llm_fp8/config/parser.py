@@ -12,12 +12,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.accelerate_env import (
-    apply_launch_settings,
-    idle_keys,
-    require_launched,
-    require_single_process,
-)
+from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
     EMBEDDED,
@@ -240,12 +235,11 @@ def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
     """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
-    for each key of the launcher's fp8_config that has no effect here.
+    for each entry of the launcher's file that has no effect here.
     """
     config, given = _read(argv, build_parser(description=description, parallel=parallel))
     (require_launched if parallel else require_single_process)(environ)
-    idle = [f"fp8_config.{name} does nothing here: {why}." for name, why in idle_keys(environ).items()]
-    config = apply_launch_settings(config, environ, given)
+    config, idle = apply_launch_settings(config, environ, given)
     check_options(config)
     return config, idle
 
