@@ -23,7 +23,16 @@ from llm_fp8.config.options import (
     TRAINING_OPTIONS,
     Config,
 )
-from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking, token_multiple
+from llm_fp8.config.recipes import (
+    DEFAULT,
+    FP8_SIZE_MULTIPLE,
+    RECIPES,
+    Backend,
+    chosen,
+    recipe_names,
+    taking,
+    token_multiple,
+)
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -120,8 +129,13 @@ def _check_recipe(config: Config) -> None:
         raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one or drop it.")
 
 
-def _refuse_scales(scenario: str | None, backend: Any) -> None:
-    able = " or ".join(name for name in recipe_names(backend) if RECIPES[name].one_scale_per_weight)
+def fp8_params_recipes(backend: Backend = "te") -> list[str]:
+    """Recipes with one scale per weight, which --fp8_params needs."""
+    return [name for name in recipe_names(backend) if RECIPES[name].one_scale_per_weight]
+
+
+def _refuse_scales(scenario: str | None, backend: Backend) -> None:
+    able = " or ".join(fp8_params_recipes(backend))
     raise UserError(f"--fp8_params needs one scale per weight, which --fp8_scenario {scenario} has not; use {able}.")
 
 
@@ -254,7 +268,7 @@ def check_decoder(
         weights: [rows, columns] of the linear weights of a layer.
         num_shards: over how many GPUs they are split.
     """
-    size, able = config.parallel.context_parallel_size, recipe_names("te")
+    size = config.parallel.context_parallel_size
     if size > 1 and any(window is not None for window in windows):
         raise UserError(
             f"--context_parallel_size {size} cannot go with sliding-window attention (sliding_window in the model's "
@@ -267,7 +281,7 @@ def check_decoder(
         )
     if not config.parallel.fp8_params:
         return
-    if scenario not in able or not RECIPES[scenario].one_scale_per_weight:  # a fallback
+    if scenario not in fp8_params_recipes():  # one that it fell back to
         _refuse_scales(scenario, "te")
     if rows := [rows for rows, _ in weights if rows % num_shards != 0]:
         raise UserError(

@@ -28,7 +28,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
-from llm_fp8.config.accelerate_env import FP8_KEYS, PREFIX, chosen_values, is_on
+from llm_fp8.config.accelerate_env import PREFIX, is_default, is_on
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import NoNvml, open_energy_counter
@@ -235,7 +235,7 @@ def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState
 ) -> ExpectedKernels:
     compute = "bf16"  # Accelerate's autocast around what is not in fp8
-    mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"), "use_mxfp8_block_scaling")
+    mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"))
     scenario, num_gemms = "mxfp8" if mxfp8 else "delayed", GEMMS_PER_WEIGHT
     if by_torchao := state.library == "torchao":
         # Whether a layer of torchao's that is recomputed computes fprop again is up to torch.compile.
@@ -264,16 +264,15 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
     failures: list[str] = []
     remarks: list[str] = []
-    chosen = chosen_values(launch)
-    for key in FP8_KEYS:
-        variable = key.variables[0]
-        if key.option is None or variable not in launch or not hasattr(recipe, key.name):
+    for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "margin"):
+        variable = PREFIX + name.removeprefix("fp8_").upper()
+        if variable not in launch or not hasattr(recipe, name):
             continue
-        value = getattr(recipe, key.name)
+        value = getattr(recipe, name)
         value = str(getattr(value, "name", value))
         if value.lower() != launch[variable].lower():
-            told = failures if variable in chosen else remarks
-            told.append(f"fp8_config has {key.name} {launch[variable]}, and the recipe in force has {value}")
+            told = remarks if is_default(variable, launch[variable]) else failures
+            told.append(f"fp8_config has {name} {launch[variable]}, and the recipe in force has {value}")
     return failures, remarks
 
 

@@ -9,6 +9,7 @@ Both are frozen; what a run finds out later is in `llm_fp8.train.records.RunResu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import size_multiple
-from llm_fp8.config.validation import check_machine
+from llm_fp8.config.validation import check_decoder, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
 from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
@@ -34,17 +36,24 @@ from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import fill_weights
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.reporter import require_wandb_login
 from llm_fp8.optim.adamw_master import remainder_of
-from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
-from llm_fp8.train.machine import gather_facts
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
+from llm_fp8.utils.host_memory import free_host_bytes
+from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_import import require_te
+
+HOST_RESERVE_GIB = 4.0
+"""Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
 
 Say = Callable[[str], None]
 """Prints a line on the main process."""
@@ -168,7 +177,12 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
     notes: list[str] = []
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
         config, notes = _settle_memory(config, hf_config, precision, sharding.mode, ranks, gpu_gib)
-    check_machine(config, gather_facts(config, hf_config, device, ranks, precision, sharding.mode))
+    on_gpu, scenario = device.type == "cuda", precision.effective_scenario
+    check_machine(
+        config, on_gpu=on_gpu, mode=sharding.mode, compute=precision.compute_name, scenario=scenario, ranks=ranks
+    )
+    _check_packages(config, sharding.mode, on_gpu, ranks)
+    _check_model(config, hf_config, sharding.mode, scenario, ranks)
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
     optimizer_kind = strategy.resolve_optimizer(config.optim.optimizer, precision.compute_dtype)
@@ -223,6 +237,50 @@ def _settle_memory(
         settle_memory, config, hf_config, recipe=recipe, optimizer=kind, mode=mode, num_gpus=ranks.world_size
     )
     return decided_by_main(lambda: settle(gpu_gib=gpu_gib))
+
+
+def _check_packages(config: Config, mode: str, on_gpu: bool, ranks: LaunchRanks) -> None:
+    """Raise `UserError` where a package is missing, or does not load, that the run needs beyond those of every run."""
+    kind, rank = config.optim.optimizer, config.lora.lora_rank
+    if config.model.use_te:
+        require_te("--use_te")
+    if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
+        TRITON.require_installed(f"--optimizer {kind}")
+    if rank:
+        from llm_fp8.models.lora import require_peft
+
+        require_peft(f"--lora_rank {rank}")
+    if mode.startswith("deepspeed"):
+        from llm_fp8.distributed.deepspeed_config import load_deepspeed
+
+        load_deepspeed(f"--sharding_mode {mode}")
+    if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
+        require_wandb_login("--use_wandb")
+
+
+def _check_model(
+    config: Config, hf_config: PretrainedConfig, mode: str, scenario: str | None, ranks: LaunchRanks
+) -> None:
+    """Raise `UserError` where options cannot take effect with this model, or its state does not fit the host."""
+    if share := config.optim.offload_optimizer:
+        needed_gib = share * count_parameters(hf_config) * bytes_per_parameter("adamw_master").state / GIB
+        needed_gib, free_gib = needed_gib * ranks.local_world_size, free_host_bytes() / GIB - HOST_RESERVE_GIB
+        if needed_gib > free_gib:
+            raise UserError(
+                f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, where {free_gib:.1f} "
+                f"are left for it; use {share * max(0.0, free_gib) / needed_gib:.2f} or less, or adamw_8bit."
+            )
+    if config.model.use_te:
+        with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
+            spec = te_llama.decoder_spec(hf_config)
+            check_decoder(
+                config,
+                scenario=scenario,
+                windows=spec.windows,
+                attention_dropout=spec.attention_dropout,
+                weights=te_llama.layer_weight_shapes(spec),
+                num_shards=ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size,
+            )
 
 
 def effective_optimizer(config: Config, mode: str, compute: str) -> OptimizerKind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import MachineFacts, check_machine
+from llm_fp8.config.validation import check_machine
 from llm_fp8.distributed.sharding_mode import choose_mode, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered, length
 from llm_fp8.utils.ranks import LaunchRanks
@@ -61,7 +61,7 @@ def test_bytes_of_every_mode():
 
 
 def test_hybrid_shards_inside_a_host():
-    check_machine(config(), MachineFacts(TWO_HOSTS, "fsdp_hybrid"))
+    check_machine(config(), on_gpu=True, mode="fsdp_hybrid", ranks=TWO_HOSTS)
 
 
 def test_intervals_and_the_slowest_rank():

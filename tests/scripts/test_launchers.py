@@ -131,7 +131,7 @@ def launch_environment(monkeypatch, config_file: Path, *options: str) -> dict[st
 def test_a_configuration_file_asks_for_what_its_name_says(monkeypatch, name):
     environ = launch_environment(monkeypatch, REPOSITORY / "configs" / f"accelerate_{name}.yaml")
     assert environ["WORLD_SIZE"] == "8"
-    config = apply_launch_settings(parse_config([], parallel=True), environ)
+    config, _ = apply_launch_settings(parse_config([], parallel=True), environ)
     precision, mode = CONFIGS[name]
     assert (config.precision.mixed_precision, config.parallel.sharding_mode) == (precision, MODES[mode])
     assert not [name for name in environ if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_"))]
@@ -163,7 +163,7 @@ def test_the_commented_entries_of_the_fsdp_files_are_understood(monkeypatch, tmp
     file = tmp_path / "hybrid.yaml"
     file.write_text(yaml.safe_dump(content))
     environ = launch_environment(monkeypatch, file, "--num_processes", "16")
-    config = apply_launch_settings(parse_config([], parallel=True), {**environ, "LOCAL_WORLD_SIZE": "8"})
+    config, _ = apply_launch_settings(parse_config([], parallel=True), {**environ, "LOCAL_WORLD_SIZE": "8"})
     assert config.parallel.sharding_mode == "fsdp_hybrid"
     assert config.model.gradient_checkpointing
 

@@ -20,8 +20,8 @@ from accelerate.utils.launch import setup_fp8_env
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.config.accelerate_env import merge_launch_settings, take_precision_settings
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.accelerate_env import apply_launch_settings
+from llm_fp8.config.options import Config, PrecisionConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.train.run_dir import with_output_dir
 from llm_fp8.utils.errors import UserError
@@ -269,7 +269,7 @@ def test_an_fp8_configuration_file_of_accelerate_becomes_our_options(tmp_path, o
     for name, value in content["fp8_config"].items():
         setattr(arguments, f"fp8_{name}" if not name.startswith("fp8_") else name, value)
     environment = {"ACCELERATE_MIXED_PRECISION": content["mixed_precision"], **setup_fp8_env(arguments, {})}
-    settings = merge_launch_settings(PrecisionConfig(), take_precision_settings(environment))
+    settings = apply_launch_settings(Config(), environment)[0].precision
     assert settings == PrecisionConfig(
         mixed_precision="fp8",
         fp8_format="HYBRID",

@@ -37,7 +37,7 @@ from llm_fp8.config.options import (
     PrecisionConfig,
 )
 from llm_fp8.config.recipes import Backend, recipe_names
-from llm_fp8.config.validation import MachineFacts, check_machine, check_options
+from llm_fp8.config.validation import check_machine, check_options
 from llm_fp8.distributed.deepspeed_config import file_of, load_deepspeed
 from llm_fp8.tools.bench.worker import split_names
 from llm_fp8.utils.errors import UserError
@@ -140,8 +140,6 @@ class Variant:
 
     def check(self, work: Workload, ranks: LaunchRanks) -> None:
         """Raise `UserError` where it cannot train `work` in this launch, as far as that is known beforehand."""
-        from llm_fp8.train.machine import model_facts
-
         is_baseline, name = isinstance(self.what, Baseline), self.name
         fsdp2_without_gpu = is_baseline and self.mode == "fsdp_full" and not torch.cuda.is_available()
         for refused, why in (
@@ -166,13 +164,8 @@ class Variant:
         config = self.config(work)
         try:
             check_options(config)
-            facts = MachineFacts(
-                ranks=ranks,
-                sharding_mode=self.mode or "single",
-                scenario=config.precision.fp8_scenario,
-                model=model_facts(config, work.hf_config()) if self.context_size > 1 else None,
-            )
-            check_machine(config, facts)
+            scenario = config.precision.fp8_scenario
+            check_machine(config, on_gpu=True, mode=self.mode or "single", scenario=scenario, ranks=ranks)
         except UserError as error:
             raise UserError(f"--arms {name} with --workloads {work.name}: {error}") from error
 

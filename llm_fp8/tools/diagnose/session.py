@@ -22,7 +22,7 @@ import torch
 
 import te_llama
 from llm_fp8.config.options import Config, ModelConfig, RunConfig
-from llm_fp8.config.validation import MachineFacts, check_machine
+from llm_fp8.config.validation import check_machine
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.models.build import decoder_layers
@@ -44,7 +44,6 @@ from llm_fp8.tools.diagnose.result import (
 )
 from llm_fp8.tools.diagnose.static_report import diagnose_without_gpu
 from llm_fp8.tools.gemm_rates import MeasuredRates, measure_rates
-from llm_fp8.train.machine import model_facts
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -71,7 +70,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     check_model(config, hf_config, load_tokenizer(config.model, source)[0])
     device = own_device()
     if device.type != "cuda":
-        check_machine(config, MachineFacts(model=model_facts(config, hf_config)))
+        check_machine(config, on_gpu=True, mode="single")
         return diagnose_without_gpu(config)
     rates = measure_rates(device)
     gc.collect()
