@@ -16,7 +16,7 @@ PROGRAMS = {
     "memory": ("llm_fp8.tools.memory", "whether a model fits a GPU, and with which options; no GPU needed"),
     "compare": ("llm_fp8.tools.compare.cli", "bf16 and fp8 runs that differ in nothing else"),
     "diagnose": ("llm_fp8.tools.diagnose.cli", "where a step's precision, time and memory go"),
-    "evaluate": ("llm_fp8.tools.evaluate_cli", "the share of held-out problems that a model answers right"),
+    "evaluate": ("llm_fp8.tools.evaluate", "the share of held-out problems that a model answers right"),
     "export-fp8": ("llm_fp8.tools.export_fp8", "write an exported model in fp8, as vLLM loads it"),
 }
 """Command -> module whose `main()` reads `sys.argv` and returns the exit code, and what it does."""

@@ -7,8 +7,8 @@
 
 Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face
 folder, or a hub id. For the folder of a run the options of the data are those of the run (run.json) unless given here,
-so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval, and writes
-every answer as JSON. See docs/data_and_checkpoints.md.
+so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval and the eval
+loss, and writes every answer as JSON. See docs/data_and_checkpoints.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.evaluate_cli import main
+from llm_fp8.tools.evaluate import main
 from llm_fp8.utils.errors import run_script
 
 if __name__ == "__main__":

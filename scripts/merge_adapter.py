@@ -23,18 +23,9 @@ from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--adapter",
-        type=Path,
-        required=True,
-        help="folder of the adapter, for example the final/ of a run with --lora_rank",
-    )
+    parser.add_argument("--adapter", type=Path, required=True, help="folder of the adapter, as runs/x/final")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
-    parser.add_argument(
-        "--base_model",
-        type=os.path.expanduser,
-        help="hub id or folder of the base model (default: the one that the adapter names)",
-    )
+    parser.add_argument("--base_model", type=os.path.expanduser, help="default: the one that the adapter names")
     return parser.parse_args(argv)
 
 
@@ -42,29 +33,22 @@ def main() -> int:
     """Load, merge, write."""
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading these.
-    import torch
+    from transformers import AutoTokenizer
 
     from llm_fp8.models.export import export_hf
-    from llm_fp8.models.source import load_tokenizer, stored_dtype
-    from llm_fp8.tools.evaluate_checkpoint import base_of, load_merged, located
+    from llm_fp8.tools.evaluate import adapter_base, load_exported
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
-    named = base_of(options.adapter)
-    if named is None:
-        raise UserError(
-            f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give the folder that a run "
-            "with --lora_rank exported."
-        )
+    base = options.base_model or adapter_base(options.adapter)
+    if base is None:
+        raise UserError(f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give its folder.")
     if options.output.exists():
         raise UserError(f"--output {options.output} exists already; give a new folder.")
-    base = options.base_model or named
-    model = load_merged(options.adapter, base, torch.device("cpu"))
+    model = load_exported(options.adapter, base, "auto")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    base_options, source, _ = located(options.adapter, base)
-    tokenizer, _ = load_tokenizer(base_options, source)
-    dtype, advice = stored_dtype(model.config, default=torch.float32), "Make room, or give another --output."
-    export_hf(model, tokenizer, options.output, dtype=dtype, card=card, advice=advice)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    export_hf(model, tokenizer, options.output, dtype=model.dtype, card=card, advice="Give another --output.")
     print(f"{base} with the adapter of {options.adapter}: {options.output}")
     return 0
 

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, Config
 from llm_fp8.config.parser import build_parser, parse_config
-from llm_fp8.tools import evaluate_cli, export_fp8
+from llm_fp8.tools import evaluate, export_fp8
 from llm_fp8.tools import memory as memory_tool
 from llm_fp8.tools.compare import cli as compare_cli
 from llm_fp8.utils.errors import UserError
@@ -424,7 +424,7 @@ def test_so_it_is_in_the_programs_around_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     exporting = export_fp8.parse([str(tmp_path), "--output=~/fp8"])
     merging = merge_adapter.parse(["--adapter=~/lora", "--output=~/merged", "--base_model=~/base"])
-    evaluating = evaluate_cli.parse(["--model=~/final", "--output=~/answers.json"])
+    evaluating = evaluate.parse(["--model=~/final", "--output=~/answers.json"])
     comparing = compare_cli.parse(["--runs", "~/one", "--output=~/page"])
     found = [
         *(exporting.output, merging.adapter, merging.output, merging.base_model, *comparing.runs, comparing.output),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import yaml
+from llm_fp8.tools.evaluate_checkpoint import base_of, data_options, load_merged
 from llm_fp8.train.machine import model_facts
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,6 @@ from llm_fp8.observability.step_stats import RESUMES, throughput_summary
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import compare
 from llm_fp8.tools.compare.run_record import read_run_folder
-from llm_fp8.tools.evaluate_checkpoint import base_of, data_options, load_merged
 from llm_fp8.train.checkpoint import LATEST, CheckpointManager, has_checkpoint, read_meta
 from llm_fp8.train.run_dir import is_finished, refuse_finished
 from llm_fp8.utils.json_files import read_json, read_metrics, write_json_atomic, write_jsonl_atomic

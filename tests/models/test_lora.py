@@ -403,7 +403,7 @@ def test_an_adapter_is_merged_and_evaluated_as_the_model_that_it_makes(trained_a
         ]
         assert script("evaluate", *words, "--max_seq_length=256") == 0
         answers.append(
-            [answer["generated"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]]
+            [answer["answer"] for answer in json.loads((tmp_path / f"{number}.json").read_text())["answers"]]
         )
     assert answers[0] == answers[1] and len(answers[0]) == 2
 

@@ -1,0 +1,98 @@
+"""Exact match of exported models: rows, answers, what counts as right."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm_fp8.tools import evaluate
+from llm_fp8.utils.errors import UserError
+from tests.support.small import records, train
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "right"),
+    [
+        (r"So it is \boxed{\frac12}.", "The answer is 0.5", True),
+        (r"\boxed{1,234}", r"we get \boxed{1234}", True),
+        ("2 + 2 = 4\n#### 4", "I think\n#### 4", True),
+        ("2 + 2 = 4\n#### 4", "4 and 5\n#### 5", False),
+        (r"\boxed{0.333}", r"\boxed{\frac{1}{3}}", False),
+        ("Paris", "Paris", True),
+        ("Paris", "London", False),
+        (r"\boxed{7}", "", False),
+    ],
+)
+def test_what_counts_as_right(expected, answer, right):
+    assert evaluate.is_right(expected, answer) is right
+
+
+def test_a_row_is_cut_before_its_last_supervised_part():
+    chat = evaluate.Problem([1, 2, 3, 4, 5, 6, 7, 0], [-100, 3, -100, -100, 6, 7, -100, -100])
+    assert chat.prompt == [1, 2, 3, 4, 5] and [chat.labels[t] for t in chat.supervised] == [6, 7]
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Call main with these words."""
+
+    def main(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, words)])
+        return evaluate.main()
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A short run on the embedded problems."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert train("--max_steps=20", "--max_seq_length=256", "--batch_size=8", f"--output_dir={folder}") == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run, call, capsys):
+    assert call("--model", run / "final", "--num_problems=300", "--max_new_tokens=4") == 0
+    result = json.loads((run / "exact_match.json").read_text())
+    (evaluation,) = [record for record in records(run) if "eval_loss" in record]
+    assert result["eval_loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
+    right = [answer["correct"] for answer in result["answers"]]
+    assert (
+        result["exact_match"] == sum(right) / len(right) and f"({sum(right)} of {len(right)}" in capsys.readouterr().out
+    )
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    assert all(len(tokenizer(answer["answer"])["input_ids"]) <= 6 for answer in result["answers"])
+
+
+def test_answers_do_not_depend_on_the_batch_and_end_at_the_model_s_own_tokens(run):
+    model, tokenizer = (kind.from_pretrained(run / "final") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    prompts = [tokenizer(f"Problem:\nWhat is {text}?\n\nSolution:\n")["input_ids"] for text in ("2 + 2", "73 * 44 - 1")]
+    together = evaluate.generate(model, tokenizer, prompts, 12)
+    assert together == [evaluate.generate(model, tokenizer, [prompt], 12)[0] for prompt in prompts]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompts[0]])).logits
+    model.generation_config.eos_token_id = [3, int(logits[0, -1].argmax())]  # one of several ends it at once
+    (first, _), whole = evaluate.generate(model, tokenizer, prompts, 12), together[0]
+    assert len(first) < len(whole)
+
+
+@pytest.mark.slow
+def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call, capsys):
+    data = (f"--dataset_name={rows}", "--validation_fraction=0.3", "--max_seq_length=128")
+    words = ("--lora_rank=4", "--max_steps=3", "--batch_size=8", f"--output_dir={tmp_path / 'run'}", "--eval_every=0")
+    assert train(f"--model_name={tiny_model}", *data, *words) == 0
+    final, answers = tmp_path / "run" / "final", tmp_path / "answers.json"
+    assert call("--model", final, "--max_new_tokens=4", "--output", answers) == 0
+    losses = [record["eval_loss"] for record in records(tmp_path / "run") if "eval_loss" in record]
+    if losses:
+        assert json.loads(answers.read_text())["eval_loss"] == pytest.approx(losses[-1], rel=1e-4)
+    with pytest.raises(UserError, match="--model_name"):
+        call("--model", tmp_path / "nowhere", *data)
+    with pytest.raises(UserError, match="--validation_fraction"):
+        call("--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
