@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.tools import evaluate
@@ -92,6 +93,11 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
     losses = [record["eval_loss"] for record in records(tmp_path / "run") if "eval_loss" in record]
     if losses:
         assert json.loads(answers.read_text())["eval_loss"] == pytest.approx(losses[-1], rel=1e-4)
+    tensors = load_file(final / "adapter_model.safetensors")
+    del tensors[next(name for name in tensors if "lora_A" in name)]
+    save_file(tensors, final / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="missing adapter keys"):
+        call("--model", final)
     with pytest.raises(UserError, match="--model_name"):
         call("--model", tmp_path / "nowhere", *data)
     with pytest.raises(UserError, match="--validation_fraction"):
