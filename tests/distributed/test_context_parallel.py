@@ -7,26 +7,20 @@ ranks. What Transformer Engine makes of it on GPUs is checked by tests/support/c
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
-from llm_fp8.data.loader import EvalLoader, Share
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import IGNORE_INDEX
-from tests.support.processes import CONTEXT
 
 PAD = 3
 VOCABULARY = 64
@@ -75,11 +69,6 @@ def _bounds(batch: Batch) -> list[int]:
 # --- the split --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_takes_a_chunk_from_each_end_of_every_document() -> None:
-    assert slice_index(torch.tensor([0, 8, 12], dtype=torch.int32), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert slice_index(torch.tensor([0, 8, 12], dtype=torch.int32), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-
-
 @sizes
 def test_the_index_is_the_chunks_one_document_after_the_other(size: int) -> None:
     lengths = [2 * size * n for n in (3, 1, 0, 7, 2)]
@@ -124,42 +113,6 @@ def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
     assert len({part.num_real_tokens for part in parts}) > 1  # a share of its own, not an equal one
 
 
-@pytest.mark.parametrize("collate", [PackedCollate(2, 96, PAD, 4), PaddedCollate(2, 96, PAD, context_size=4)])
-def test_a_batch_without_rows_can_be_split(collate: PackedCollate | PaddedCollate) -> None:
-    parts = _slices(collate([]), 4)
-    assert [part.num_tokens for part in parts] == [48] * 4
-    assert all((part.labels == IGNORE_INDEX).all() and part.num_supervised_tokens == 0 for part in parts)
-
-
-def test_a_group_of_one_changes_nothing() -> None:
-    batch = _packed(1)
-    group = ContextGroup()
-    assert group.split(batch) is batch and group.on_its_own(batch) is batch and group.connected("cpu") is group
-    group.attach([object()])  # which has nothing that could be called
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="cut into 4 chunks"):
-        ContextGroup(2, 0).split(dataclasses.replace(_packed(1), attention_mask=torch.ones(1, 576, dtype=torch.bool)))
-    with pytest.raises(ValueError, match="context_size"):
-        ContextGroup(2, 0).split(_packed(1))
-
-
-@sizes
-@layouts
-def test_a_slice_on_its_own_is_a_packed_batch(layout: str, size: int) -> None:
-    batch = BATCHES[layout](size)
-    for rank in range(size):
-        group = ContextGroup(size, rank)
-        part = group.split(batch)
-        alone = group.on_its_own(part)
-        assert alone.cu_seqlens is not None and alone.max_seqlen == batch.max_seqlen // size
-        lengths = alone.cu_seqlens.diff().tolist()
-        assert sum(lengths) == alone.num_tokens and max(lengths) <= alone.max_seqlen
-        assert alone.position_ids[0].tolist() == [position for length in lengths for position in range(length)]
-        assert torch.equal(alone.input_ids, part.input_ids)
-
-
 # --- collate and pack -------------------------------------------------------------------------------------------------
 
 
@@ -181,31 +134,6 @@ def test_packed_documents_are_padded_to_a_multiple(size: int) -> None:
             assert end - start == -(-length // multiple) * multiple
             found.append(batch.input_ids[0, start : start + length].tolist())
     assert sorted(found) == sorted(document.input_ids.tolist() for document in DOCUMENTS)
-
-
-def test_without_context_parallelism_nothing_is_padded() -> None:
-    assert document_multiple(1) == 1
-    batch = _packed(1)
-    assert batch.attention_mask is None
-    lengths = np.diff(_bounds(batch)).tolist()
-    assert all(length in lengths for length in LENGTHS)
-
-
-@sizes
-def test_padded_rows_are_a_multiple_of_what_each_rank_needs(size: int) -> None:
-    width = PaddedCollate(1, 4096, PAD, context_size=size)([[_document(200, 0)]]).max_seqlen
-    assert width % (128 * size) == 0 and 200 <= width < 200 + 128 * size
-
-
-def test_rows_are_packed_by_padded_lengths() -> None:
-    lengths = np.random.default_rng(0).integers(1, 257, size=500)
-    plan = pack(lengths, 256, 16)
-    rounded = -(-lengths // 16) * 16
-    assert sorted(plan.samples.tolist()) == list(range(500))
-    assert all(rounded[plan[row]].sum() <= 256 for row in range(len(plan)))
-    assert any(lengths[plan[row]].sum() < rounded[plan[row]].sum() for row in range(len(plan)))
-    with pytest.raises(ValueError, match="more than 16 tokens"):  # fits without padding
-        PackedCollate(1, 16, PAD, 4)([[_document(7, 0), _document(9, 1)]])
 
 
 # --- loss and gradients -----------------------------------------------------------------------------------------------
@@ -291,71 +219,4 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(layout: str, size: int)
         torch.testing.assert_close(split_gradients[name], gradient, rtol=1e-9, atol=1e-10, msg=name)
 
 
-def test_what_padding_holds_changes_no_loss_and_no_gradient() -> None:
-    results = []
-    for pad in (PAD, 17):
-        rows = [[DOCUMENTS[0], DOCUMENTS[2]], [DOCUMENTS[1]]]
-        results.append(_loss_and_gradients(_slices(PackedCollate(3, 96, pad, 4)(rows), 4)))
-    assert torch.equal(results[0][0], results[1][0])
-    for name, gradient in results[0][1].items():
-        torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-12, atol=1e-14, msg=name)
-
-
-def test_swapped_chunks_would_be_noticed() -> None:
-    parts = _slices(_packed(2), 2)
-    wrong = [parts[0], dataclasses.replace(parts[1], position_ids=parts[1].position_ids.flip(1))]
-    loss, _ = _loss_and_gradients(parts)
-    wrong_loss, _ = _loss_and_gradients(wrong)
-    assert abs(float(wrong_loss - loss)) > 1e-3 * float(loss)
-
-
 # --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def _of_rank(rank: int, world_size: int, size: int, address: str) -> None:
-    """What a rank of a launch does: join its group, load its slices, count over all ranks."""
-    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=world_size)
-    group = ContextGroup.of_rank(size, rank).connected("cpu")
-    assert group.process_group is not None and dist.get_rank(group.process_group) == group.rank
-    ranks = dist.get_process_group_ranks(group.process_group)
-    collate = PackedCollate(2, 64, PAD, size)
-    readers = [lambda document=document: [document] for document in DOCUMENTS]
-    share = Share(rank // size, world_size // size)
-    loader = EvalLoader(readers, lambda sequences: group.split(collate(sequences)), 2, share)  # type: ignore[arg-type]
-    batches = list(loader)
-    counts, row_ids = torch.zeros(len(COUNTS), dtype=torch.int64), []
-    for batch in batches:
-        counts += torch.tensor([getattr(batch, name) for name in COUNTS])
-        row_ids += batch.row_ids
-    dist.all_reduce(counts)
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (group.rank, ranks, row_ids, len(batches)))
-    if rank == 0:
-        Path(f"{address}.result").write_text(json.dumps([counts.tolist(), gathered]))
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_consecutive_ranks_share_rows_and_count_each_token_once(tmp_path: Path) -> None:
-    world_size, size = 4, 2
-    address = str(tmp_path / "rendezvous")
-    processes = [
-        CONTEXT.Process(target=_of_rank, args=(rank, world_size, size, address), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * world_size
-    counts, gathered = json.loads(Path(f"{address}.result").read_text())
-    whole = PackedCollate(2, 64, PAD, size)
-    batches = [
-        whole([[document] for document in DOCUMENTS[start : start + 2]]) for start in range(0, len(DOCUMENTS), 2)
-    ]
-    batches += [whole([])] * (sum(entry[3] for entry in gathered) // size - len(batches))
-    assert counts == [sum(getattr(batch, name) for batch in batches) for name in COUNTS]
-    assert [entry[0] for entry in gathered] == [0, 1, 0, 1]
-    assert [entry[1] for entry in gathered] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert gathered[0][2] == gathered[1][2] and gathered[2][2] == gathered[3][2]
-    assert sorted(gathered[0][2] + gathered[2][2]) == list(range(len(DOCUMENTS)))

@@ -191,21 +191,14 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     return strategy, model, optimizer, plain, config
 
 
-def take_step(
-    strategy: Any, model: Any, optimizer: Any, scheduler: Any, step: int, rank: int, gradients: dict | None = None
-) -> Any:
+def take_step(strategy: Any, model: Any, optimizer: Any, scheduler: Any, step: int, rank: int) -> Any:
     """As the loop does it; returns loss, gradient norm and learning rate."""
-    from deepspeed.utils import safe_get_full_grad
-
     loss_sum = torch.zeros(())
     for micro in range(NUM_MICRO_BATCHES):
         with strategy.micro_batch(model, last=micro == NUM_MICRO_BATCHES - 1):
             loss = model(make_batch(step, micro, rank))[0] / num_supervised(step)
             strategy.backward(loss)
         loss_sum += loss.detach()
-    if gradients is not None:
-        for name, parameter in model.module.model.named_parameters():
-            gradients[name] = safe_get_full_grad(parameter).clone()
     rate = float(optimizer.param_groups[0]["lr"])
     norm = strategy.step(optimizer, list(model.parameters()), MAX_NORM)
     assert norm.dtype == torch.float32 and norm.ndim == 0
@@ -222,17 +215,11 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     strategy, model, optimizer, plain, config = start(case, folder)
     scheduler = build_scheduler(optimizer, config.optim, NUM_STEPS)
     before = full_weights(strategy, plain)
-    gradients: dict[str, Tensor] = {}
     checkpoint = folder / f"{case.mode}-checkpoint"
     taken = []
     for step in range(NUM_STEPS):
-        taken.append(take_step(strategy, model, optimizer, scheduler, step, rank, gradients if step == 0 else None))
+        taken.append(take_step(strategy, model, optimizer, scheduler, step, rank))
         resident = {name: parameter.numel() for name, parameter in plain.named_parameters()}
-        # In the middle of training, where it must not disturb what follows.
-        model.eval()
-        with torch.no_grad():
-            evaluation = model(make_batch(0, 0, rank))[0].item()
-        model.train()
         if step + 1 == SAVED_AFTER:
             strategy.save_state(checkpoint)
     result = {
@@ -241,9 +228,7 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         "local": {name: strategy.local_tensor(parameter).clone() for name, parameter in plain.named_parameters()},
         "dtypes": {parameter.dtype for parameter in plain.parameters()},
         "resident": resident,
-        "gradients": gradients,
         "taken": taken,
-        "evaluation": evaluation,
         "files": strategy.state_files(),
         "state_bytes": strategy.state_bytes(),
     }
@@ -306,7 +291,6 @@ def reference(case: Case) -> dict[str, Any]:
     """
     model = make_model(case).float()
     optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters(), 0.1), lr=PEAK, betas=(0.9, 0.95), eps=1e-8)
-    gradients: dict[str, Tensor] = {}
     taken = []
     for step in range(NUM_STEPS):
         total = torch.zeros(())
@@ -319,28 +303,13 @@ def reference(case: Case) -> dict[str, Any]:
             )
             (loss / num_supervised(step)).backward()
             total += loss.detach() / num_supervised(step)
-        if step == 0:
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         optimizer.step()
         optimizer.zero_grad()
         taken.append((total.item(), norm.item(), learning_rate(step)))
-    return {"after": {n: p.detach() for n, p in model.named_parameters()}, "gradients": gradients, "taken": taken}
-
-
-@pytest.mark.slow
-@fp32_cases
-def test_gradients_are_the_sum_over_ranks_and_micro_batches(outcomes, case):
-    expected = reference(case)["gradients"]
-    for result in outcomes[1][case.mode]:
-        assert result["gradients"].keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert gradient.abs().max() > 1e-4, "must have something to compare"
-            torch.testing.assert_close(
-                result["gradients"][name], gradient, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    return {"after": {n: p.detach() for n, p in model.named_parameters()}, "taken": taken}
 
 
 @pytest.mark.slow

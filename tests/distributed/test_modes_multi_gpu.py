@@ -112,14 +112,6 @@ def test_graphs_take_the_steps_of_ddp_bit_for_bit(precision, models, tmp_path, m
         assert [record[name] for record in graphs] == [record[name] for record in eager]
 
 
-def test_tied_embeddings(models, single_gpu, tmp_path):
-    model = models["qwen3_qk_norm_head_dim"]
-    expected = single_gpu(model, *PRECISIONS["delayed"], "--use_te")
-    for mode in ("ddp", "fsdp_full", "deepspeed_3"):
-        taken = train(2, tmp_path / mode, model, *PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}")[0]
-        assert [r["loss"] for r in taken] == pytest.approx([r["loss"] for r in expected], rel=1e-2)
-
-
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):

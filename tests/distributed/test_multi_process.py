@@ -5,15 +5,11 @@ CPU.
 from __future__ import annotations
 
 import functools
-import os
 import signal
 from pathlib import Path
-from typing import Any
 
-import datasets
 import pytest
 
-from llm_fp8.data import tokenise
 from tests.support.faults import kill_one_rank_in_a_save, signal_one_rank
 from tests.support.launches import Forked
 from tests.support.processes import exit_code, run_ranks, start_ranks
@@ -25,34 +21,15 @@ pytestmark = pytest.mark.slow
 MODES = [
     # ranks, mode, rows of a micro-batch, micro-batches, more
     (1, "fsdp_full", 8, 2, []),
-    (2, "ddp", 4, 2, []),
     (2, "ddp", 3, 3, ["--gradient_checkpointing"]),
-    (2, "fsdp_full", 8, 1, ["--gradient_checkpointing"]),
-    (2, "fsdp_full", 2, 4, []),
-    (
-        2,
-        "fsdp_full",
-        4,
-        2,
-        ["--sync_every_micro_batch", "--gradient_checkpointing=2"],
-    ),
+    (2, "fsdp_full", 2, 4, ["--gradient_checkpointing=2"]),
+    (2, "fsdp_full", 4, 2, ["--sync_every_micro_batch"]),
     (2, "fsdp_grad", 4, 2, []),
     (2, "fsdp_offload", 4, 2, []),
-    (3, "fsdp_full", 2, 3, []),
-    (4, "fsdp_full", 1, 4, []),
+    (3, "fsdp_full", 2, 3, ["--packing"]),
     (4, "fsdp_hybrid", 2, 2, []),
-    (8, "fsdp_hybrid", 1, 2, []),
-    (8, "fsdp_full", 1, 2, []),
     (4, "ddp", 2, 2, []),
-    (8, "ddp", 1, 2, []),
-    (4, "fsdp_grad", 2, 2, []),
-    (4, "fsdp_offload", 4, 1, []),
-    (2, "deepspeed_1", 4, 2, []),
     (2, "deepspeed_2", 2, 4, []),
-    (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
-    (4, "deepspeed_1", 2, 2, []),
-    (4, "deepspeed_2", 4, 1, []),
-    (4, "deepspeed_3", 2, 2, []),
 ]
 
 
@@ -75,13 +52,6 @@ def test_a_step_is_the_reference_in_every_mode(
     )
     check_against_reference(tmp_path, tiny_model, sixteen_rows, False)
     assert run_json(tmp_path)["effective"]["sharding_mode"] == mode
-
-
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_packed_rows_and_tied_embeddings_too(tmp_path, tied_model, sixteen_rows, mode):
-    cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--packing"]
-    run_ranks(2, tmp_path, *reference_options(tied_model, sixteen_rows, tmp_path), *cut)
-    check_against_reference(tmp_path, tied_model, sixteen_rows, False)
 
 
 def test_random_weights_are_the_same_in_every_mode(tmp_path, tiny_model, rows):
@@ -110,7 +80,7 @@ def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("mode", "saving"),
-    [("ddp", []), ("fsdp_full", []), ("fsdp_full", ["--async_save"]), ("deepspeed_1", []), ("deepspeed_3", [])],
+    [("ddp", []), ("fsdp_full", []), ("fsdp_full", ["--async_save"]), ("deepspeed_3", [])],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "waiting",
 )
 def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, saving):
@@ -136,7 +106,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
             f"--resume_from={checkpoint}",
         ]
         assert [exit_code(process) for process in start_ranks(3, log, *options)] == [2, 2, 2]
-        assert "was saved by 2 processes under DeepSpeed" in log.read_text()
+        assert "was saved by 2 processes" in log.read_text()
     if mode.startswith("deepspeed") or saving:
         return
     for num_ranks, accumulation in ((1, 4), (4, 1)):
@@ -174,28 +144,3 @@ def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert "latest" in names and not [name for name in names if name.startswith(".tmp-")]
-
-
-def note_tokenising(folder: Path) -> None:
-    """Let this process leave a file named after its rank in `folder` when it tokenises."""
-    original = tokenise.tokenise_rows
-    datasets.config.HF_DATASETS_CACHE = folder.with_name("cache")
-
-    def tokenise_rows(*arguments: Any) -> Any:
-        (folder / os.environ["RANK"]).touch()
-        return original(*arguments)
-
-    tokenise.tokenise_rows = tokenise_rows
-
-
-def test_one_process_of_a_host_prepares_the_data(tmp_path, tiny_model, rows):
-    folder, log, noted = tmp_path / "run", tmp_path / "log", tmp_path / "noted"
-    noted.mkdir()
-    options = [
-        *options_of_short_run(tiny_model, rows, folder),
-        "--max_steps=1",
-    ]
-    ranks = start_ranks(3, log, *options, "--sharding_mode=ddp", first=functools.partial(note_tokenising, noted))
-    assert [exit_code(rank) for rank in ranks] == [0, 0, 0], log.read_text()
-    assert [path.name for path in noted.iterdir()] == ["0"]
-    assert len(list((tmp_path / "cache").glob("llm_fp8/*/*.arrow"))) == 1

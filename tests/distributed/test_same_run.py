@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from llm_fp8.utils.json_files import read_json
-from tests.support.processes import exit_code, run_ranks, start_ranks, start_training
-from tests.support.small import steps
+from tests.support.processes import exit_code, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -43,46 +40,6 @@ def test_a_process_with_other_options_is_refused(tmp_path, tiny_model, rows, oth
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
     assert f"error: rank 1 was started with {named}" in log.read_text()
     assert "Traceback" not in log.read_text() and not folder.exists()
-
-
-def test_hosts_may_cache_in_different_places_and_name_the_wandb_run_differently(
-    tmp_path, tiny_model, rows, monkeypatch
-):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    folder, log = tmp_path / "run", tmp_path / "log"
-    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={folder}", *OPTIONS]
-    named = ["--use_wandb", "--wandb_run_name=first"]
-    other = ["--wandb_run_name=second"]
-    ranks = start_ranks(2, log, *options, *named, of_last=other)
-    assert [exit_code(rank) for rank in ranks] == [0, 0], log.read_text()
-    assert read_json(folder / "run.json")["config"]["run"]["wandb_run_name"] == "first"
-
-
-def start_later(folder: Path) -> None:
-    """Work in `folder`, and let each rank begin in another second, after which default folders are named."""
-    os.chdir(folder)
-    time.sleep(1.2 * int(os.environ["RANK"]))
-
-
-def test_processes_of_no_launcher_take_one_default_folder(tmp_path, tiny_model, rows):
-    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", *OPTIONS]
-    run_ranks(2, tmp_path / "run", *options, first=functools.partial(start_later, tmp_path))
-    (folder,) = (tmp_path / "runs").iterdir()
-    names = {path.name for path in folder.glob("checkpoints/step-00000002/*.distcp")}
-    assert names == {"__0_0.distcp", "__1_0.distcp"}
-    assert len(steps(folder)) == 2
-
-
-@pytest.mark.parametrize("left_over", [{"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}])
-def test_a_launchers_variables_that_are_left_over_do_not_stop_a_single_process(
-    tmp_path, tiny_model, rows, monkeypatch, left_over
-):
-    for name, value in left_over.items():
-        monkeypatch.setenv(name, value)
-    log = tmp_path / "log"
-    single = [option for option in OPTIONS if not option.startswith("--sharding_mode")]
-    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={tmp_path / 'run'}", *single]
-    assert exit_code(start_training(log, *options)) == 0, log.read_text()
 
 
 def work_elsewhere(folder: Path) -> None:

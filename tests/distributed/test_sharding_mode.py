@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_machine
 from llm_fp8.distributed.sharding_mode import choose_mode, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered, length
 from llm_fp8.utils.ranks import LaunchRanks
@@ -42,11 +41,6 @@ def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, op
     assert (choice.reason is None) == ("--sharding_mode=ddp" in options)
 
 
-def test_the_reason_names_what_was_compared():
-    reason = choose_mode(config(), EIGHT, lambda: 8 * BILLION, 139.8).reason
-    assert "ddp 89 GiB, fsdp_grad 30 GiB, fsdp_full 15 GiB; fsdp_grad is the first that fits 84 GiB, 60%" in reason
-
-
 def test_bytes_of_every_mode():
     once, accumulated = config(), config("--gradient_accumulation_steps=2")
     assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
@@ -58,10 +52,6 @@ def test_bytes_of_every_mode():
     assert state_bytes("fsdp_grad", "adamw_fp32", 8, once) == 4
     assert state_bytes("fsdp_hybrid", "adamw_fp32", 4, once) == 4
     assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]
-
-
-def test_hybrid_shards_inside_a_host():
-    check_machine(config(), on_gpu=True, mode="fsdp_hybrid", ranks=TWO_HOSTS)
 
 
 def test_intervals_and_the_slowest_rank():

@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_llama
 from llm_fp8.config.options import LoraConfig, ParallelConfig
@@ -23,10 +22,9 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.precision.convert import swap_linears
 from tests.support import stand_in_te
 from tests.support.reference import NUM_ROWS, NUM_STEPS, compare_with_reference
-from tests.support.small import final_weights, forget_accelerator, steps, tiny_config, train, write_model, write_rows
+from tests.support.small import forget_accelerator, tiny_config, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -50,19 +48,6 @@ def fused(monkeypatch):
 
     monkeypatch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
     return counts
-
-
-class CountAdditions(TorchDispatchMode):
-    """Additions in place, by the address of what they add to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.add_.Tensor:
-            self.counts[args[0].data_ptr()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
@@ -143,18 +128,6 @@ def test_gradients_are_autograds(num_micro_batches, dtype, recomputed, tied, fus
         assert difference < (1e-6 if dtype == torch.float32 else 8e-3), name  # two roundings of 2^-9 for each addition
 
 
-def test_autograds_additions_are_gone_and_the_memory_is_the_first_micro_batchs():
-    for summed_by, additions in (("autograd", 1), ("gemms", 0)):
-        engine, model, _ = prepared(small_model(), summed_by)
-        backward(engine, model, 1)
-        before = {name: gradient.data_ptr() for name, gradient in gradients(model).items()}
-        with CountAdditions() as counted, engine.micro_batch(model, last=True):
-            engine.backward(model(input_ids=tokens(1), labels=tokens(1)).loss)
-        for name, gradient in gradients(model).items():
-            assert gradient.data_ptr() == before[name]
-            assert counted.counts[gradient.data_ptr()] == (additions if is_te_weight(name) else 1), name
-
-
 def test_dropped_gradients_are_freed():
     """Or a step would hold those of the last one beside its own."""
     engine, model, optimizer = prepared(small_model())
@@ -164,20 +137,6 @@ def test_dropped_gradients_are_freed():
         engine.step(optimizer, list(model.parameters()), max_norm=1.0)
         assert clean(model) and not gradients(model)
         assert not any(reference() is not None for reference in held)
-
-
-def test_what_fails_in_a_micro_batch_leaves_nothing_behind():
-    engine, model, _ = prepared(small_model())
-    backward(engine, model, 1)
-    with pytest.raises(RuntimeError, match="stop"), engine.micro_batch(model, last=True):
-        assert not clean(model)
-        raise RuntimeError("stop")
-    assert clean(model)
-    model.zero_grad(set_to_none=True)
-    backward(engine, model, 2)
-    engine, other, _ = prepared(small_model())
-    backward(engine, other, 2)
-    assert all(torch.equal(gradient, gradients(other)[name]) for name, gradient in gradients(model).items())
 
 
 def test_frozen_weights_are_left_alone(fused):
@@ -200,40 +159,6 @@ def test_frozen_weights_are_left_alone(fused):
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7)
 
 
-class SharedAndTransposed(nn.Module):
-    """A weight in two layers, with biases, and a weight whose memory is transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
-        self.second.weight = self.first.weight
-        self.third.weight = nn.Parameter(torch.randn(16, 32, generator=generator).t())
-        with torch.no_grad():
-            for parameter in (self.first.weight, self.first.bias, self.second.bias):
-                parameter.normal_(generator=generator)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor):
-        hidden = input_ids.flatten()[:16].float().log().expand(4, 16)
-        hidden = self.third(torch.tanh(self.second(torch.tanh(self.first(hidden)))))
-        return type("Output", (), {"loss": hidden.square().mean()})
-
-
-def test_swapped_layers_that_share_a_weight_and_one_that_is_transposed(fused):
-    found = []
-    for summed_by in ("autograd", "gemms"):
-        model = SharedAndTransposed()
-        assert swap_linears(model) == {}
-        engine, model, _ = prepared(model, summed_by)
-        backward(engine, model, 3)
-        assert clean(model)
-        found.append(gradients(model))
-    assert fused == {(16, 16): 2 * 2}  # the transposed one's gradients are left to autograd
-    for name, gradient in found[0].items():
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "more"),
     [(16, 1, []), (2, 4, ["--packing"]), (4, 4, ["--gradient_checkpointing", "--no_packing"])],
@@ -245,45 +170,3 @@ def test_a_run_is_the_reference(tmp_path, tiny_model, batch_size, accumulation, 
     compare_with_reference(tmp_path / "run", tiny_model, rows, False, *cut)
     layers = tiny_config().num_hidden_layers
     assert sum(fused.values()) == WEIGHTS_OF_LAYER * layers * (accumulation - 1) * NUM_STEPS
-
-
-def test_a_resumed_run_that_evaluates_takes_the_same_steps(tmp_path, tiny_model, rows, fused):
-    def run(folder, *more):
-        train(
-            f"--model_name={tiny_model}",
-            f"--dataset_name={rows}",
-            "--validation_fraction=0.2",
-            "--max_seq_length=256",
-            "--use_te",
-            "--learning_rate=1e-3",
-            "--lr_scheduler=constant",
-            "--num_warmup_steps=0",
-            "--batch_size=2",
-            "--gradient_accumulation_steps=3",
-            "--eval_every=1",
-            "--save_every=2",
-            "--log_every=1",
-            f"--output_dir={folder}",
-            *more,
-        )
-
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, "--max_steps=4")
-    of_whole = sum(fused.values())
-    run(parts, "--max_steps=2")
-    run(parts, "--max_steps=4", "--allow_changed=total_steps", "--resume_from=latest")
-    assert of_whole == sum(fused.values()) - of_whole > 0
-    assert [(step["loss"], step["grad_norm"]) for step in steps(parts)] == [
-        (step["loss"], step["grad_norm"]) for step in steps(whole)
-    ]
-    weights = final_weights(parts)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in final_weights(whole).items())
-
-
-def test_the_tied_model_trains_too(tmp_path, fused):
-    model = write_model(tmp_path / "tied", tie_word_embeddings=True)
-    rows = write_rows(tmp_path / "rows.jsonl", NUM_ROWS)
-    compare_with_reference(
-        tmp_path / "run", model, rows, False, "--use_te", "--batch_size=4", "--gradient_accumulation_steps=4"
-    )
-    assert fused

@@ -24,7 +24,6 @@ from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.utils.te_internals import would_lose_main_grad
 from tests.support import stand_in_te
 from tests.support.counted_gather import CountedAllGather
 from tests.support.ranks import on_ranks
@@ -185,49 +184,6 @@ def test_copies_without_ddp_sum_gradients_once_a_step(runs):
     for rank in range(RANKS):
         assert found[rank]["losses"] == pytest.approx(expected[rank]["losses"], rel=1e-5)
         assert sum(found[rank]["fused"].values()) == num_fused and not found[rank]["left"]
-
-
-@pytest.mark.parametrize("mode", ["fsdp_grad", "fsdp_full"])
-def test_sums_in_bf16_computation_are_fp32_and_nearer_to_the_exact_ones(runs, mode):
-    exact, rounded, found = runs("ddp")[0], runs(mode, torch.bfloat16, in_gemms=False)[0], runs(mode, torch.bfloat16)[0]
-    assert set(found["fused"]) == {"torch.float32"}
-    errors = {True: 0.0, False: 0.0}
-    for name, gradient in exact["gradients"].items():
-        assert found["gradients"][name].dtype == torch.float32
-        for in_gemms, result in ((True, found), (False, rounded)):
-            errors[in_gemms] += relative_difference(result["gradients"][name], gradient) ** 2
-    assert errors[True] < errors[False]
-    assert found["losses"] == pytest.approx(exact["losses"], rel=2e-2)
-
-
-def kept_casts(rank: int, mode: str, fp8_params: bool) -> tuple[bool, set[bool]]:
-    """Whether the loop lets casts serve further micro-batches, and whether modules think that their weights are let
-    go.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        stand_in_te.install_stand_in(patch)
-        model = model_of()
-        engine = FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(fp8_params=fp8_params), torch.bfloat16, 1)
-        engine.shard(model, decoder_layers(model))
-        return engine.caches_weight_casts, {
-            m.is_fsdp2 for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")
-        }
-
-
-@pytest.mark.parametrize(("mode", "fp8_params"), [("fsdp_grad", False), ("fsdp_grad", True), ("fsdp_full", False)])
-def test_fp8_casts_are_kept_where_weights_are(mode, fp8_params, tmp_path):
-    """Transformer Engine keeps none for what FSDP2 splits, unless it is told otherwise."""
-    keeps = mode == "fsdp_grad" and not fp8_params
-    assert on_ranks(1, tmp_path / "ranks", kept_casts, mode, fp8_params) == [(keeps, {not keeps})]
-
-
-def test_a_module_that_would_lose_the_sum_is_left_to_autograd():
-    LayerNormLinear = type("LayerNormLinear", (), {"is_fsdp2": True, "fp8": True, "primary_weights_in_fp8": False})
-    assert would_lose_main_grad(LayerNormLinear())
-    for change in ({"is_fsdp2": False}, {"fp8": False}, {"primary_weights_in_fp8": True}):
-        module = LayerNormLinear()
-        vars(module).update(change)
-        assert not would_lose_main_grad(module)
 
 
 def test_fsdp_grad_gathers_once_a_step_and_fsdp_full_twice_a_micro_batch(runs):

@@ -120,5 +120,5 @@ def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt
     assert exported.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(
-            exported[name], weight, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+            exported[name], weight, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
