@@ -1,7 +1,7 @@
 """The table of fp8 recipes: one row per recipe, which everything reads.
 
 A row is plain data, so that `--help` and every tool can read it without torch or Transformer Engine; names of classes
-and functions are resolved where they are used (`llm_fp8.precision.recipes`). To add a recipe, add a row. Class names
+and functions are resolved where they are used (`llm_fp8.precision.plan`). To add a recipe, add a row. Class names
 are those of Transformer Engine 2.20 and torchao 0.18.
 """
 

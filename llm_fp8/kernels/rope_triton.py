@@ -257,15 +257,11 @@ def split_rope(
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
         cu_seqlens: int32 [n + 1] on the same GPU, contiguous, from 0 to T: where each document starts. None: padded.
     """
-    width, num_rows = fused.shape[-1], num_heads + 2 * num_kv_heads
-    if width % num_rows or fused.ndim != (3 if cu_seqlens is None else 2):
-        raise ValueError(f"a projection of shape {tuple(fused.shape)} cannot be split into {num_rows} heads")
-    rotary_dim = angles.shape[-1]
-    if angles.dtype != torch.float32 or not angles.is_contiguous() or rotary_dim % 2 or rotary_dim > width // num_rows:
-        raise ValueError(
-            f"angles have to be a contiguous fp32 table whose even width is at most the head's {width // num_rows}; "
-            f"they are {angles.dtype} of shape {tuple(angles.shape)}"
-        )
+    head_dim, rest = divmod(fused.shape[-1], num_heads + 2 * num_kv_heads)
+    if rest or fused.ndim != (3 if cu_seqlens is None else 2):
+        raise ValueError(f"a projection of shape {tuple(fused.shape)} cannot be split into heads")
+    if angles.dtype != torch.float32 or not angles.is_contiguous() or angles.shape[-1] not in range(2, head_dim + 1, 2):
+        raise ValueError(f"angles are {angles.dtype} {tuple(angles.shape)}, not a contiguous fp32 table of even width")
     if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or not cu_seqlens.is_contiguous()):
         raise ValueError(f"cu_seqlens have to be contiguous int32; they are {cu_seqlens.dtype}")
     q, k, v = _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

@@ -140,14 +140,12 @@ class Certificate:
 
     def describe(self) -> str:
         """One line for the terminal."""
-        kernels = f"none of {self.num_gemm_kernels} GEMM kernels in fp8"
-        if self.num_expected_fp8_gemm_kernels or self.num_fp8_gemm_kernels:
-            kernels = f"{self.num_fp8_gemm_kernels} of {self.num_gemm_kernels} GEMM kernels in fp8"
-            if self.fp8_gemm_time_share is not None:
-                shares = (
-                    f"{self.fp8_gemm_time_share:.1%} of GEMM time), {self.fp8_linear_flop_share:.1%} of linear FLOPs"
-                )
-                kernels += f" ({shares}"
+        num_fp8 = self.num_fp8_gemm_kernels
+        is_fp8 = num_fp8 > 0 or self.num_expected_fp8_gemm_kernels > 0
+        kernels = f"{num_fp8 if is_fp8 else 'none'} of {self.num_gemm_kernels} GEMM kernels in fp8"
+        if is_fp8 and self.fp8_gemm_time_share is not None:
+            flops = f"{self.fp8_linear_flop_share:.1%} of linear FLOPs"
+            kernels += f" ({self.fp8_gemm_time_share:.1%} of GEMM time), {flops}"
         verdict = "" if self.verdict == "certified" else f"{self.verdict.upper()}, "
         attention = f", attention {self.attention}" if self.attention else ""
         remarks = f" ({'; '.join(self.remarks)})" if self.remarks else ""
@@ -263,21 +261,13 @@ class _Evidence:
         """Kernels that may be the missing GEMMs."""
 
     def describe_unrecognised(self) -> str:
-        counted = [
-            f"{found.count} {words}"
-            for words, found in (
-                ("GEMM kernels of unknown type", self.unknown),
-                ("kernels that no rule knows", self.other),
-            )
-            if found.count
-        ]
+        kinds = (("GEMM kernels of unknown type", self.unknown), ("kernels that no rule knows", self.other))
+        counted = " and ".join(f"{found.count} {words}" for words, found in kinds if found.count)
         times = self.unknown.names | self.other.names
-        names = sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]
-        longest = [name if len(name) <= _LISTED_LENGTH else f"{name[:_LISTED_LENGTH]}..." for name in names]
-        return (
-            f"{' and '.join(counted)} ({self.unrecognised_share or 0.0:.1%} of the time of GEMMs and kernels that no "
-            f"rule knows; {'the longest' if len(times) > len(longest) else 'namely'}: {', '.join(longest)})"
-        )
+        longest = sorted(times, key=lambda name: -times[name])[:_NUM_LISTED]
+        names = ", ".join(name if len(name) <= _LISTED_LENGTH else f"{name[:_LISTED_LENGTH]}..." for name in longest)
+        share = f"{self.unrecognised_share or 0.0:.1%} of the time of GEMMs and kernels that no rule knows"
+        return f"{counted} ({share}; the longest: {names})"
 
     def describe_gemms(self) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.by_type.items()))

@@ -88,23 +88,14 @@ _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 def read_te_state(modules: Iterable[nn.Module]) -> ModuleState:
     """Read the modules after a step. One host synchronisation where there are amax histories."""
-    num_modules = num_in_fp8 = num_unreadable = num_recipe_unreadable = 0
-    recipes: Counter[str] = Counter()
-    quantizers: Counter[str] = Counter()
+    asked = list(modules)
+    unreadable = [module for module in asked if not isinstance(getattr(module, "fp8", None), bool)]
+    in_fp8: list[Any] = [module for module in asked if module not in unreadable and module.fp8]
+    recipes, quantizers = Counter[str](), Counter[str]()
     histories = []
-    for module in modules:
-        num_modules += 1
-        in_fp8: Any = getattr(module, "fp8", None)
-        if not isinstance(in_fp8, bool):
-            num_unreadable += 1
-            continue
-        if not in_fp8:
-            continue
-        num_in_fp8 += 1
-        meta: Any = getattr(module, "fp8_meta", {})
-        own: Any = getattr(module, "quantizers", {})
+    for module in in_fp8:
+        meta, own = getattr(module, "fp8_meta", {}), getattr(module, "quantizers", {})
         if "recipe" not in meta or not all(direction in own for direction in _DIRECTIONS):
-            num_recipe_unreadable += 1
             continue
         recipes[type(meta["recipe"]).__name__] += 1
         used = [quantizer for direction in _DIRECTIONS for quantizer in own[direction] if quantizer is not None]
@@ -114,10 +105,10 @@ def read_te_state(modules: Iterable[nn.Module]) -> ModuleState:
             histories.append(history.amax())
     largest = torch.stack(histories).tolist() if histories else []
     return ModuleState(
-        num_modules=num_modules,
-        num_in_fp8=num_in_fp8,
-        num_unreadable=num_unreadable,
-        num_recipe_unreadable=num_recipe_unreadable,
+        num_modules=len(asked),
+        num_in_fp8=len(in_fp8),
+        num_unreadable=len(unreadable),
+        num_recipe_unreadable=len(in_fp8) - sum(recipes.values()),
         recipes=dict(recipes),
         quantizers=dict(quantizers),
         num_without_amax=sum(not value > 0 for value in largest),

@@ -6,13 +6,9 @@ with their neighbours, so on a GPU each decoder layer is compiled. On a CPU the 
 (`Float8LinearConfig.emulate`): operands are rounded to fp8 and multiplied in high precision, which shows fp8's effect
 on the loss and nothing of its speed.
 
-    scenario             scales                                        GEMMs of a weight in fp8
-    tensorwise           one per tensor; gradients in e5m2             3
-    rowwise              one per row, powers of two; all in e4m3       3
-    rowwise_with_gw_hp   the same, but wgrad is computed in bf16       2
-
-`default` is tensorwise: torchao's own default, the fastest of the three according to torchao, and the only one whose
-weights FSDP2 can all-gather in fp8.
+Tensorwise has one scale per tensor and gradients in e5m2; rowwise one per row, powers of two, all in e4m3;
+rowwise_with_gw_hp the same with wgrad in bf16. The first is torchao's own default, according to torchao the fastest,
+and the only one whose weights FSDP2 can all-gather in fp8.
 
 torchao is imported inside the functions that need it.
 """
@@ -80,28 +76,21 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     """The state of torchao's linear modules. They keep no record of a step: in fp8 counts who is configured to compute
     every call in fp8 on the hardware, not emulated, with an unreplaced `forward`.
     """
-    num_modules = num_in_fp8 = num_recipe_unreadable = 0
-    recipes: Counter[str] = Counter()
-    known: dict[Any, str] | None = None
-    for module in modules:
-        num_modules += 1
+    known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
+    # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
+    plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
+    asked, in_fp8 = list(modules), Counter[str | None]()
+    for module in asked:
         config: Any = getattr(module, "config", None)
-        if not is_converted(module) or config is None or config.emulate or forward_is_wrapped(module):
-            continue
-        num_in_fp8 += 1
-        known = known or {build_config(name, emulate=False): name for name in recipe_names("torchao")}
-        # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
-        plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
-        recipe = known.get(dataclasses.replace(config, **plain))
-        if recipe is None:
-            num_recipe_unreadable += 1
-        else:
-            recipes[recipe] += 1
+        if is_converted(module) and config is not None and not config.emulate and not forward_is_wrapped(module):
+            in_fp8[known.get(dataclasses.replace(config, **plain))] += 1
+    unreadable = in_fp8.pop(None, 0)
+    recipes = {recipe: count for recipe, count in in_fp8.items() if recipe is not None}
     return ModuleState(
-        num_modules=num_modules,
-        num_in_fp8=num_in_fp8,
-        num_recipe_unreadable=num_recipe_unreadable,
-        recipes=dict(recipes),
+        num_modules=len(asked),
+        num_in_fp8=sum(recipes.values()) + unreadable,
+        num_recipe_unreadable=unreadable,
+        recipes=recipes,
         library="torchao",
     )
 

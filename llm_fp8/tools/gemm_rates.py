@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.torch_internals import fp8_gemm

@@ -43,8 +43,7 @@ from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
-from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.host_memory import free_host_bytes

@@ -236,7 +236,7 @@ def test_renamed_kernels_are_unknown_and_never_bf16():
     assert judge(BF16, {"a_gemm": (390, 0.1)}, NOT_IN_FP8).verdict == "undetermined"
     few = {"nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (3, 0.005), "nvjet_sm100_xx_foo": (500, 0.1)}
     assert judge(BF16, few, ModuleState()).reasons == [
-        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; namely: "
+        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; the longest: "
         "nvjet_sm100_xx_foo), which may be in fp8"
     ]
 
@@ -415,7 +415,7 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert stored == summary["certificate"] and stored["verdict"] == "certified" and stored["num_micro_batches"] == 1
     assert summary["recorded_step"]["gemm_kernels"] == {"bf16": 390}
-    waiting, median_s = summary["gpu_waiting"], summary["throughput"]["median_step_time_s"]
+    waiting, median_s = summary["gpu_idle"], summary["throughput"]["median_step_time_s"]
     assert waiting == {"work_s": 0.1, "step_time_s": median_s, "share": max(0.0, 1 - 0.1 / median_s)}
     assert ("the GPU is idle during" in printed) == (waiting["share"] >= WORTH_A_WORD)
     assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [

@@ -76,7 +76,7 @@ def measure_rates(device: torch.device) -> Rates:
     """Measure a GPU that nothing else uses, in about a second."""
     import torch
 
-    from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+    from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
     from llm_fp8.utils.torch_internals import fp8_gemm
 
     def tflops(launch: Callable[[], object]) -> float:
