@@ -183,6 +183,7 @@ def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]
     prefixes |= {prefix: switched[name] for name, prefix in _PREFIXES.items()}
     if switched["MEGATRON_LM"] or (switched["FSDP"] and switched["DEEPSPEED"]):
         raise UserError(f"{_FILE} asks for Megatron-LM, or for FSDP and DeepSpeed at once; take one of the latter.")
+    environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # entries of the file, for Accelerate's own checks
     idle = []
     by_torchao = environ.get("ACCELERATE_FP8_BACKEND", "").upper() == "AO"
     for variable in [name for name in environ if name.startswith((*prefixes, "ACCELERATE_DYNAMO_"))]:

@@ -26,18 +26,12 @@ from llm_fp8.config.options import (
 )
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
-from llm_fp8.utils.errors import OneSentenceParser, UserError
-from llm_fp8.utils.json_files import YAML_ERRORS
+from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 
 PLACES = ("model_name", "output_dir", "resume_from", "deepspeed_config")
-"""Options that are or can be a path, in which `~` is the home folder also where no shell replaced it: behind `=` and in
+"""Options that are or can be a path, in which `~` is the home folder also where no shell replaced it: after `=` and in
 the YAML file. Those of datasets, which can be several, are `llm_fp8.data.load`'s.
 """
-
-
-def _sections(parallel: bool) -> dict[str, type]:
-    """Those of train_multi_gpu.py if `parallel`, else those of train_fp8.py."""
-    return {name: section for name, section in SECTIONS.items() if parallel or section is not ParallelConfig}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -59,19 +53,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
-def _batch_size(word: str) -> int:
-    """The type of --batch_size: a number, or 'auto'."""
-    if word == "auto":
-        return AUTO_BATCH_SIZE
-    try:
-        size = int(word)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid value: '{word}' is neither a number nor auto") from None
-    if size < 1:
-        raise UserError(f"--batch_size must be at least 1, or auto, not {size}.")
-    return size
-
-
 class _HelpAll(argparse.Action):
     """Print the help of every option and exit."""
 
@@ -80,14 +61,18 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+def number_or_auto(word: str) -> int:
+    """The type of --batch_size: a number of at least 1, or 'auto'."""
+    if word != "auto" and int(word) < 1:
+        raise UserError(f"--batch_size must be at least 1, or auto, not {word}.")
+    return AUTO_BATCH_SIZE if word == "auto" else int(word)
+
+
 def _truth(word: str) -> bool:
     """The boolean that a word stands for."""
-    if word.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if word.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    known = "one of yes/no, true/false, t/f, y/n, 1/0 (case insensitive)"
-    raise argparse.ArgumentTypeError(f"Truthy value expected: got {word} but expected {known}.")
+    if word.lower() not in ("yes", "true", "1", "no", "false", "0"):
+        raise argparse.ArgumentTypeError(f"'{word}' is neither true nor false")
+    return word.lower() in ("yes", "true", "1")
 
 
 def _number_or_truth(word: str, on: int) -> int:
@@ -114,7 +99,7 @@ class _Parser(OneSentenceParser):
             if action.dest == "mixed_precision":
                 action.type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML reads no as False
             if action.dest == "batch_size":
-                action.type = _batch_size
+                action.type = number_or_auto
             if action.dest == "fp8_scenario":
                 action.choices = (DEFAULT, *recipe_names())
                 action.help = f"{describe_recipes()} {action.help}"
@@ -170,52 +155,24 @@ class _Parser(OneSentenceParser):
 
 def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
     """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"--config {path}: no such file.")
-    try:
-        text = file.read_bytes()
-        entries, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except (OSError, *YAML_ERRORS) as error:
-        raise UserError(
-            f"--config {path} is not valid YAML that can be read: {' '.join(str(error).split())}"
-        ) from error
-    if entries is None:
-        return []
-    if not isinstance(entries, dict) or not isinstance(node, yaml.MappingNode):
-        raise UserError(f"--config {path} must hold 'option: value' lines, not a {type(entries).__name__}.")
-    keys = [str(key.value).replace("-", "_") for key, _ in node.value]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):  # YAML would take the last
-        raise UserError(f"--config {path}: '{twice}' is given twice; remove one of them.")
+    with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
+        entries = yaml.safe_load(Path(path).expanduser().read_bytes()) or {}
+        pairs = [(str(key).replace("-", "_"), value) for key, value in entries.items()]
     known = {name for each in parser.fields for name in (f"--{each.name}", *each.metadata["aliases"])}
-    words: list[str] = []
-    for key, value in entries.items():
-        name = str(key).replace("-", "_")
+    for name, value in pairs:
         if f"--{name}" not in known:
             on = name.removeprefix("no_")
             hint = f" (write '{on}: false')" if f"--{on}" in known else parser.hint(f"--{name}")
-            raise UserError(f"--config {path}: '{key}' is not an option{hint}; {parser.full_help} lists them.")
-        if isinstance(value, (list, dict, set)):
-            raise UserError(f"--config {path}: '{key}' must have one value, not a {type(value).__name__}.")
-        if value is not None:
-            words.append(f"--{name}={value}")
-    return words
-
-
-def _check_names(words: list[str], parser: _Parser) -> None:
-    """Raise `UserError` where an option is given by two of its names, of which the last would win; by one name twice
-    it may be, so that a script's options can be overridden.
-    """
-    given = {f"--{word.partition('=')[0][2:].replace('-', '_')}" for word in words if word.startswith("--")}
-    for each in parser.fields:
-        names = [name for name in (f"--{each.name}", *each.metadata["aliases"]) if name in given]
-        if len(names) > 1:
-            raise UserError(f"{parser.origin}{' and '.join(names)} are the same option; give one of them.")
+            raise UserError(f"--config {path}: '{name}' is not an option{hint}; {parser.full_help} lists them.")
+        if isinstance(value, (list, dict)):
+            raise UserError(f"--config {path}: '{name}' must have one value, not a {type(value).__name__}.")
+    return [f"--{name}={value}" for name, value in pairs if value is not None]
 
 
 def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> _Parser:
     """The command-line parser of train_fp8.py, or with `parallel` that of train_multi_gpu.py."""
-    parser = _Parser(_sections(parallel), prog=prog, description=description)
+    sections = {name: section for name, section in SECTIONS.items() if parallel or section is not ParallelConfig}
+    parser = _Parser(sections, prog=prog, description=description)
     parser.add_argument(
         "--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none)."
     )
@@ -250,22 +207,20 @@ def _read(argv: list[str], parser: _Parser) -> tuple[Config, frozenset[str]]:
     words = _yaml_arguments(path, parser) if path else []
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
-    _check_names(words, parser)
     parser.origin = ""
-    _check_names(argv, parser)
     names = [each.name for each in parser.fields]
     parser.set_defaults(**dict.fromkeys(names))  # to tell "not given" from the defaults
     values = vars(parser.parse_args([*words, *argv]))
     given = {name: values[name] for name in names if values[name] is not None}
     given |= {name: os.path.expanduser(given[name]) for name in PLACES if name in given}
+    named = frozenset(given)
+    if "learning_rate" not in named:
+        if given.get("random_init") or given.get("model_name", EMBEDDED) == EMBEDDED:
+            given["learning_rate"] = SCRATCH_LEARNING_RATE
+        elif given.get("lora_rank"):
+            given["learning_rate"] = LORA_LEARNING_RATE
     sections = {
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
         for name, section in parser.sections.items()
     }
-    config = Config(**sections)
-    if "learning_rate" not in given:
-        from_scratch = config.model.random_init or config.model.model_name == EMBEDDED
-        otherwise = LORA_LEARNING_RATE if config.lora.lora_rank else config.optim.learning_rate
-        rate = SCRATCH_LEARNING_RATE if from_scratch else otherwise
-        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, learning_rate=rate))
-    return config, frozenset(given)
+    return Config(**sections), named

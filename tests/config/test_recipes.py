@@ -7,17 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import build_parser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
 from llm_fp8.observability.kernel_trace import kernel_times
+from llm_fp8.precision import recipes as te_recipes
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.modules import ModuleState
-from llm_fp8.precision.plan import PrecisionPlan, recipe_available
-from llm_fp8.tools.bench.variants import parse_variant
+from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words
-from llm_fp8.tools.diagnose.gemm_operands import operand_type
-from llm_fp8.tools.verify import runs
 from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
 
@@ -27,7 +24,7 @@ MADE_UP = Recipe(
     "a scale that nobody has",
     "MadeUpScaling",
     token_multiple=48,
-    options={"fp8_margin": "margin"},
+    options={"amax_history_len": "length"},
     quantizer="MadeUpQuantizer",
     availability="is_made_up_available",
     operand="made_up",
@@ -43,9 +40,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_and_options():
     text = " ".join(build_parser().format_help().split())
     assert "made_up: a scale that nobody has" in text
-    config = parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--fp8_margin=1"])
+    config = parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--amax_history_len=1"])
     assert config.precision.fp8_scenario == "made_up"
-    with pytest.raises(UserError, match="--fp8_format has no effect with --fp8_scenario made_up, only with delayed, "):
+    with pytest.raises(UserError, match="--fp8_format"):
         parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--fp8_format=E4M3"])
 
 
@@ -54,32 +51,14 @@ def test_the_plan():
     assert token_multiple("made_up") == 48
     assert plan.has_fp8_peak and not dataclasses.replace(plan, effective_scenario="nvfp4").has_fp8_peak
     te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
-    assert recipe_available(te, MADE_UP) == (False, "nobody has it")
+    assert te_recipes.recipe_available(te, MADE_UP) == (False, "nobody has it")
 
 
-def test_verify_asks_for_it_and_trains_a_step(monkeypatch):
-    asked: list[str] = []
-
-    def resolve(options: PrecisionConfig, device: object) -> SimpleNamespace:
-        asked.append(options.fp8_scenario)
-        return SimpleNamespace(fallback_reason=None)
-
-    monkeypatch.setattr("llm_fp8.precision.plan.resolve_precision", resolve)
-    assert "made_up" in runs.availability("a GPU") and "made_up" in asked  # type: ignore[arg-type]
-    assert "made_up" in runs.precision_words("made_up")
-
-
-def test_compare_and_benchmark():
+def test_compare():
     assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
-    words = variant_words("made_up", ["--fp8_margin", "1", "--fp8_format", "E4M3"])
-    assert words == ["--fp8_margin", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
+    words = variant_words("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
+    assert words == ["--amax_history_len", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
     assert describe_variant("made_up") == "fp8 made_up"
-    assert parse_variant("made_up").name == "made_up"
-
-
-def test_diagnose_names_its_operands():
-    operand = type("MadeUpTensor", (), {"_fp8_dtype": SimpleNamespace(name="kFloat8E4M3")})()
-    assert operand_type(operand) == "e4m3/made_up"
 
 
 @pytest.mark.parametrize(("quantizer", "verdict"), [("MadeUpQuantizer", "certified"), ("Float8Quantizer", "failed")])

@@ -1,0 +1,197 @@
+"""What `accelerate launch` asks for becomes our options and leaves the environment. Its own launcher is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import accelerate.utils.launch
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+from llm_fp8.config.accelerate_env import ENTRIES, PREFIX, apply_launch_settings, launch_ranks
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config, parse_launch
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.fixture
+def launch(monkeypatch, tmp_path):
+    """A function: the variables that the launcher sets for a file with these entries, on eight GPUs."""
+    monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)  # asks for the machine's libraries
+
+    def variables(*, kind: str = "MULTI_GPU", processes: int = 8, **entries: Any) -> dict[str, str]:
+        content = yaml.safe_load((REPOSITORY / "configs" / "accelerate_bf16_ddp.yaml").read_text())
+        file = tmp_path / "launch.yaml"
+        file.write_text(yaml.safe_dump({**content, "distributed_type": kind, "num_processes": processes, **entries}))
+        arguments = launch_command_parser().parse_args(["--config_file", str(file), "train_multi_gpu.py"])
+        arguments, _, _ = _validate_launch_command(arguments)
+        arguments.deepspeed_fields_from_accelerate_config = "zero_stage"  # as the launcher's main function does
+        own = arguments.use_deepspeed and accelerate.utils.launch.prepare_deepspeed_cmd_env(arguments)[1]
+        made = own or accelerate.utils.launch.prepare_multi_gpu_env(arguments)
+        ours = {name: value for name, value in made.items() if os.environ.get(name) != value}
+        return {**LAUNCHED, **ours, "WORLD_SIZE": str(processes)}
+
+    return variables
+
+
+def options(config: Config) -> dict[str, Any]:
+    """The options that are not the defaults."""
+    parts = zip(vars(config).values(), vars(Config()).values(), strict=True)
+    return {name: value for own, unset in parts for name, value in vars(own).items() if value != getattr(unset, name)}
+
+
+def read(environ: dict[str, str], *words: str) -> tuple[dict[str, Any], list[str]]:
+    """The options that a launch comes to, without the learning rate, and what it says does nothing."""
+    config, idle = parse_launch(list(words), environ, parallel=True)
+    assert not [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]
+    return {name: value for name, value in options(config).items() if name != "learning_rate"}, idle
+
+
+TE = {"backend": "TE", "fp8_format": "E4M3", "amax_history_len": 16, "amax_compute_algo": "max"}
+FSDP = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+IN_FP8 = {"mixed_precision": "fp8", "sharding_mode": "ddp"}
+FULL = {"mixed_precision": "bf16", "sharding_mode": "fsdp_full"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, {"mixed_precision": "bf16", "sharding_mode": "ddp"}),
+        ({"mixed_precision": "no"}, {"sharding_mode": "ddp"}),
+        (
+            {"mixed_precision": "fp8", "fp8_config": TE},
+            {**IN_FP8, "fp8_format": "E4M3", "amax_history_len": 16, "amax_compute_algo": "max"},
+        ),
+        (
+            {"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "use_mxfp8_block_scaling": True}},
+            {**IN_FP8, "fp8_scenario": "mxfp8"},
+        ),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, {**IN_FP8, "fp8_backend": "torchao"}),
+        (
+            {"kind": "FSDP", "fsdp_config": FSDP, "mixed_precision": "fp8", "fp8_config": {"backend": "AO"}},
+            {**FULL, "mixed_precision": "fp8", "fp8_backend": "torchao", "fp8_params": True},
+        ),
+        ({"kind": "FSDP", "fsdp_config": FSDP}, FULL),
+        (
+            {"kind": "FSDP", "fsdp_config": {**FSDP, "fsdp_activation_checkpointing": True}},
+            {**FULL, "gradient_checkpointing": 1},
+        ),
+        (
+            {"kind": "FSDP", "fsdp_config": {**FSDP, "fsdp_reshard_after_forward": False}},
+            {**FULL, "sharding_mode": "fsdp_grad"},
+        ),
+        (
+            {"kind": "FSDP", "fsdp_config": {**FSDP, "fsdp_offload_params": True}},
+            {**FULL, "sharding_mode": "fsdp_offload"},
+        ),
+        (
+            {"kind": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 0.5}},
+            {"mixed_precision": "bf16", "sharding_mode": "deepspeed_3", "max_grad_norm": 0.5},
+        ),
+    ],
+    ids=str,
+)
+def test_a_file_becomes_options(launch, entries, expected):
+    assert read(launch(**entries)) == (expected, [])
+
+
+def test_sizes_of_a_mesh(launch):
+    def mesh(replicate: int, shard: int, context: int, processes: int) -> dict[str, str]:
+        sizes = zip(("dp_replicate", "dp_shard", "cp"), (replicate, shard, context), strict=True)
+        entries = {f"parallelism_config_{name}_size": size for name, size in sizes}
+        return launch(kind="FSDP", processes=processes, fsdp_config=FSDP, parallelism_config=entries)
+
+    assert read(mesh(2, 8, 1, 16))[0]["sharding_mode"] == "fsdp_hybrid"
+    assert read(mesh(1, 4, 2, 8), "--use_te")[0]["context_parallel_size"] == 2
+    for sizes in ((2, 4, 1, 16), (2, 4, 1, 8)):
+        with pytest.raises(UserError, match="dp_replicate_size"):
+            read(mesh(*sizes))
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"fp8_config": {"backend": "MSAMP"}, "mixed_precision": "fp8"}, "backend"),
+        (
+            {"fp8_config": {**TE, "override_linear_precision": [True, False, False]}, "mixed_precision": "fp8"},
+            "override",
+        ),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo"),
+        ({"kind": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "fsdp_version"),
+        ({"kind": "FSDP", "fsdp_config": {**FSDP, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, "auto_wrap"),
+        (
+            {"kind": "FSDP", "fsdp_config": {**FSDP, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}},
+            "offload",
+        ),
+        ({"kind": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "stage 0"),
+        ({"kind": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}}, "offload"),
+        ({"kind": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "/no/ds.json"}}, "/no/ds.json"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_an_error(launch, entries, named):
+    with pytest.raises(UserError, match=named):
+        read(launch(**entries))
+
+
+def test_what_does_nothing_is_said(launch):
+    fp8 = {**TE, "interval": 3, "margin": 1, "opt_level": "O1", "made_up": 4}
+    _, idle = read(launch(mixed_precision="fp8", fp8_config=fp8))
+    assert {line.split()[0] for line in idle} == {
+        f"fp8_config.{key}" for key in ("interval", "margin", "opt_level", "made_up")
+    }
+    _, idle = read(launch(mixed_precision="fp8", fp8_config={"backend": "AO", "amax_history_len": 16}))
+    assert [line.split()[0] for line in idle] == ["fp8_config.amax_history_len"]
+
+
+def test_the_table_knows_every_key_of_the_launcher():
+    options = vars(launch_command_parser().parse_args(["x.py"]))
+    known = {name.removeprefix(PREFIX).lower() for name in ENTRIES if name.startswith(PREFIX)}
+    keys = {name.removeprefix("fp8_") for name in options if name.startswith("fp8_")}
+    assert keys - known == {"override_linear_precision"}
+
+
+def test_a_deepspeed_file_says_the_stage(launch, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    found, _ = read(launch(kind="DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(file)}))
+    assert (found["sharding_mode"], found["deepspeed_config"]) == ("deepspeed_1", str(file))
+
+
+def test_flags_win_over_the_launchers_defaults_and_contradict_the_rest(launch):
+    def environ() -> dict[str, str]:
+        return launch(kind="FSDP", fsdp_config=FSDP, mixed_precision="fp8", fp8_config={"backend": "TE"})
+
+    assert read(environ(), "--amax_compute_algo=max")[0]["amax_compute_algo"] == "max"
+    assert "amax_compute_algo" not in read(environ(), "--fp8_scenario=current")[0]
+    assert read(launch(), "--sharding_mode=fsdp_full")[0]["sharding_mode"] == "fsdp_full"
+    for words in ("--mixed_precision=bf16", "--sharding_mode=ddp", "--mixed_precision=no"):
+        with pytest.raises(UserError, match=words.partition("=")[0]):
+            read(environ(), words)
+
+
+def test_how_the_process_was_started():
+    with pytest.raises(UserError, match="torchrun"):
+        parse_launch([], {}, parallel=True)
+    for environ in ({"WORLD_SIZE": "2", "RANK": "0"}, {"ACCELERATE_USE_FSDP": "true"}):
+        with pytest.raises(UserError, match="train_multi_gpu.py"):
+            parse_launch([], environ)
+    left_over = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert parse_launch([], left_over)[0] == parse_config([]) and left_over == {}
+    assert launch_ranks({"WORLD_SIZE": "4", "RANK": "3"}) == LaunchRanks(3, 4, 4, launched=True)
+    for wrong in ({"WORLD_SIZE": "two"}, {"WORLD_SIZE": "2", "RANK": "2"}):
+        with pytest.raises(UserError, match="WORLD_SIZE"):
+            launch_ranks(wrong)
+
+
+def test_a_bare_variable_is_a_flag():
+    config, idle = apply_launch_settings(Config(), {"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert (options(config), idle) == ({"mixed_precision": "fp8"}, [])

@@ -1,0 +1,229 @@
+"""The command line and the YAML file: every documented command parses, every option is explained and read."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, Config
+from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.utils.errors import UserError
+from tests.support.documented_commands import COMMANDS, config_of, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FIELDS = [field for section in SECTIONS.values() for field in dataclasses.fields(section)]
+
+PROMISED_OPTIONS = """
+model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb
+wandb_project wandb_run_name num_epochs learning_rate gradient_accumulation_steps num_warmup_steps
+gradient_checkpointing num_of_samples max_steps eval_every eval_batches save_every save_total_limit
+output_dir resume_from seed lr_scheduler weight_decay max_grad_norm optimizer attn_implementation packing
+train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_algo fp8_strict
+""".split()
+
+
+def flat(config: Config) -> dict[str, object]:
+    """All options of a configuration in one dict."""
+    return {name: value for section in config.to_dict().values() for name, value in section.items()}
+
+
+def exit_message(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """The one line that the parser leaves behind on its way out with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        parse_config(argv, prog="train_fp8.py")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_there_are_few_options():
+    names = [field.name for field in FIELDS]
+    assert len(names) == len(set(names)) <= 70 and set(PROMISED_OPTIONS) <= set(names)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_documented_command_means_what_it_says(command):
+    words = options_of(command)
+    options = flat(config_of(command))
+    for word, value in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found = options[word.removeprefix("--")]
+            assert found == (1 if value.startswith("--") else type(found)(value))
+
+
+def test_help_explains_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--help-all"], prog="train_fp8.py")
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for action in build_parser()._actions:
+        if action.dest not in ("help", "help_all"):
+            assert action.option_strings[0] in printed and action.help in printed
+            if action.default is None:
+                assert "default" in action.help.lower(), f"{action.dest}: None explains nothing"
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_short_help_begins_with_the_most_used_options_and_names_all_others(parallel):
+    text = build_parser("train_fp8.py", parallel=parallel).format_help()
+    first, others = text.split("Further options, which --help-all explains:")
+    explained = re.findall(r"^  --(\w+)", first.split("this help, and a file of options:")[0], re.MULTILINE)
+    assert explained == [name for name in MOST_USED if parallel or name != "sharding_mode"]
+    sharding = {field.name for field in dataclasses.fields(Config().parallel)}
+    expected = set(flat(Config())) - set(explained) - (set() if parallel else sharding)
+    assert set(re.findall(r"--(\w+)", others)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--help"], ["--bach_size=8"], ["--lora_alpha=3"]], ids=str)
+def test_help_and_mistakes_answer_without_torch(words):
+    code = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", code, "train_fp8.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == (0 if words == ["--help"] else 2), done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--num_train_epochs 3", "num_epochs", 3),
+        ("--num-train-epochs=3", "num_epochs", 3),
+        ("--per_device_train_batch_size 2", "batch_size", 2),
+        ("--logging_steps 5", "log_every", 5),
+        ("--save_steps 5", "save_every", 5),
+        ("--eval_steps 5", "eval_every", 5),
+        ("--lr_scheduler_type linear", "lr_scheduler", "linear"),
+        ("--model_name_or_path x", "model_name", "x"),
+        ("--mixed_precision fp32", "mixed_precision", "no"),
+        ("--gradient_checkpointing true", "gradient_checkpointing", 1),
+    ],
+)
+def test_the_trainers_names_are_names_of_the_same_options(words, name, value, tmp_path):
+    assert flat(parse_config(words.split()))[name] == value
+    key, _, text = words.removeprefix("--").replace("=", " ").partition(" ")
+    (tmp_path / "run.yaml").write_text(f"{key}: {text}\n")
+    assert flat(parse_config(["--config", str(tmp_path / "run.yaml")]))[name] == value
+
+
+def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path"}
+    aliases = {alias[2:] for field in FIELDS for alias in field.metadata["aliases"] if "_" in alias}
+    assert aliases and aliases <= theirs
+    assert not set(OTHER_MEANING) & (aliases | set(flat(Config())))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--bach_size 8", "--batch_size?"),
+        ("--lora_rnk=8", "--lora_rank?"),
+        ("--fp8_scenario dealyed", "delayed?"),
+        ("--lr_scheduler_type cosin", "--lr_scheduler"),
+        ("--qqqqqqq", "--qqqqqqq"),
+        ("--batch 4", "--batch"),  # no abbreviations: --max_s could become another option tomorrow
+        ("--warmup_ratio 0.1", "--num_warmup_steps"),
+        ("--report_to wandb", "--use_wandb"),
+        ("--push_to_hub", "hf upload"),
+        ("--batch_size x", "--batch_size"),
+        ("--batch_size", "--batch_size"),
+        ("--sharding_mode ddp", "train_multi_gpu.py"),
+        ("surplus", "surplus"),
+    ],
+)
+def test_a_mistake_comes_with_what_was_probably_meant(words, said, capsys):
+    assert said in exit_message(capsys, words.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "packing"),
+    [
+        ([], None),
+        (["--packing"], True),
+        (["--packing", "true"], True),
+        (["--packing=false"], False),
+        (["--no_packing"], False),
+        (["--no-packing"], False),
+    ],
+)
+def test_a_flag_with_three_states(argv, packing):
+    assert parse_config(argv).data.packing is packing
+    assert parse_config([*argv, "--use_te"]).packing is (packing is not False)
+
+
+def test_every_nth_layer_is_recomputed():
+    found = [parse_config(words.split()).model.gradient_checkpointing for words in (
+        "", "--gradient_checkpointing", "--gradient_checkpointing 3", "--gradient_checkpointing=no"
+    )]  # fmt: skip
+    assert found == [0, 1, 3, 0]
+
+
+def test_the_learning_rate_follows_what_is_trained():
+    words = ("", "--model_name x", "--model_name x --lora_rank 4", "--model_name x --random_init", "--learning_rate 3")
+    assert [parse_config(each.split()).optim.learning_rate for each in words] == [1e-3, 1e-5, 2e-4, 1e-3, 3]
+
+
+def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning-rate: 3e-4\nbatch_size: 2\nexport: false\npacking: true\nmax_steps:\nmodel_name: a/b\n")
+    options = flat(parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]))
+    given = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
+    assert options == {**flat(Config()), **given}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!a]*.yaml")), ids=lambda path: path.stem)
+def test_every_example_file_is_a_configuration(path):
+    config = parse_config(["--config", str(path)])
+    assert config.model.model_name != EMBEDDED
+    assert not config.run.use_wandb, "an example runs without an account"
+
+
+def test_a_tilde_is_the_home_folder_where_no_shell_replaced_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "options.yaml").write_text("model_name: ~/model\n")
+    options = flat(parse_config(["--config=~/options.yaml", "--output_dir=~/run"]))
+    assert (options["model_name"], options["output_dir"]) == (f"{tmp_path}/model", f"{tmp_path}/run")
+
+
+def test_every_option_is_read_somewhere():
+    """By name, as an attribute or as a string, outside of the declaration and of the checks of its value."""
+    names: set[str] = set()
+    for path in [*ROOT.glob("*.py"), *(ROOT / "llm_fp8").rglob("*.py")]:
+        if path.parent == ROOT / "llm_fp8" / "config":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    through_properties = {"fp8_bf16_modules", "dataset_weights", "lora_targets", "columns", "allow_changed", "packing"}
+    assert set(flat(Config())) - names <= through_properties
+
+
+def test_declared_conditions_name_options():
+    conditions = {each for field in FIELDS for each in (*field.metadata["needs"], *field.metadata["excludes"])}
+    assert {condition.partition("=")[0] for condition in conditions} <= set(flat(Config()))
+    assert all(
+        bound in ("at_least", "at_most", "above", "below") for field in FIELDS for bound in field.metadata["bounds"]
+    )
+
+
+def test_an_unknown_key_of_a_file_comes_with_what_was_probably_meant(tmp_path):
+    for line, said in (("bach_size: 8", "--batch_size"), ("no_export: true", "export: false")):
+        (tmp_path / "run.yaml").write_text(f"{line}\n")
+        with pytest.raises(UserError, match=said):
+            parse_config(["--config", str(tmp_path / "run.yaml")])

@@ -1,0 +1,157 @@
+"""What the options must satisfy, alone and on a machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
+from llm_fp8.config.validation import check_decoder, check_machine, refuse_auto
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+
+TWO_HOSTS = LaunchRanks(world_size=16, local_world_size=8)
+FP8 = "--mixed_precision=fp8 "
+GRAPHS = "--cuda_graphs --use_te "
+REFUSED = [
+    # the option that is named, and the words that name it
+    *((name, f"--{name} 0") for name in (
+        "batch_size", "max_seq_length", "num_epochs", "max_steps", "gradient_accumulation_steps", "log_every",
+        "save_total_limit", "num_of_samples", "eval_batches", "preprocessing_workers", "context_parallel_size",
+    )),
+    *((name, f"--{name}=-1") for name in (
+        "learning_rate", "num_warmup_steps", "weight_decay", "max_grad_norm", "save_every", "eval_every", "seed",
+        "adam_beta2", "validation_fraction", "save_minutes", "empty_cache_freq", "lora_rank", "offload_optimizer",
+    )),
+    ("amax_history_len", FP8 + "--amax_history_len 0"),
+    ("learning_rate", "--learning_rate nan"),
+    ("learning_rate", "--learning_rate inf"),
+    ("adam_beta2", "--adam_beta2 1"),
+    ("seed", f"--seed {2**32}"),
+    ("offload_optimizer", "--offload_optimizer 1.5"),
+    ("lora_alpha", "--lora_rank 4 --lora_alpha 0"),
+    ("lora_dropout", "--lora_rank 4 --lora_dropout 1"),
+    *((name, f"--{name} {value}") for name, value in (
+        ("lora_alpha", 8), ("lora_dropout", 0.1), ("lora_targets", "q_proj"), ("fp8_format", "E4M3"),
+        ("fp8_scenario", "current"), ("fp8_backend", "torchao"), ("amax_history_len", 16), ("fp8_strict", ""),
+        ("fp8_bf16_modules", "qkv"), ("fp8_recast_weights", ""), ("keep_best", ""), ("allow_changed", "learning_rate"),
+        ("early_stopping_patience", 3), ("resume_from", "latest"), ("streaming", ""), ("cuda_graphs", ""),
+        ("context_parallel_size", 2), ("fp8_params", ""),
+    )),
+    *(("cuda_graphs", GRAPHS + more) for more in (
+        "--no_packing", "--gradient_checkpointing", "--lora_rank 4", "--optimizer adamw_fp32",
+        FP8 + "--fp8_recast_weights", "--sync_every_micro_batch --sharding_mode ddp", "--sharding_mode fsdp_full",
+    )),
+    ("attn_implementation", "--use_te --attn_implementation eager"),
+    ("validation_fraction", "--validation_fraction 0.1 --eval_dataset_name x"),
+    ("validation_fraction", "--validation_fraction 0.1 --validation_split_name test"),
+    ("dataset_weights", "--dataset_weights 0.7,-1"),
+    ("dataset_weights", "--dataset_weights 0.7,a"),
+    ("columns", "--columns problem"),
+    ("columns", "--columns problem=a,generated_solution=a"),
+    ("columns", "--columns colour=a"),
+    ("lora_targets", "--lora_rank 4 --lora_targets q_proj,q_proj"),
+    ("lora_targets", "--lora_rank 4 --lora_targets=,"),
+    ("lora_targets", "--lora_rank 4 --lora_targets all-linear,q_proj"),
+    ("lora_targets", "--lora_rank 4 --use_te --lora_targets c_attn"),
+    ("allow_changed", "--allow_changed colour --resume_from x"),
+    ("output_dir", "--output_dir="),
+    ("max_seq_length", "--max_seq_length 100 --batch_size 3 --packing"),
+    ("max_seq_length", FP8 + "--max_seq_length 100 --batch_size 3"),
+    ("max_seq_length", "--use_te --context_parallel_size 8 --max_seq_length 1032"),
+    ("fp8_scenario", FP8 + "--fp8_scenario rowwise"),
+    ("fp8_scenario", FP8 + "--fp8_backend torchao --fp8_scenario block"),
+    ("amax_history_len", FP8 + "--fp8_scenario current --amax_history_len 16"),
+    ("fp8_backend", FP8 + "--fp8_backend torchao --use_te"),
+    ("fp8_backend", FP8 + "--fp8_backend torchao --lora_rank 4"),
+    ("fp8_backend", FP8 + "--fp8_backend torchao --sharding_mode deepspeed_2"),
+    ("fp8_recast_weights", FP8 + "--fp8_recast_weights --sharding_mode fsdp_grad"),
+    ("fp8_params", FP8 + "--fp8_params --use_te --sharding_mode ddp"),
+    ("fp8_params", FP8 + "--fp8_params --sharding_mode fsdp_full"),
+    ("fp8_params", FP8 + "--fp8_params --use_te --sharding_mode fsdp_offload"),
+    ("fp8_params", FP8 + "--fp8_params --use_te --fp8_scenario block"),
+    ("fp8_params", FP8 + "--fp8_params --fp8_backend torchao --fp8_scenario rowwise"),
+    ("fp8_params", FP8 + "--fp8_params --fp8_backend torchao --sharding_mode fsdp_hybrid"),
+    ("fp8_params", FP8 + "--fp8_params --use_te --optimizer adamw_master --sharding_mode fsdp_full"),
+    ("lora_rank", "--lora_rank 4 --sharding_mode deepspeed_3"),
+    ("offload_optimizer", "--offload_optimizer 1 --sharding_mode fsdp_full"),
+    ("offload_optimizer", "--offload_optimizer 1 --optimizer adamw_8bit"),
+    ("offload_optimizer", "--offload_optimizer 1 --lora_rank 4"),
+    ("mixed_precision", "--mixed_precision fp16 --sharding_mode fsdp_full"),
+    ("optimizer", "--optimizer adamw_8bit --sharding_mode fsdp_full"),
+    ("optimizer", "--optimizer adamw_master --sharding_mode deepspeed_1"),
+    ("deepspeed_config", "--deepspeed_config x.json --sharding_mode ddp"),
+    ("async_save", "--async_save --sharding_mode deepspeed_2"),
+    ("sync_every_micro_batch", "--sync_every_micro_batch --sharding_mode deepspeed_2"),
+    ("context_parallel_size", "--use_te --context_parallel_size 2 --sharding_mode ddp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_cannot_take_effect_is_refused_by_name(name, words):
+    with pytest.raises(UserError, match=f"--{name}") as error:
+        parse_config(words.split(), parallel=True)
+    assert "\n" not in str(error.value)
+
+
+def config(words: str) -> Config:
+    return parse_config(words.split(), parallel=True)
+
+
+MACHINES: list[tuple[str, dict[str, Any], str]] = [
+    ("--use_te", {"on_gpu": False}, "--use_te"),
+    ("--certify", {"on_gpu": False}, "--certify"),
+    ("--optimizer adamw_master", {"compute": "fp32"}, "--optimizer adamw_master"),
+    ("--optimizer adamw_8bit", {"mode": "fsdp_full"}, "--optimizer adamw_8bit"),
+    ("--offload_optimizer 1", {"on_gpu": False}, "--offload_optimizer"),
+    ("--offload_optimizer 1", {"compute": "fp32"}, "--offload_optimizer"),
+    ("--offload_optimizer 1", {"mode": "fsdp_full"}, "--offload_optimizer"),
+    (GRAPHS, {"compute": "fp32"}, "--cuda_graphs"),
+    (GRAPHS, {"mode": "fsdp_full"}, "--cuda_graphs"),
+    (FP8 + "--max_seq_length 144 --batch_size 1", {"scenario": "block"}, "--fp8_scenario block"),
+    ("--sync_every_micro_batch", {}, "--sync_every_micro_batch"),
+    ("", {"mode": "fsdp_hybrid"}, "fsdp_hybrid"),
+    ("--use_te --context_parallel_size 3 --max_seq_length 1152", {"mode": "fsdp_full", "ranks": TWO_HOSTS}, "3"),
+    ("--use_te --context_parallel_size 2", {"compute": "fp32", "mode": "fsdp_full", "ranks": TWO_HOSTS}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("words", "machine", "named"), MACHINES, ids=lambda value: str(value))
+def test_what_this_machine_or_launch_cannot_do(words, machine, named):
+    with pytest.raises(UserError, match=named):
+        check_machine(config(words), **{"on_gpu": True, "mode": "single", **machine})
+
+
+def test_what_works_passes():
+    check_machine(config(GRAPHS), on_gpu=True, mode="ddp", ranks=TWO_HOSTS)
+    check_machine(config("--offload_optimizer=1"), on_gpu=True, mode="single")
+    check_machine(config(""), on_gpu=True, mode="fsdp_hybrid", ranks=TWO_HOSTS)
+    check_machine(config("--use_te --context_parallel_size 4"), on_gpu=True, mode="fsdp_full", ranks=TWO_HOSTS)
+    both = [
+        config(FP8 + f"--fp8_params --sharding_mode fsdp_full {more}") for more in ("--use_te", "--fp8_backend torchao")
+    ]
+    assert all(each.parallel.fp8_params for each in both)
+
+
+@pytest.mark.parametrize(
+    ("words", "decoder", "named"),
+    [
+        ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, "--context_parallel_size"),
+        (GRAPHS, {"attention_dropout": 0.1}, "--cuda_graphs"),
+        (FP8 + "--use_te --fp8_params", {"weights": [(30, 16)]}, "--fp8_params"),
+        (FP8 + "--use_te --fp8_params", {"scenario": "block"}, "--fp8_params"),
+    ],
+)
+def test_what_a_decoder_cannot_do(words, decoder, named):
+    able = {"scenario": "delayed", "windows": (None,), "attention_dropout": 0.0, "weights": [(32, 16)], "num_shards": 4}
+    check_decoder(config(words), **able)
+    with pytest.raises(UserError, match=named):
+        check_decoder(config(words), **{**able, **decoder})
+
+
+def test_auto_needs_something_that_settles_it():
+    for flag in ("--batch_size", "--mixed_precision"):
+        with pytest.raises(UserError, match=f"{flag} auto"):
+            refuse_auto(config(f"{flag} auto"))
