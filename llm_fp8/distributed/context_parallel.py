@@ -68,8 +68,6 @@ class ContextGroup:
         """
         if self.size == 1:
             return batch
-        if batch.attention_mask is None and batch.num_real_tokens != batch.num_tokens:
-            raise ValueError("a packed batch with padding needs an attention_mask (PackedCollate with context_size)")
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
             num_sequences, width = batch.input_ids.shape
@@ -111,12 +109,10 @@ class ContextGroup:
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     """The tokens of a packed sequence that rank `rank` of `size` takes, int64 [cu_seqlens[-1] / size]: two chunks of
-    each document. ValueError where a document's length is not a multiple of 2 * size.
+    each document, whose length is a multiple of 2 * size.
     """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
-    if bool((lengths % (2 * size)).any()):
-        raise ValueError(f"documents of {lengths.tolist()} tokens cannot be cut into {2 * size} chunks of equal length")
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)

@@ -5,7 +5,7 @@ bytes per element), from which checkpoints are written, and the fp8 shard (1 byt
 Without the option the master weight is cast to bf16, all-gathered at two bytes per element, and cast to fp8 by every
 rank for every micro-batch. Gradients are as without it. All shards of a weight have one scale:
 
-    scale = largest fp8 number / amax of the master weight over all ranks / 2^margin
+    scale = largest fp8 number / amax of the master weight over all ranks
 
 computed after the step, with one collective for all weights, in both recipes. So no weight exceeds its scale, as it
 could under delayed scaling's own rule, and checkpoints equal those of runs without this option.
@@ -54,8 +54,8 @@ class Fp8Weights:
     """The fp8 weights of a model."""
 
     weights: list[tuple[Parameter, Parameter, Any]]
-    """Of each weight: the master weight, an fp32 DTensor sharded along dim 0, of the optimizer and of no module; the
-    fp8 parameter, sharded likewise, of its module and of no optimizer; the quantizer that casts one to the other."""
+    """The master weight, an fp32 DTensor sharded along dim 0, which only the optimizer has; the fp8 parameter, sharded
+    likewise, which only its module has; and the quantizer that casts one to the other."""
     scales: Tensor  # fp32 [number of weights], read by the quantizers
     target: float  # the number that a weight's amax becomes
     process_group: dist.ProcessGroup  # the ranks that share one copy of the model
@@ -89,7 +89,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     recipe: Any = precision.plan.recipe
-    target = recipe.fp8_format.value.max_fwd / 2 ** getattr(recipe, "margin", 0)
+    target = recipe.fp8_format.value.max_fwd
     # In the modules' order, the same on every rank; the set of fp8 modules has none.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
     places = [(module, name) for module in modules for name in _prepare_module(module, recipe)]

@@ -13,18 +13,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.ranks import LaunchRanks, launcher_store
+from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.subprocesses import end_with_parent
-from llm_fp8.utils.torch_internals import set_group_timeout
 
 T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a collective waits for a rank: the first one waits while the main rank tokenises a large dataset."""
-START_TIMEOUT = datetime.timedelta(minutes=5)
-"""How long the processes may start after each other, torch's default for its stores: on a busy host one imported its
-packages for 45 s longer than another. One that died before it joined cannot be told from a late one.
-"""
+"""How long a rank waits for another: the first one waits while the main rank tokenises a large dataset."""
 
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|"
@@ -51,30 +46,13 @@ def start_process_group(ranks: LaunchRanks) -> None:
             )
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    if ranks.world_size == 1:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-        return
     try:
-        store = launcher_store(os.environ) or dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            ranks.world_size,
-            is_master=ranks.rank == 0,
-            timeout=START_TIMEOUT,
-        )
-        store.set_timeout(START_TIMEOUT)
-        # A launcher's store outlives a restart, with the addresses of dead processes: each attempt has its own prefix.
-        attempt = dist.PrefixStore(f"llm_fp8/attempt-{ranks.restart_count}", store)
-        dist.init_process_group(
-            backend, timeout=START_TIMEOUT, store=attempt, rank=ranks.rank, world_size=ranks.world_size
-        )
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except RuntimeError as error:  # torch's DistError, gloo's plain one
         raise UserError(
-            f"rank {ranks.rank} did not meet all other processes of this run in {START_TIMEOUT.seconds} s "
-            f"({str(error).splitlines()[0]}): one was not started or has ended, see what the others print."
+            f"rank {ranks.rank} did not meet all other processes of this run ({str(error).splitlines()[0]}): one was "
+            "not started or has ended, see what the others print."
         ) from error
-    store.set_timeout(TIMEOUT)  # NCCL meets through it later
-    set_group_timeout(TIMEOUT)
 
 
 def own_device() -> torch.device:

@@ -60,12 +60,10 @@ def choose_mode(
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f} GiB" for name, value in needs.items())
-    fits = "fits" if needs[mode] <= room else "comes nearest to"
     return ModeChoice(
         mode,
-        f"weights, gradients and optimizer state of {num_parameters / 1e9:.2f} billion parameters on "
-        f"{ranks.world_size} GPUs take, per GPU, {told}; {mode} is the first that {fits} {room:.0f} GiB, "
-        f"{STATE_SHARE:.0%} of the smallest GPU",
+        f"weights, gradients and optimizer state take, per GPU, {told}, and {STATE_SHARE:.0%} of the smallest GPU are "
+        f"{room:.0f} GiB",
     )
 
 

@@ -24,20 +24,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-KernelClass = Literal[
-    "gemm",
-    "attention",
-    "cast",
-    "norm",
-    "activation",
-    "rope",
-    "loss",
-    "optimizer",
-    "communication",
-    "copy",
-    "elementwise",
-    "other",
-]
+_Model = Literal["gemm", "attention", "cast", "norm", "activation", "rope", "loss"]
+KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "other"]]
 """gemm: also the reductions of split-K GEMMs. cast: quantisation, its transposes, amax and scales. optimizer: also
 gradient norm and clipping. copy: also fills, concatenation and casts between floating-point types. elementwise: all
 other pointwise, reducing and indexing kernels of PyTorch.
@@ -123,9 +111,7 @@ _OPERAND = re.compile(
 """The types in a GEMM's name; the first is that of an operand, after that of its scales: ue4m3xf4."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
-"""cuBLAS 12 and 13: nvjet_[sm<capability>_]<types>_..., operands first: o e2m1, q e4m3, r e5m2, t bf16, h fp16, s
-fp32.
-"""
+"""In cuBLAS 12 and 13, nvjet_[sm<capability>_]<types>_..., operands first; q is e4m3 and r e5m2."""
 
 
 @functools.cache
@@ -145,13 +131,13 @@ def _class_of_compiled(operations: str) -> KernelClass:
 
     if has("rsqrt") or (has("div", "expand", "pow") and not has("neg")):
         return "norm"
-    if has("silu_backward") or has("gelu_backward"):
+    if has("[sg][ie]lu_backward"):
         return "activation"
     if has("_scaled_mm") or has("abs", "a?max") or has("clamp", "reciprocal"):
         return "cast"
-    if has("_log_softmax") or has("nll_loss(?:_forward|_backward)?") or has("_log_softmax_backward_data"):
+    if has("_log_softmax(?:_backward_data)?") or has("nll_loss(?:_forward|_backward)?"):
         return "loss"
-    if has("silu") or has("gelu"):
+    if has("[sg][ie]lu"):
         return "activation"
     if has("neg", "slice(?:_backward)?"):
         return "rope"

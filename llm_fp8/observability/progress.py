@@ -15,8 +15,6 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-_RECENT_STEPS = 50
-"""Steps whose median gives the time left: a single slow one does not count."""
 _SHOWN = {
     "loss": "loss {:.4f}",
     "grad_norm": "grad norm {:.3g}",
@@ -51,7 +49,7 @@ class ProgressDisplay:
         self._first_step = first_step
         self._log_every = log_every
         self._stream = stream or sys.stdout
-        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._recent_s: deque[float] = deque(maxlen=50)  # their median gives the time left: no single slow step counts
         self._bar = tqdm(
             desc="waiting for the first step",
             total=total_steps,

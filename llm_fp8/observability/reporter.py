@@ -27,9 +27,9 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from llm_fp8.config.options import Config
-from llm_fp8.observability.metrics import METRICS, RECORDED_STEP
+from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.progress import ProgressDisplay, format_evaluation
-from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS, throughput_summary
+from llm_fp8.observability.step_stats import throughput_summary
 from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
@@ -217,7 +217,7 @@ class RunReporter:
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
         steps = self.own_steps()
-        last: dict[bool, dict[str, float]] = {"eval_loss" in record: record for record in self._written()}
+        last = {"eval_loss" in record: record for record in self._written()}
         full = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
@@ -233,16 +233,11 @@ class RunReporter:
         return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process with the figures of the summary; empty on other processes than the main one. An
-        earlier process of the run may have had other GPUs.
+        """The steps of this process; empty on other processes than the main one. An earlier process of the run may have
+        had other GPUs.
         """
-        others = (RECORDED_STEP, "energy_j", "peak_memory_gib", "peak_memory_gib_max_rank")
-        used = (*MEDIANS, *INTERVAL_MEDIANS, *others)
-        return [
-            {key: record[key] for key in used if key in record}
-            for record in self._written()
-            if record["step"] > self._resume_step and "eval_loss" not in record
-        ]
+        own = (record for record in self._written() if record["step"] > self._resume_step)
+        return [record for record in own if "eval_loss" not in record]
 
     def _written(self) -> Iterator[dict[str, float]]:
         """The lines of metrics.jsonl, those of earlier processes included; none on other processes than the main one.

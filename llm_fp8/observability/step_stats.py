@@ -25,13 +25,13 @@ def measured_steps(steps: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
-    """`num_steps_measured`, `num_steps_left_out`, and `median_<key>` over the `measured_steps` for each of `MEDIANS`
-    that all of them have and each of `INTERVAL_MEDIANS` that any has.
+    """`num_steps_measured`, `num_steps_left_out`, and `median_<key>` over the `measured_steps` that have it for each of
+    `MEDIANS` and `INTERVAL_MEDIANS`.
     """
     measured = measured_steps(steps)
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
     for key in (*MEDIANS, *INTERVAL_MEDIANS):
         values = [record[key] for record in measured if key in record]
-        if values and (key in INTERVAL_MEDIANS or len(values) == len(measured)):
+        if values:
             summary[f"median_{key}"] = statistics.median(values)
     return summary

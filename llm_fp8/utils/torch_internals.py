@@ -10,33 +10,24 @@
                                              buffer by a function
     nn.Module._compiled_call_impl            layers run without compiled code     tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
-    distributed_c10d._set_pg_timeout         processes that meet wait for a   tests/distributed/test_process_group.py
-                                             shorter time than collectives
     torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/verify/test_verify_gpu.py
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor itself, not a view of it."""
     return tensor._local_tensor  # type: ignore[attr-defined]
-
-
-def set_group_timeout(timeout: datetime.timedelta) -> None:
-    """How long the collectives of the default process group wait."""
-    distributed_c10d._set_pg_timeout(timeout)
 
 
 def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
