@@ -1,10 +1,6 @@
-"""What a run's step computes in which precision, where its time and memory go, and which option helps most.
+"""Where a step's precision, time and memory go: `llm-fp8 diagnose` and scripts/diagnose_fp8.py.
 
-gemm_operands   operand types of each linear layer's fprop, dgrad and wgrad: recorded, not derived
-bottlenecks     one recorded step by kernel class, and from what was measured to the option that acts
-memory          bytes of tensors by kind, and how the peak divides
-session         builds the run and measures it
-static_report   what can be said without a GPU
-result          the findings as plain values, and what is wrong in them
-render          the findings as tables
+step.py       the run's fp8 coverage, its certificate, a step's kernels by class, and its memory by kind
+quality.py    what fp8 costs in the forward pass, by kind of module (--quality)
+cli.py        the command line and the tables
 """

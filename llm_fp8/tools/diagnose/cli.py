@@ -1,24 +1,20 @@
-"""What one training step computes in which precision, where its time and memory go, and which option would help.
-
-`llm-fp8 diagnose` and scripts/diagnose_fp8.py.
-"""
+"""`llm-fp8 diagnose` and scripts/diagnose_fp8.py: the command line, the tables, and the exit code."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from argparse import SUPPRESS
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
-from llm_fp8.config.accelerate_env import launch_ranks
 from llm_fp8.config.parser import parse_launch
-from llm_fp8.config.validation import refuse_auto
-from llm_fp8.utils.errors import OneSentenceParser, UserError
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 
@@ -26,18 +22,9 @@ def own_parser() -> OneSentenceParser:
     """The options that train_fp8.py has not."""
     parser = OneSentenceParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this JSON file")
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="keep the recorded step as a Chrome trace (open it in https://ui.perfetto.dev)",
-    )
-    group.add_argument(
-        "--quality",
-        action="store_true",
-        help="measure instead, on the run's weights and text, what fp8 costs in the forward pass, by kind of module",
-    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write what is found to this JSON file")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="keep the recorded step, for https://ui.perfetto.dev")
+    group.add_argument("--quality", action="store_true", help="measure instead what fp8 costs, by kind of module")
     return parser
 
 
@@ -47,45 +34,70 @@ def main() -> int:
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help-all"} & set(rest):
         print(parser.format_help())
-    num_processes = launch_ranks(os.environ).world_size
-    if num_processes > 1:
-        raise UserError(
-            f"diagnose_fp8.py looks at one process and the launcher started {num_processes}; start it with python, on "
-            "one GPU (train_multi_gpu.py records communication in its own summary)."
-        )
-    config, _ = parse_launch(rest, os.environ, description=(__doc__ or "").split("\n\n")[0])
-    refuse_auto(config)
+    config, _ = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
         if path is not None:
             require_writable(flag, path)
-    if own.json is not None and own.trace is not None and own.json.resolve() == own.trace.resolve():
-        raise UserError(f"--json and --trace both name {own.json}; give each a file of its own.")
+    if own.quality and own.trace is not None:
+        raise UserError("--trace records a step, and --quality takes none; drop one of them.")
+    # After the parser: --help and mistakes answer without loading these.
+    import torch
+
+    from llm_fp8.observability.provenance import collect_provenance
 
     if own.quality:
-        if own.trace is not None:
-            raise UserError("--trace records a step, and --quality takes none; drop one of them.")
-        from llm_fp8.tools.diagnose.quality import measure_quality
+        from llm_fp8.tools.diagnose.quality import describe, measure_quality
 
-        quality = measure_quality(config)
-        print(quality.describe())
-        if own.json is not None:
-            write_json_atomic(own.json, dataclasses.asdict(quality))
-            print(f"findings in {own.json}")
-        return 0
+        found = measure_quality(config)
+        print(describe(found))
+        code = 0
+    else:
+        from llm_fp8.models.source import load_config, resolve_source
+        from llm_fp8.tools.diagnose.step import diagnose, planned_coverage
 
-    from rich.console import Console  # after the parser: --help and mistakes answer without loading the rest
-
-    from llm_fp8.tools.diagnose.render import render
-    from llm_fp8.tools.diagnose.session import diagnose
-
-    found = diagnose(config, own.trace)
-    # A pipe or a log file has no width to fit into; tables that are folded to 80 columns could not be read there.
-    render(found, Console(width=None if sys.stdout.isatty() else 180))
+        if torch.cuda.is_available():
+            found = diagnose(config, own.trace)
+            render(found)
+            code = EXIT_FAILED_CHECK if found["problems"] else 0
+        else:
+            coverage = planned_coverage(config, load_config(config.model, resolve_source(config.model)))
+            print(f"the Hugging Face decoder's {coverage.describe()}")
+            print("What runs, its time and its memory need an NVIDIA GPU; 'train_fp8.py --dry_run' counts the memory.")
+            found, code = {"coverage": coverage.to_dict()}, EXIT_NO_GPU
     if own.json is not None:
-        write_json_atomic(own.json, found)
-        print(f"findings in {own.json}")
-    if own.trace is not None:
-        recorded = found["time"] is not None
-        print(f"trace in {own.trace}" if recorded else f"no trace in {own.trace}: without a GPU no step is recorded")
-    exit_code: int = found["exit_code"]
-    return exit_code
+        origin = {"config": config.to_dict(), "provenance": collect_provenance(sys.argv)}
+        write_json_atomic(own.json, {"exit_code": code, **found, **origin})
+    return code
+
+
+def render(found: Mapping[str, Any]) -> None:
+    """Print what was found; problems come last, where a reader's eye is."""
+    certificate, step = found["certificate"], found["step"]
+    step_s = step["step_time_s"]
+    print(f"\nattention: {found['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
+    print(
+        f"\none step: {step_s * 1e3:.1f} ms, {step['tokens_per_s']:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s"
+    )
+    rows: list[tuple[str, ...]] = [("", "kernels", "ms", "of step")]
+    for name, taken in found["classes"].items():
+        rows.append(_time_row(name, taken, step_s))
+        if name == "gemm":
+            rows += [_time_row(f"  {kind}", gemms, step_s) for kind, gemms in found["gemms"].items()]
+    rows.append(_time_row("GPU idle", {"count": "", "time_s": step["gpu_idle_s"]}, step_s))
+    show(rows)
+    print("\nmemory at the peak of a step, GiB")
+    show((kind, f"{gib:.2f}") for kind, gib in found["memory_gib"].items())
+    for sentence in found["advice"]:
+        print(f"to gain time: {sentence}")
+    for problem in found["problems"]:
+        print(f"PROBLEM: {problem}")
+
+
+def _time_row(name: str, taken: Mapping[str, Any], step_s: float) -> tuple[str, ...]:
+    return name, f"{taken['count']}", f"{taken['time_s'] * 1e3:.1f}", f"{taken['time_s'] / step_s:.1%}"
+
+
+def show(rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table whose first column is text and the others are figures."""
+    for first, *others in rows:
+        print(f"  {first:36}" + "".join(f"{word:>10}" if len(word) <= 10 else f"  {word}" for word in others))

@@ -1,0 +1,246 @@
+"""A run, built by the run's own functions and measured for a few steps: which modules are in fp8, whether the kernels
+are those that should run, where the time goes, and what holds the memory.
+
+Recording slows the host and not the kernels. So kernels are those of a recorded step, and the GPU is idle for what
+unrecorded steps take beyond them.
+
+Memory is divided at the end of the last forward pass of a step. What can be walked to (weights, optimizer state,
+gradients) is walked. "kept" is the rest of what was there before that pass: with several micro-batches the fp8 casts of
+weights, which later micro-batches reuse. "activations" is what the pass added, and "backward pass" how far the peak is
+above that: with one micro-batch it holds the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+import te_llama
+from llm_fp8.config.options import Config, RunConfig
+from llm_fp8.config.recipes import chosen, size_multiple
+from llm_fp8.data.collate import Batch, count_tokens
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.models.build import decoder_layers, decoder_size, model_on_meta
+from llm_fp8.models.source import check_model, load_tokenizer
+from llm_fp8.observability.kernel_trace import (
+    KernelTime,
+    gemm_kernels,
+    kernel_intervals,
+    kernel_times,
+    record_kernels,
+    time_by_class,
+)
+from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
+from llm_fp8.observability.step_profile import covered, length
+from llm_fp8.optim.optimizers import unwrap
+from llm_fp8.optim.schedule import build_scheduler
+from llm_fp8.precision.certificate import attention_library, certify
+from llm_fp8.precision.context import bf16_modules
+from llm_fp8.precision.convert import lm_head_of, reason_to_leave
+from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
+from llm_fp8.train.failures import explained_failures
+from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.run import load_data
+from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
+from llm_fp8.train.setup import RunPlan, announce, build_setup, plan_run
+from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.ranks import LaunchRanks
+
+NUM_WARMUP_STEPS = 4
+NUM_TIMED_STEPS = 7
+WORTH_A_WORD = 0.05
+"""Share of a step from which on there is advice about it."""
+
+
+def plan_without_output(config: Config) -> RunPlan:
+    """The run of `config`, which was checked; it writes nothing and sends nothing to a tracker."""
+    ranks = LaunchRanks.from_environment(os.environ)
+    start_process_group(ranks)
+    quiet_libraries()
+    plan = plan_run(dataclasses.replace(config, run=RunConfig(output_dir=os.devnull)), ranks)
+    announce(plan)
+    return plan
+
+
+def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
+    """What is found of the run of `config`, as the JSON file has it; times in seconds, memory in GiB.
+
+    `trace`: file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
+    """
+    plan = plan_without_output(config)
+    with explained_failures(plan.config, plan.folder, plan.strategy.mode):
+        loop = build_loop(plan)
+        found = measure(loop, trace)
+    return found | {"problems": problems(found), "advice": advice(found, plan.config)}
+
+
+def build_loop(plan: RunPlan) -> TrainingLoop:
+    """The run's loop on its own data, ready for `take_step`; it has no reporter and no checkpoints."""
+    config, strategy = plan.config, plan.strategy
+    set_seed(config.optim.seed)
+    tokenizer, _ = load_tokenizer(config.model, plan.source)
+    check_model(config, plan.hf_config, tokenizer)
+    data = load_data(plan, tokenizer)
+    setup = build_setup(plan)
+    optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
+    model, optimizer = prepare_with_scales(
+        strategy, setup.training_model, optimizer, lambda: warm_up_scales(setup, data.train)
+    )
+    reporter: Any = None
+    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2
+    scheduler = build_scheduler(optimizer, config.optim, num_steps)
+    return TrainingLoop(setup, model, optimizer, scheduler, data.train, reporter, num_steps)
+
+
+def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
+    """Take steps of the loop: to warm up, for their time, for the memory, and one whose kernels are recorded."""
+    setup, plan = loop.setup, loop.setup.plan
+    loop.model.train()
+    steps = iter(loop.loader)
+
+    def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
+        """The mean seconds of steps, and the last one's micro-batches."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            batches = next(steps)
+            loop.take_step(batches, None)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / num_steps, batches
+
+    take(NUM_WARMUP_STEPS)
+    step_s, batches = take(NUM_TIMED_STEPS)
+    memory = memory_by_kind(loop, take)
+    with record_kernels() as recorded:
+        take()
+    if trace is not None:
+        recorded.export_chrome_trace(str(trace))
+    kernels = kernel_times(recorded)
+    busy_s = length(covered(interval for _, interval in kernel_intervals(recorded)))
+    library = attention_library(kernels)
+    attention = te_llama.attention_backend() if plan.config.model.use_te else f"{setup.attention} ({library})"
+    certificate = certify(
+        setup.expected,
+        kernels,
+        setup.precision.module_state(),
+        num_micro_batches=len(batches),
+        recipe_inside_modules=setup.precision.recipe_inside_modules,
+        attention=attention,
+    )
+    size, peak = decoder_size(plan.hf_config, setup.num_adapter_parameters), device_peak_tflops(plan.device)
+    return {
+        "precision": plan.precision.to_dict(),
+        "coverage": setup.coverage.to_dict(),
+        "certificate": certificate.to_dict(),
+        "attention": attention,
+        "step": {
+            **speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
+            "gpu_idle_s": max(0.0, step_s - busy_s),
+        },
+        "classes": _plain(time_by_class(kernels)),
+        "gemms": _plain(gemm_kernels(kernels)),
+        "memory_gib": memory,
+    }
+
+
+def _plain(times: Mapping[Any, KernelTime]) -> dict[str, dict[str, float]]:
+    return {name: {"count": taken.count, "time_s": taken.time_s} for name, taken in times.items()}
+
+
+def held_gib(tensors: Iterable[Any]) -> float:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda) / GIB
+
+
+def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, float]:
+    """GiB of a step's peak by kind, which the module's docstring explains; `take` takes a step."""
+    parameters = list(loop.model.parameters())
+    marks: list[tuple[float, float]] = []
+
+    def mark(*_: object) -> None:
+        marks.append((torch.cuda.memory_allocated() / GIB, held_gib(parameter.grad for parameter in parameters)))
+
+    model: nn.Module = loop.setup.training_model
+    hooks = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
+    torch.cuda.reset_peak_memory_stats()
+    take()
+    for hook in hooks:
+        hook.remove()
+    peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    (before, gradients), (after, _) = marks[-2:]
+    weights = held_gib(parameters)
+    state = held_gib(value for entry in unwrap(loop.optimizer).state.values() for value in entry.values())
+    return {
+        "weights": weights,
+        "optimizer state": state,
+        "gradients": gradients,
+        "kept": before - weights - state - gradients,
+        "activations": after - before,
+        "backward pass": peak - after,
+        "peak": peak,
+        "reserved": reserved,
+    }
+
+
+def problems(found: Mapping[str, Any]) -> list[str]:
+    """Sentences on what is not as it was asked for; they make the exit code 1."""
+    precision, certificate = found["precision"], found["certificate"]
+    wrong = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
+    if precision["fallback_reason"]:
+        wrong.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")
+    if "unfused" in str(found["attention"]):
+        wrong.append("attention runs unfused: unset NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, CUDNN_HOME and CUDNN_PATH")
+    if precision["effective"] == "fp8":
+        skipped = found["coverage"]["skipped"].items()
+        wrong += [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
+    return wrong
+
+
+def advice(found: Mapping[str, Any], config: Config) -> list[str]:
+    """For each large part of a step the option that acts on it, the largest first."""
+    step_s, in_fp8 = found["step"]["step_time_s"], found["precision"]["effective"] == "fp8"
+    own_kernels = ("norm", "activation", "rope", "copy", "elementwise")
+
+    def share(*names: str) -> float:
+        return sum(found["classes"].get(name, {"time_s": 0.0})["time_s"] for name in names) / step_s
+
+    low = sum(found["gemms"].get(name, {"time_s": 0.0})["time_s"] for name in ("fp8", "fp4")) / step_s
+    more = "more tokens in a micro-batch (--batch_size, --max_seq_length)"
+    recompute = config.model.gradient_checkpointing
+    parts = [
+        (found["step"]["gpu_idle_s"] / step_s, "the GPU is idle", f"{more}; with --use_te and packing --cuda_graphs"),
+        (share("cast"), "casts", "more micro-batches a step (--gradient_accumulation_steps): weights are cast once"),
+        (share("optimizer"), "the optimizer", "more tokens a step (--gradient_accumulation_steps, --batch_size)"),
+        (0 if config.model.use_te else share(*own_kernels), "pointwise kernels", "--use_te, which fuses most of them"),
+        (share("gemm") / 4 if recompute else 0, "recomputation", "no --gradient_checkpointing, if memory allows"),
+        (share("gemm") - low, "GEMMs outside fp8", "see the coverage" if in_fp8 else "--use_te --mixed_precision fp8"),
+    ]
+    listed = sorted((part for part in parts if part[0] >= WORTH_A_WORD), reverse=True)
+    return [f"{what}, {part:.0%} of a step: {help_}" for part, what, help_ in listed]
+
+
+def planned_coverage(config: Config, hf_config: PretrainedConfig) -> Fp8Coverage:
+    """The coverage that the options would give a Hugging Face decoder on a GPU, from the model's structure alone."""
+    model = model_on_meta(hf_config)
+    name, scenario, backend = (
+        config.precision.mixed_precision,
+        config.precision.fp8_scenario,
+        config.precision.fp8_backend,
+    )
+    if name != "fp8":
+        return measure_coverage(model, (), name or "bf16", {})
+    multiple, head = size_multiple(chosen(scenario, backend)), lm_head_of(model)
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    left = {name: reason_to_leave(name, module, head, multiple) for name, module in linears.items()}
+    kept = bf16_modules(config.precision, model, decoder_layers(model))
+    in_bf16 = {inner for module in kept for inner in module.modules()}
+    in_fp8 = [module for name, module in linears.items() if left[name] is None and module not in in_bf16]
+    return measure_coverage(model, in_fp8, "bf16", {name: reason for name, reason in left.items() if reason})
