@@ -4,10 +4,9 @@
     python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te \\
         --mixed_precision fp8 --json diagnosis.json
 
-Takes the options of train_fp8.py, but no auto and no LoRA, builds the same run on full rows of random tokens, and
-measures a few steps. Nothing is saved. How to read the tables: docs/tools.md. Exit code: 0; 1 where a layer that was
-asked for in fp8 is not, or attention is unfused; 2 for a mistake in the options; 3 without a GPU, where only what needs
-none is said.
+Takes the options of train_fp8.py, builds the same run, and measures a few steps on its data; nothing is saved. How to
+read the tables: docs/tools.md. Exit code: 0; 1 where what was asked for is not what runs, or attention is unfused; 2
+for a mistake in the options; 3 without a GPU, where only the fp8 coverage is said.
 """
 
 from __future__ import annotations

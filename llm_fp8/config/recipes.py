@@ -47,10 +47,6 @@ class Recipe:
     """Class of the quantizers in Transformer Engine's modules."""
     availability: str = "is_fp8_available"
     """Function of `transformer_engine.pytorch` that answers whether a GPU has it, and why not."""
-    operand: str = ""
-    """Behind an operand's type in the diagnosis, e.g. e4m3/block; '' for one scale per tensor."""
-    operand_class: str = ""
-    """Part of the class name by which Transformer Engine's tensors of this scaling are known; '' for `operand` ''."""
     scales_lag: bool = False
     """Scales come from earlier passes, so there are none before the first."""
     fp32_scales_on_hopper: bool = False
@@ -103,8 +99,6 @@ RECIPES: dict[str, Recipe] = {
             quantizer="Float8BlockQuantizer",
             availability="is_fp8_block_scaling_available",
             fp32_scales_on_hopper=True,
-            operand="block",
-            operand_class="Blockwise",
         ),
         Recipe(
             "mxfp8",
@@ -116,8 +110,6 @@ RECIPES: dict[str, Recipe] = {
             options=_FORMAT,
             quantizer="MXFP8Quantizer",
             availability="is_mxfp8_available",
-            operand="mxfp8",
-            operand_class="MXFP8",
         ),
         Recipe(
             "nvfp4",
@@ -126,8 +118,6 @@ RECIPES: dict[str, Recipe] = {
             "NVFP4BlockScaling",
             quantizer="NVFP4Quantizer",
             availability="is_nvfp4_available",
-            operand="nvfp4",
-            operand_class="NVFP4",
             has_fp8_peak=False,
         ),
         Recipe("tensorwise", "torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),

@@ -27,8 +27,6 @@ MADE_UP = Recipe(
     options={"amax_history_len": "length"},
     quantizer="MadeUpQuantizer",
     availability="is_made_up_available",
-    operand="made_up",
-    operand_class="MadeUp",
 )
 
 

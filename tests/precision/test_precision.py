@@ -17,7 +17,7 @@ from llm_fp8.config.recipes import RECIPES
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import swap_linears
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
-from llm_fp8.tools.diagnose.static_report import asked_for, planned_coverage
+from llm_fp8.tools.diagnose.step import planned_coverage
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import require_te
 from tests.support import stand_in_te
@@ -127,7 +127,7 @@ def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatc
     assert type(model["other"]) is torch.nn.Linear and type(model["fits"]) is not torch.nn.Linear
     config = parse_config(["--mixed_precision=fp8", "--fp8_scenario=mxfp8"])
     hf_config = tiny_config(hidden_size=64, intermediate_size=48)
-    coverage = planned_coverage(config, hf_config, asked_for(config))
+    coverage = planned_coverage(config, hf_config)
     assert coverage.skipped["model.layers.*.mlp.down_proj"] == f"2 bf16 ({reason})"
 
 
