@@ -56,28 +56,24 @@ CHECKS = (
 """In the order in which they run."""
 
 
-class Row(NamedTuple):
-    name: str
-    result: Result
-    wall_s: float
-
-
-def run_check(check: Check, setup: Setup) -> Row:
+def run_check(check: Check, setup: Setup) -> Result:
     """The check's answer; failed where it raises."""
-    if setup.num_gpus < check.needs_gpus:
-        return Row(check.name, Result(f"needs {check.needs_gpus} or more GPUs", skipped=True), 0.0)
     began = time.perf_counter()
     try:
-        result = check.function(setup)
+        if setup.num_gpus < check.needs_gpus:
+            result = Result(f"needs {check.needs_gpus} or more GPUs", skipped=True)
+        else:
+            result = check.function(setup)
     except Exception as error:
         result = Result(details=traceback.format_exc().splitlines()[-12:])
         result.fail(f"the check ended with {type(error).__name__}: {error}", f"{VERIFY} --only {check.name}")
-    return Row(check.name, result, time.perf_counter() - began)
+    result.name, result.wall_s = check.name, time.perf_counter() - began
+    return result
 
 
-def exit_code(rows: list[Row], has_gpu: bool) -> int:
+def exit_code(results: list[Result], has_gpu: bool) -> int:
     """1 where a check failed, else 3 without a GPU, else 0."""
-    if any(row.result.failures for row in rows):
+    if any(result.failures for result in results):
         return EXIT_FAILED_CHECK
     return 0 if has_gpu else EXIT_NO_GPU
 
@@ -120,43 +116,42 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
     setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, scratch)
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the run under way is ended
-    rows: list[Row] = []
+    results: list[Result] = []
     try:
         with contextlib.suppress(ImportError, OSError):  # which the check of the packages reports
             cut_model(setup)
         for check in [check for check in CHECKS if check.name in wanted]:
             print(f"{check.name} ...", file=sys.stderr, flush=True)
-            rows.append(run_check(check, setup))
+            results.append(run_check(check, setup))
             if options.output is not None:
-                write(options.output, rows, vars(options), exit_code(rows, setup.num_gpus > 0))
+                write(options.output, results, vars(options), exit_code(results, setup.num_gpus > 0))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        print_rows(rows, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
-    return exit_code(rows, setup.num_gpus > 0)
+        print_table(results, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    return exit_code(results, setup.num_gpus > 0)
 
 
-def print_rows(rows: list[Row], console: Console) -> None:
+def print_table(results: list[Result], console: Console) -> None:
     """The table, then what fixes what is wrong. Details are shown where something is."""
     columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), Column(justify="right"))
     table = Table(*columns, box=None, pad_edge=False, show_header=False)
-    for name, result, wall_s in rows:
+    for result in results:
         wrong = [*result.failures, *result.warnings]
         text = "\n".join([*wrong, *filter(None, [result.summary]), *(result.details if wrong else ())])
-        table.add_row(f"[{_STYLES[result.status]}]{result.status}[/]", name, escape(text), f"{wall_s:.1f} s")
+        status = f"[{_STYLES[result.status]}]{result.status}[/]"
+        table.add_row(status, result.name, escape(text), f"{result.wall_s:.1f} s")
     console.print(table)
-    fixes = dict.fromkeys(fix for row in rows for fix in row.result.fixes)
+    fixes = dict.fromkeys(fix for result in results for fix in result.fixes)
     if fixes:
         console.print("\n[bold]What fixes it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
-    counts = Counter(row.result.status for row in rows)
+    counts = Counter(result.status for result in results)
     console.print("\n" + ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status]))
 
 
-def write(path: Path, rows: list[Row], options: dict[str, Any], code: int) -> None:
+def write(path: Path, results: list[Result], options: dict[str, Any], code: int) -> None:
     """Write the JSON file, as far as the checks have come."""
     from llm_fp8.observability.provenance import collect_provenance
 
-    checks = [
-        {"name": name, "status": result.status, **asdict(result), "wall_s": wall_s} for name, result, wall_s in rows
-    ]
+    checks = [{"status": result.status, **asdict(result)} for result in results]
     record = {"exit_code": code, "options": options, "checks": checks, "provenance": collect_provenance(sys.argv)}
     write_json_atomic(path, record)

@@ -23,6 +23,8 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)
     """Commands for a shell in the repository."""
+    name: str = ""
+    wall_s: float = 0.0
 
     def fail(self, sentence: str, fix: str) -> None:
         self.failures.append(sentence)

@@ -217,8 +217,8 @@ def test_a_check_runs_where_it_can_and_a_crash_is_a_failed_check(setup):
     setup.num_gpus = 1  # type: ignore[misc]
     fine = Check("fine", lambda _: Result("fine"), needs_gpus=1)
     rows = [run_check(check, setup) for check in (fine, fine._replace(needs_gpus=2), Check("crash", crash))]
-    assert [row.result.status for row in rows] == ["passed", "skipped", "failed"]
-    assert "illegal memory access" in rows[2].result.failures[0] and rows[2].result.fixes
+    assert [row.status for row in rows] == ["passed", "skipped", "failed"]
+    assert "illegal memory access" in rows[2].failures[0] and rows[2].fixes
     assert (exit_code(rows, True), exit_code(rows[:2], True), exit_code(rows[:2], False)) == (1, 0, 3)
 
 
