@@ -10,8 +10,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
 from llm_fp8.distributed.deepspeed_config import deepspeed_settings
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
-from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.observability.reporter import accelerator_tracking
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks

@@ -41,29 +41,6 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def moments_and_update(
-    gradient: tl.tensor,
-    gradient_scale_pointer: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    beta1_complement: float,
-    beta2: float,
-    beta2_complement: float,
-    step_size: float,
-    inverse_root_correction2: float,
-    epsilon: float,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The new m and v, and the update to subtract from the decayed parameter, all fp32; `gradient` bf16 or fp32."""
-    gradient = gradient.to(tl.float32)
-    if gradient_scale_pointer is not None:
-        gradient = gradient * tl.load(gradient_scale_pointer)
-    exp_avg = exp_avg + (gradient - exp_avg) * beta1_complement
-    exp_avg_sq = exp_avg_sq * beta2 + (gradient * beta2_complement) * gradient
-    denominator = tl.sqrt_rn(exp_avg_sq) * inverse_root_correction2 + epsilon
-    return exp_avg, exp_avg_sq, tl.div_rn(exp_avg * step_size, denominator)
-
-
-@triton.jit
 def _of_elements(of_blocks: tl.tensor) -> tl.tensor:
     """[BLOCKS] -> [BLOCKS * 256], each repeated for the elements of its block."""
     BLOCKS: tl.constexpr = of_blocks.shape[0]
@@ -157,18 +134,16 @@ def _update_kernel(
         values_sq, limits_sq = tl.load(table + 512), tl.load(table + 768)
         exp_avg = _decode(exp_avg, exp_avg_scale, values)
         exp_avg_sq = _decode(exp_avg_sq, exp_avg_sq_scale, values_sq)
-    exp_avg, exp_avg_sq, update = moments_and_update(
-        gradient,
-        gradient_scale_pointer,
-        exp_avg.to(tl.float32),
-        exp_avg_sq,
-        beta1_complement,
-        beta2,
-        beta2_complement,
-        step_size,
-        inverse_root_correction2,
-        epsilon,
-    )
+
+    # `moments_and_update`
+    gradient = gradient.to(tl.float32)
+    if gradient_scale_pointer is not None:
+        gradient = gradient * tl.load(gradient_scale_pointer)
+    exp_avg = exp_avg.to(tl.float32)
+    exp_avg = exp_avg + (gradient - exp_avg) * beta1_complement
+    exp_avg_sq = exp_avg_sq * beta2 + (gradient * beta2_complement) * gradient
+    denominator = tl.sqrt_rn(exp_avg_sq) * inverse_root_correction2 + epsilon
+    update = tl.div_rn(exp_avg * step_size, denominator)
 
     # Right shifts of signed integers keep the sign.
     if remainder_pointer is not None:  # `join_master` and `split_master`

