@@ -30,7 +30,7 @@ from llm_fp8.models.weight_shards import stored_names
 from llm_fp8.models.weights import fill_weights
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
-from llm_fp8.utils.hf_internals import supports_attention
+from llm_fp8.utils.hf_internals import chosen_attention, supports_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
 from llm_fp8.utils.te_import import require_te
 from llm_fp8.utils.torch_internals import materialize_
@@ -68,29 +68,6 @@ def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
     return model_class is None or supports_attention(model_class, implementation)
 
 
-def _build_te_decoder(
-    options: ModelConfig,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    with_memory: bool,
-    unfused_mlp: bool,
-) -> PreTrainedModel:
-    require_te("--use_te")
-    # Transformer Engine would choose an installed flash-attn 4, a beta whose dQ was wrong for heads of 80 elements.
-    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-    if device.type == "cuda":
-        choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
-    return te_llama.build_te_model(
-        hf_config,
-        dtype,
-        device if with_memory else "meta",
-        table_device=device,
-        unfused_mlp=unfused_mlp,
-    )
-
-
 def build_model(
     options: ModelConfig,
     source: ModelSource,
@@ -108,29 +85,21 @@ def build_model(
     For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`. `keep_lower_bits`: bf16 parameters keep what stored fp32
     or fp16 weights have beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a mixture of experts.
     """
-    if options.use_te:
-        model = _build_te_decoder(
-            options, hf_config, parameter_dtype, device, with_memory=True, unfused_mlp=unfused_mlp
-        )
-        _keep_generation_config(model, options, source)
-    else:
-        attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
-        if has_random_weights(options, source):
-            with torch.device(device):
-                model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-        else:
-            model = build_structure(
-                options, source, hf_config, parameter_dtype=parameter_dtype, compute_dtype=compute_dtype, device=device
-            )
-            if stored_names(model) is None:
-                if fp8_format(hf_config) is not None:
-                    raise UserError(
-                        f"--model_name {options.model_name} is a mixture of experts in fp8, whose experts are not "
-                        "dequantised here; give the unquantised model."
-                    )
-                return _load_by_transformers(options, source, attention, parameter_dtype, device), True
-            materialize_(model, device, device)
-            model.tie_weights()  # undone by moving
+    model = build_structure(
+        options,
+        source,
+        hf_config,
+        parameter_dtype=parameter_dtype,
+        compute_dtype=compute_dtype,
+        device=device,
+        unfused_mlp=unfused_mlp,
+        te_on_meta=False,
+    )
+    if not options.use_te:
+        if not has_random_weights(options, source) and stored_names(model) is None:
+            return _load_by_transformers(options, source, model.config, parameter_dtype, device), True
+        materialize_(model, device, device)
+        model.tie_weights()  # undone by moving
     return model, fill_weights(model, options, source, device, seed, keep_lower_bits)
 
 
@@ -143,29 +112,33 @@ def build_structure(
     compute_dtype: torch.dtype,
     device: torch.device,
     unfused_mlp: bool = False,
+    te_on_meta: bool = True,
 ) -> PreTrainedModel:
-    """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_weights`."""
+    """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_weights`.
+
+    It has the stop tokens and sampling of its source, for the exported checkpoint.
+    """
     if options.use_te:
-        model = _build_te_decoder(
-            options, hf_config, parameter_dtype, device, with_memory=False, unfused_mlp=unfused_mlp
-        )
+        require_te("--use_te")
+        # Transformer Engine would choose an installed flash-attn 4, a beta whose dQ was wrong for heads of 80 elements.
+        os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
+        if device.type == "cuda":
+            choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
+        place = "meta" if te_on_meta else device
+        model = te_llama.build_te_model(hf_config, parameter_dtype, place, table_device=device, unfused_mlp=unfused_mlp)
     else:
         attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
         with init_empty_weights(include_buffers=False), torch.device(device):
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         model.tie_weights()  # undone by `init_empty_weights`
-    _keep_generation_config(model, options, source)
+    stored = None if has_random_weights(options, source) else load_generation_config(options, source)
+    if stored is not None:
+        model.generation_config = stored
     return model
 
 
-def _keep_generation_config(model: PreTrainedModel, options: ModelConfig, source: ModelSource) -> None:
-    """Give `model` the stop tokens and sampling of its source, for the exported checkpoint."""
-    if not has_random_weights(options, source) and (stored := load_generation_config(options, source)) is not None:
-        model.generation_config = stored
-
-
 def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    with reading_model("model as a causal language model that its config.json describes", hf_config.name_or_path):
+    with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path):
         return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
 
 
@@ -181,14 +154,16 @@ def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _load_by_transformers(
-    options: ModelConfig, source: ModelSource, attention: str, dtype: torch.dtype, device: torch.device
+    options: ModelConfig, source: ModelSource, built_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """A model whose files hold tensors in another layout than its modules (a mixture of experts)."""
     with reading_model("weights", options.model_name):
+        if fp8_format(built_config) is not None:
+            raise ValueError("a mixture of experts in fp8 is not dequantised here")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=chosen_attention(built_config),
             device_map={"": device},
             output_loading_info=True,
             trust_remote_code=False,
@@ -234,11 +209,6 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     )
 
 
-def cudnn_is_faster(width: int) -> bool:
-    """Whether cuDNN's RMSNorm of this hidden size is faster on Hopper."""
-    return width > 1024 and width not in TUNED_WIDTHS
-
-
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
     """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
 
@@ -248,6 +218,6 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
     under current scaling stays TE's, whose kernel computes the amax on the way. TE reads both variables once, at its
     first norm.
     """
-    if cudnn_is_faster(width) and major_capability == HOPPER:
+    if width > 1024 and width not in TUNED_WIDTHS and major_capability == HOPPER:
         for name in VARIABLES:
             environ.setdefault(name, "1")

@@ -90,8 +90,9 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
 
 def load_generation_config(options: ModelConfig, source: ModelSource) -> GenerationConfig | None:
     """The settings for generating text that a model's folder or page has, None where it has none."""
-    if source.is_local and not (Path(source.location) / "generation_config.json").is_file():
-        return None
+    with reading_model("generation_config.json", options.model_name), contextlib.suppress(OSError):  # there is none
+        return GenerationConfig.from_pretrained(source.location)
+    return None
     none_on_the_hub = () if source.is_local else (OSError,)  # raised for a damaged file too
     with reading_model("model's generation_config.json", options.model_name), contextlib.suppress(*none_on_the_hub):
         return GenerationConfig.from_pretrained(source.location)

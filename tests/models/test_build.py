@@ -72,7 +72,7 @@ def test_what_transformers_would_not_save_again_is_refused_before_training(tmp_p
     config = Path(model) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "output_attentions": True}))
     options = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=1"]
-    with pytest.raises(UserError, match="would not save its configuration .*output_attentions.*--no_export"):
+    with pytest.raises(UserError, match="output_attentions.*--no_export"):
         train(*options, f"--output_dir={tmp_path / 'run'}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert train(*options, "--no_export", f"--output_dir={tmp_path / 'run'}") == 0
