@@ -10,10 +10,9 @@ import pytest
 from llm_fp8.config.parser import build_parser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
 from llm_fp8.observability.kernel_trace import kernel_times
-from llm_fp8.precision import recipes as te_recipes
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.modules import ModuleState
-from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.plan import PrecisionPlan, recipe_available
 from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words
 from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
@@ -49,7 +48,7 @@ def test_the_plan():
     assert token_multiple("made_up") == 48
     assert plan.has_fp8_peak and not dataclasses.replace(plan, effective_scenario="nvfp4").has_fp8_peak
     te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
-    assert te_recipes.recipe_available(te, MADE_UP) == (False, "nobody has it")
+    assert recipe_available(te, MADE_UP) == (False, "nobody has it")
 
 
 def test_compare():
