@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from llm_fp8.config.parser import build_parser, parse_config
-from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
-from llm_fp8.observability.kernel_trace import kernel_times
-from llm_fp8.precision.certificate import ExpectedKernels, certify
-from llm_fp8.precision.modules import ModuleState
-from llm_fp8.precision.plan import PrecisionPlan, recipe_available
-from llm_fp8.tools.compare.variants import describe_variant, parse_variants, variant_words
+from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, recipe_names, token_multiple
+from llm_fp8.precision.plan import recipe_available
+from llm_fp8.tools.compare.variants import parse_variants, variant_words
 from llm_fp8.utils.errors import UserError
-from tests.support.recorded_kernels import recorded
 
 MADE_UP = Recipe(
     "made_up",
@@ -35,36 +30,24 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_and_options():
-    text = " ".join(build_parser().format_help().split())
-    assert "made_up: a scale that nobody has" in text
-    config = parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--amax_history_len=1"])
-    assert config.precision.fp8_scenario == "made_up"
+    assert "made_up: a scale that nobody has" in " ".join(build_parser().format_help().split())
+    words = ["--mixed_precision=fp8", "--fp8_scenario=made_up"]
+    assert parse_config([*words, "--amax_history_len=1"]).precision.fp8_scenario == "made_up"
     with pytest.raises(UserError, match="--fp8_format"):
-        parse_config(["--mixed_precision=fp8", "--fp8_scenario=made_up", "--fp8_format=E4M3"])
+        parse_config([*words, "--fp8_format=E4M3"])
 
 
-def test_the_plan():
-    plan = PrecisionPlan("fp8", "fp8", "made_up", "made_up", recipe=object(), backend="te")
-    assert token_multiple("made_up") == 48
-    assert plan.has_fp8_peak and not dataclasses.replace(plan, effective_scenario="nvfp4").has_fp8_peak
+def test_what_the_machine_says_of_it():
     te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
-    assert recipe_available(te, MADE_UP) == (False, "nobody has it")
+    assert recipe_available(te, MADE_UP) == (False, "nobody has it") and token_multiple("made_up") == 48
 
 
-def test_compare():
+def test_it_is_a_variant_of_a_comparison():
     assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
     words = variant_words("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
     assert words == ["--amax_history_len", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
-    assert describe_variant("made_up") == "fp8 made_up"
 
 
-@pytest.mark.parametrize(("quantizer", "verdict"), [("MadeUpQuantizer", "certified"), ("Float8Quantizer", "failed")])
-def test_the_certificate_compares_its_classes(quantizer, verdict):
-    expected = ExpectedKernels(
-        precision="fp8 made_up", compute="bf16", scenario="made_up", num_fp8_weights=1, fp8_linear_flop_share=1.0
-    )
-    state = ModuleState(num_modules=1, num_in_fp8=1, recipes={"MadeUpScaling": 1}, quantizers={quantizer: 1})
-    gemm = "nvjet_qqtst_128x128_64x6_2x1_v_bz_TNN"
-    kernels = kernel_times(recorded(*((gemm, start, start + 50) for start in (0, 100, 200))))
-    found = certify(expected, kernels, state, num_micro_batches=1, recipe_inside_modules="MadeUpScaling")
-    assert found.verdict == verdict, dataclasses.asdict(found)
+def test_default_is_a_recipe_of_each_backend():
+    for backend, name in DEFAULTS.items():
+        assert name in recipe_names(backend) and chosen("default", backend) == name

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import yaml
 from llm_fp8.tools.evaluate_checkpoint import base_of, data_options, load_merged
-from llm_fp8.train.machine import model_facts
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -96,7 +95,6 @@ def _model(folder: Path, build: bool) -> None:
     hf_config = load_config(config.model, source)
     tokenizer, _ = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
-    model_facts(config, hf_config)
     if not build:
         tokenizer.decode(tokenizer("3 + 4 = 7")["input_ids"])
         return
