@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.verify.versions import REQUIREMENTS, TE_PARTS, Installed, installed, pins_of, read_pins
+from llm_fp8.tools.verify.versions import REQUIREMENTS, TE_PARTS, installed, pins_of, read_pins
 from llm_fp8.utils.packages import REPOSITORY
 
 KEPT = ("torch", "torchvision", "torchaudio", "torchao", "triton", "pytorch-triton", "numpy", "flash-attn", *TE_PARTS)
@@ -30,23 +30,23 @@ NEEDED = ("torch", "transformer-engine")
 """Without which the image is none that this project can be built on."""
 
 
-def constraints(found: dict[str, Installed]) -> str:
+def constraints(found: dict[str, str]) -> str:
     """The lines of constraints.txt for the packages that were found."""
-    return "".join(f"{name}=={there.version}\n" for name, there in sorted(found.items()))
+    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
 
 
-def requirements(found: dict[str, Installed]) -> str:
+def requirements(found: dict[str, str]) -> str:
     """The lines of requirements.txt: every pin whose marker holds here, and whose package is not among those found."""
     return "".join(f"{pin.requirement}\n" for pin in read_pins() if pin.name not in found)
 
 
-def changed(text: str, found: dict[str, Installed]) -> list[str]:
+def changed(text: str, found: dict[str, str]) -> list[str]:
     """A sentence for each package of a constraints file that is not installed as it says."""
     sentences = []
     for pin in pins_of(text, "constraints.txt"):
         there = found.get(pin.name)
-        if there is None or not pin.requirement.specifier.contains(there.version, prereleases=True):
-            sentences.append(f"{pin.requirement} became {there.version if there else 'not installed'}")
+        if there is None or not pin.requirement.specifier.contains(there, prereleases=True):
+            sentences.append(f"{pin.requirement} became {there or 'not installed'}")
     return sentences
 
 

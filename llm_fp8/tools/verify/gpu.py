@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING
 
 from llm_fp8.tools.verify.result import Result, Setup
@@ -111,12 +111,11 @@ def judge_rates(measured: Rates, known: Rates | None, gpu_name: str) -> Result:
     if known is None:
         result.summary += f" (nothing is recorded of another {gpu_name} to compare with)"
         return result
-    shares = {"bf16": measured.bf16 / known.bf16}
-    if measured.fp8 is not None and known.fp8 is not None:
-        shares["fp8"] = measured.fp8 / known.fp8
-    listed = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    result.summary += f": {listed} of what is recorded of an {gpu_name}"
-    if min(shares.values()) < LEAST_SHARE:
+    share = min(
+        ours / theirs for ours, theirs in zip(astuple(measured), astuple(known), strict=True) if ours and theirs
+    )
+    result.summary += f", {share:.0%} or more of what is recorded of an {gpu_name}"
+    if share < LEAST_SHARE:
         fix = "nvidia-smi; nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # while the GPU is busy"
         result.warn("this GPU is slow: its clocks are lowered, or another process uses it", fix)
     return result

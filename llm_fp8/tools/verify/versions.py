@@ -11,13 +11,11 @@ import io
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
 from llm_fp8.tools.verify.result import Result, Setup
-from llm_fp8.utils.packages import SHIPPED
+from llm_fp8.utils.packages import SHIPPED, package_version
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 OPTIONAL = {
@@ -62,11 +60,6 @@ class Pin:
         return f"{_PIP} install {flags}'{str(self.requirement).partition(';')[0]}'"
 
 
-class Installed(NamedTuple):
-    version: str
-    location: str
-
-
 def pins_of(text: str, file: str) -> list[Pin]:
     """The requirements of a file's text whose markers hold here."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
@@ -79,18 +72,13 @@ def read_pins() -> list[Pin]:
     return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text(), file)]
 
 
-def installed(names: Iterable[str]) -> dict[str, Installed]:
-    """Those of the packages that are installed; imports none of them."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            distribution = metadata.distribution(name)
-            found[name] = Installed(distribution.version, str(distribution.locate_file("")))
-    return found
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those of the packages that are installed; imports none of them."""
+    return {name: version for name in names if (version := package_version(name)) is not None}
 
 
 def judge(
-    pins: list[Pin], found: dict[str, Installed], errors: dict[str, str], has_gpu: bool, is_constrained: bool = False
+    pins: list[Pin], found: dict[str, str], errors: dict[str, str], has_gpu: bool, is_constrained: bool = False
 ) -> Result:
     """A missing or broken package that every run needs fails; another version, or a broken package that only an option
     needs, is a warning.
@@ -109,8 +97,8 @@ def judge(
             result.fail(f"{pin.name} is not installed", pin.install)
         elif there is None:
             result.details.append(f"{pin.name} is not installed ({OPTIONAL.get(pin.name, 'fp8 on a GPU')})")
-        elif not pin.allows(there.version) and not is_constrained:
-            result.warn(f"{pin.name} is {there.version}, {pin.file} pins {pin.requirement.specifier}", pin.install)
+        elif not pin.allows(there) and not is_constrained:
+            result.warn(f"{pin.name} is {there}, {pin.file} pins {pin.requirement.specifier}", pin.install)
     installs = {pin.name: pin.install.replace("install ", "install --force-reinstall --no-deps ", 1) for pin in pins}
     for name, error in errors.items():
         fix = installs.get(name, f"{_PIP} uninstall -y {name}   # or install it again for this torch")
@@ -143,6 +131,6 @@ def check_packages(setup: Setup) -> Result:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         errors = {name: error for name in to_import if (error := import_error(name)) is not None}
     result = judge(pins, found, errors, setup.num_gpus > 0, bool(setup.environ.get("PIP_CONSTRAINT")))
-    result.summary = ", ".join(f"{name} {found[name].version}" for name in to_import if name not in errors)
-    result.facts = {name: there.version for name, there in found.items()}
+    result.summary = ", ".join(f"{name} {found[name]}" for name in to_import if name not in errors)
+    result.facts = dict(found)
     return result
