@@ -4,9 +4,6 @@ sdpa and cuDNN; whole runs in fp8, with LoRA and on two GPUs.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.utils.packages import package_version
-from tests.support import gpu_training, multi_gpu_training
+from tests.support import gpu_training
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
 
@@ -95,20 +92,3 @@ def test_a_run_names_it_and_has_the_losses_of_the_other_attention(run, layout, m
     assert certificate["attention"] == ("flash-attn" if use_te else "flash_attention_2")
     assert losses["flash"] == pytest.approx(losses["other"], rel=SAME_LOSS)
     assert losses["flash"] != losses["other"]
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-@pytest.mark.parametrize("run", ["hf_fp8", "te_fp8"])
-def test_two_gpus_take_the_steps_of_one(run, mode, model_folder, tmp_path, monkeypatch):
-    for name, value in (BY_FLASH_ATTENTION if run == "te_fp8" else {}).items():
-        monkeypatch.setenv(name, value)
-    found = {}
-    for num_gpus, options in ((1, []), (2, ["--sharding_mode", mode])):
-        steps, summary, _ = multi_gpu_training.train(
-            num_gpus, Path(tmp_path, str(num_gpus)), model_folder, "--packing", "--no_export", *RUNS[run], *options
-        )
-        found[num_gpus] = [step["loss"] for step in steps]
-        assert summary["certificate"]["attention"] == ("flash-attn" if run == "te_fp8" else "flash_attention_2")
-        assert summary["certificate"]["verdict"] == "certified", json.dumps(summary["certificate"])
-    assert found[2] == pytest.approx(found[1], rel=SAME_LOSS)

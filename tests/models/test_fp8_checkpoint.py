@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PretrainedConfig
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
@@ -59,16 +58,6 @@ def test_every_row_range_is_the_product(shape, block):
         assert found.dtype == torch.float32 and torch.equal(found, expected[first:last])
 
 
-def test_blocks_are_dequantised_as_transformers_does():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(256, 384, generator=generator).mul(50).to(torch.float8_e4m3fn)
-    scale = torch.rand(2, 3, generator=generator)
-    ours = dequantised(values, scale, (128, 128))
-    for dtype in (torch.float32, torch.bfloat16):
-        theirs = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=dtype)
-        assert torch.equal(ours.to(dtype), theirs)
-
-
 # --- Loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -102,17 +91,6 @@ def test_each_rank_reads_its_rows(tmp_path, kind):
     expected = loaded(plain)
     for weights in on_ranks(3, tmp_path / "run", sharded, fp8):
         assert_same_bits(weights, expected)
-
-
-def test_a_scale_in_another_file_is_found(tmp_path):
-    fp8, plain = write_fp8_model(tmp_path, "block", "40KB")
-    files = sorted(Path(fp8).glob("*.safetensors"))
-    contents = [load_file(file) for file in files]
-    scales = {name: held.pop(name) for held in contents for name in list(held) if name.endswith("_scale_inv")}
-    contents[-1] |= scales
-    for file, held in zip(files, contents, strict=True):
-        save_file(held, file, metadata={"format": "pt"})
-    assert_same_bits(loaded(fp8), loaded(plain))
 
 
 def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
@@ -154,34 +132,16 @@ RUN = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], ""),
-        (["--lora_rank=4"], ""),
-        (["--mixed_precision=bf16", "--optimizer=adamw_master"], ""),
-        (["--mixed_precision=bf16", "--optimizer=adamw_8bit"], ", rounded to bfloat16"),
-    ],
-    ids=["fp32", "lora", "master", "8bit"],
-)
-def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows, capfd, options, said):
+@pytest.mark.parametrize("options", [[], ["--mixed_precision=bf16", "--optimizer=adamw_master"]], ids=["fp32", "bf16"])
+def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows, options):
     fp8, plain = write_fp8_model(tmp_path, "uneven block")
     for name in (fp8, plain):
-        out = f"--output_dir={name}-run"
-        train(f"--model_name={name}", f"--dataset_name={rows}", *RUN, *options, out)
-        printed = capfd.readouterr().out
-        sentence = (
-            "stored weights are fp8 (e4m3) with a scale for each block of 20 x 12 values: training starts from value "
-            f"times scale in fp32{said}\n"
-        )
-        assert (sentence in printed) == (name == fp8)
+        train(f"--model_name={name}", f"--dataset_name={rows}", *RUN, *options, f"--output_dir={name}-run")
     assert [step["loss"] for step in steps(f"{fp8}-run")] == [step["loss"] for step in steps(f"{plain}-run")]
     described = "fp8 (e4m3) with a scale for each block of 20 x 12 values"
     assert run_json(f"{fp8}-run")["model"]["dequantised_from"] == described
-    assert run_json(f"{plain}-run")["model"]["dequantised_from"] is None
-    if "--lora_rank=4" not in options:
-        assert_same_bits(final_weights(f"{fp8}-run"), final_weights(f"{plain}-run"))
-        assert "quantization_config" not in json.loads((Path(f"{fp8}-run") / "final" / "config.json").read_text())
+    assert_same_bits(final_weights(f"{fp8}-run"), final_weights(f"{plain}-run"))
+    assert "quantization_config" not in json.loads((Path(f"{fp8}-run") / "final" / "config.json").read_text())
 
 
 # --- Damage -----------------------------------------------------------------------------------------------------------
@@ -235,12 +195,3 @@ def test_every_other_quantisation_is_refused_in_a_sentence(entries):
     config.name_or_path, config.quantization_config = "somewhere", entries
     with pytest.raises(UserError, match="--model_name somewhere: cannot read the quantised weights"):
         fp8_format(config)
-
-
-def test_fp8_without_a_quantization_config_is_named(tmp_path):
-    fp8, _ = write_fp8_model(tmp_path, "block")
-    entries = json.loads((Path(fp8) / "config.json").read_text())
-    entries.pop("quantization_config")
-    (Path(fp8) / "config.json").write_text(json.dumps(entries))
-    with pytest.raises(UserError, match="model.safetensors: 'model.layers.0"):
-        loaded(fp8)

@@ -151,17 +151,3 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
     check_parity(model, packed_batch(device), S, dtype)
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
         check_parity(model, packed_batch(device), S, dtype, files=files)
-
-
-def test_peft_puts_adapters_on_the_te_decoder(device):
-    peft = pytest.importorskip("peft")
-    model = te_llama.build_te_model(family_config("llama3_rope_gqa"), torch.bfloat16, device)
-    te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
-    if not hasattr(peft.tuners.lora.model, "dispatch_transformer_engine"):
-        pytest.skip("this PEFT does not know Transformer Engine's modules")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["output"], task_type="CAUSAL_LM"))
-    ids = torch.randint(3, 1024, (2, 32), device=device)
-    adapted(input_ids=ids, labels=ids).loss.backward()
-    trained = {name for name, p in adapted.named_parameters() if p.grad is not None}
-    assert trained and all("lora_" in name for name in trained)
-    assert adapted.generate(input_ids=ids, max_new_tokens=4, do_sample=False).shape == (2, 36)

@@ -13,10 +13,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaModel, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import llm_fp8.models.export
 import llm_fp8.models.weights
@@ -33,6 +31,7 @@ from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import FAMILIES, family_config
 from tests.support.ranks import on_ranks
 from tests.support.small import write_model
+from tests.support.stand_in_te import install_stand_in
 from tests.support.stored import CARD, assert_same_bits, stored_weights
 
 CPU = torch.device("cpu")
@@ -227,36 +226,10 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_mode
 # --- TE models --------------------------------------------------------------------------------------------------------
 
 
-class StandInLayer(te_llama.TEDecoderLayer):
-    """A TE decoder layer's parameters, of which Transformer Engine has no part."""
-
-    def __init__(self, parameters: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        for name, shape in parameters.items():
-            module_name, parameter_name = name.split(".")
-            if not hasattr(self, module_name):
-                setattr(self, module_name, nn.Module())
-            setattr(getattr(self, module_name), parameter_name, nn.Parameter(torch.empty(shape, dtype=dtype)))
-
-
 def te_structure(name: str) -> PreTrainedModel:
-    """A model that has the parameters of `build_te_model`, without memory."""
-    config = AutoConfig.from_pretrained(name)
-    shapes = {
-        te_name: (parts[-1].stop, *parts[0].shape[1:])
-        for te_name, parts in te_llama.parameter_map(te_llama.decoder_spec(config)).items()
-    }
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            own = {
-                te_name.removeprefix(prefix): shape for te_name, shape in shapes.items() if te_name.startswith(prefix)
-            }
-            model.model.layers[layer] = StandInLayer(own, torch.float32)
-            model.model.layers[layer].spec = te_llama.decoder_spec(config)
-        model.model.rotary_emb = nn.Identity()
-    return model
+    """The TE decoder of stand-in modules, without memory."""
+    install_stand_in(pytest.MonkeyPatch())
+    return te_llama.build_te_model(AutoConfig.from_pretrained(name), torch.float32, "meta", table_device=CPU)
 
 
 def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor]:
@@ -301,35 +274,6 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family, num_
     assert config == json.loads((tmp_path / "source" / "config.json").read_text())
 
 
-# --- Blocks of rows ---------------------------------------------------------------------------------------------------
-
-
-def blocks_of(rank: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of parameters of 1, 4, 5 and 7 rows: where this rank's begin, what they hold, the whole."""
-    module = nn.Module()
-    for rows in (1, 4, 5, 7):
-        module.register_parameter(f"p{rows}", nn.Parameter(torch.arange(rows * 2.0).view(rows, 2)))
-    fully_shard(module, mesh=strategy_of().mesh)
-    materialize_(module, CPU, CPU)
-    found = []
-    for parameter in module.parameters():
-        block = local_shard(parameter)
-        found.append((block.start, block.data.clone(), parameter.full_tensor().detach().clone()))
-        block.data.fill_(-1.0 - rank)  # shared memory, so that filling the block fills the parameter
-        assert set(parameter.full_tensor().detach().flatten().tolist()) <= {-1.0, -2.0, -3.0}
-    return found
-
-
-@pytest.mark.slow
-def test_a_local_shard_is_where_its_rows_are(tmp_path):
-    results = on_ranks(3, tmp_path / "run", blocks_of)
-    for parameters in zip(*results, strict=True):
-        for start, data, whole in parameters:
-            assert torch.equal(whole[start : start + len(data)], data)
-        assert torch.equal(torch.cat([data for _, data, _ in parameters]), parameters[0][2])
-    assert any(len(data) == 0 for result in results for _, data, _ in result)
-
-
 # --- What does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -371,9 +315,8 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object])
             lambda t: t.update({"model.norm.weight": torch.zeros(17)}),
             r"safetensors.*'model.norm.weight'.*\[17\].*\[32\]",
         ),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(32, 2)}), r"safetensors.*'model.norm.weight'.*\[32, 2\]"),
     ],
-    ids=["missing", "unexpected", "wrong shape", "another dimension"],
+    ids=["missing", "unexpected", "wrong shape"],
 )
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_te):
     with pytest.raises(UserError, match=named):
@@ -381,12 +324,11 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_
 
 
 @pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
-@pytest.mark.parametrize("kept", [0.6, 0.0001], ids=["data", "header"])
-def test_a_truncated_file_is_named(tmp_path, use_te, kept):
+def test_a_truncated_file_is_named(tmp_path, use_te):
     source = Path(write_model(tmp_path / "model", max_shard_size="40KB"))
     file = sorted(source.glob("*.safetensors"))[1]
     contents = file.read_bytes()
-    file.write_bytes(contents[: int(len(contents) * kept)])
+    file.write_bytes(contents[: len(contents) // 2])
     with pytest.raises(UserError, match=f"{file.name}: cannot read"):
         fill_in_one_piece(str(source), use_te=use_te)
 
@@ -408,22 +350,6 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
         assert torch.equal(model.lm_head.weight, expected)
 
 
-def test_a_checkpoint_of_the_base_model_has_other_names_and_loads(tmp_path):
-    source = write_model(tmp_path / "source", tie_word_embeddings=True)
-    base = LlamaModel.from_pretrained(source)
-    base.save_pretrained(source)
-    assert "norm.weight" in stored_weights(source)
-    assert_same_bits(fill_in_one_piece(source).state_dict(), unsharded_model(source).state_dict())
-
-
-def test_an_architecture_whose_files_have_other_names_loads(tmp_path):
-    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-    written = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **sizes), dtype=torch.float32)
-    written.save_pretrained(tmp_path / "source")
-    assert "embed_out.weight" in stored_weights(tmp_path / "source")
-    assert_same_bits(fill_in_one_piece(str(tmp_path / "source")).state_dict(), written.state_dict())
-
-
 def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
     sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     config = AutoConfig.for_model("mixtral", num_local_experts=4, num_key_value_heads=1, **sizes)
@@ -433,19 +359,6 @@ def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
 
 
 # --- The structure ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_structure_has_the_buffers_of_the_loaded_model(tmp_path, family):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    empty, loaded = structure(ModelConfig(model_name=str(tmp_path))), unsharded_model(str(tmp_path))
-    assert_same_bits(dict(empty.named_buffers()), dict(loaded.named_buffers()))
-    assert empty.config._attn_implementation == loaded.config._attn_implementation == "sdpa"
-    assert {name: (p.shape, p.dtype) for name, p in empty.named_parameters()} == {
-        name: (p.shape, p.dtype) for name, p in loaded.named_parameters()
-    }
-    assert count_parameters(AutoConfig.from_pretrained(tmp_path)) == sum(p.numel() for p in loaded.parameters())
 
 
 @pytest.mark.slow
