@@ -12,8 +12,6 @@ WARMUP_STEPS = 10
 MEDIANS = tuple(key for key, metric in METRICS.items() if metric.of_step is not None)
 """Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
 
-RESUMES = {"resumes": list | None, "resumes.*": dict, "resumes.*.resumed_after_step": int}
-"""What run.json must hold of the processes that went on with the run."""
 
 INTERVAL_MEDIANS = ("energy_j_per_million_tokens", "gpu_power_w")
 """The same for figures that only some steps have."""

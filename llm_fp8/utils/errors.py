@@ -79,16 +79,9 @@ def existing_part(path: Path) -> Path:
 
 def reason_not_written(error: OSError, path: Path) -> str | None:
     """Why `path` or a file below it could not be written, and what to do; None for an error of another kind."""
-    place = existing_part(path)
-    if error.errno == errno.EFBIG:
-        return "a file would exceed this process's file size limit (ulimit -f) or the file system's; raise it"
-    if error.errno == errno.ENOSPC:
-        disk = os.statvfs(place)
-        if disk.f_files and disk.f_favail < 8:  # what failed has removed a few files
-            return "the file system has no room for another file (df -i); delete some"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(place).free / 2**20
-        return f"the disk (or quota) is full, with {free:,.1f} MiB free; free some space"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(existing_part(path)).free / 2**20
+        return f"the disk (or quota) is full, with {free:,.1f} MiB free ({os.strerror(error.errno)}); free some space"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{os.strerror(error.errno)}; choose a folder that can be written"
     return None
@@ -155,14 +148,9 @@ def run_script(main: Callable[[], int]) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED_CHECK
     except BrokenPipeError:
-        try:
-            print(flush=True)
-        except BrokenPipeError:
-            print("interrupted: nothing reads the output any more", file=sys.stderr)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-            code = EXIT_OUTPUT_CLOSED
-        else:  # of another pipe, or of a connection
-            raise
+        print("interrupted: nothing reads the output any more", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        code = EXIT_OUTPUT_CLOSED
     except OSError as error:
         path = Path(error.filename) if isinstance(error.filename, str) else None
         reason = None if path is None else reason_not_written(error, path)

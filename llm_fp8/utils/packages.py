@@ -23,7 +23,6 @@ BASE_REQUIREMENTS, GPU_REQUIREMENTS, DEEPSPEED_REQUIREMENTS = (
     for name in ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
 )
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
-DIAGNOSE = "python scripts/diagnose_fp8.py" if _IN_REPOSITORY else "llm-fp8 diagnose"
 
 
 def package_version(name: str) -> str | None:

@@ -12,33 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.observability.metrics import RECORDED_STEP
-from llm_fp8.observability.step_stats import RESUMES, measured_steps
+from llm_fp8.observability.step_stats import measured_steps
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.compare.variants import requested_variant
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, read_metrics, require_entries, with_floats
 
-_RUN: dict[str, Any] = {
-    **dict.fromkeys(("config", "config.*", "precision"), dict),
-    "config.optim.seed": int,
-    **dict.fromkeys(("precision.requested", "precision.effective"), str),
-    **dict.fromkeys(("precision.requested_scenario", "precision.effective_scenario"), str | None),
-    **dict.fromkeys(("precision.backend", "precision.fallback_reason"), str | None),
-    **dict.fromkeys(("effective", "data", "model", "provenance"), dict | None),
-    **dict.fromkeys(("config.data.max_seq_length", "effective.global_batch_size", "model.num_parameters"), int | None),
-    **{f"provenance.{name}": dict | None for name in ("git", "packages", "cpu", "environment")},
-    "provenance.command": list | None,
-    "provenance.command.*": str,
-    "provenance.gpus": list | None,
-    "provenance.gpus.*": dict,
-    "provenance.gpus.*.name": str,
-    "provenance.gpus.*.memory_gib": float,
-    **RESUMES,
-    **{f"resumes.*.{name}": dict | None for name in ("config", "effective", "provenance")},
-}
-_CERTIFICATE = {"verdict": str | None, "reasons": list | None}
-_SUMMARY = {"certificate": dict | None, "certificate.verdict": str | None, "certificate.reasons": list | None}
-_ANSWER = {"row_id": int | str, "problem": str, "correct": bool}
+_RUN = ("config.optim.seed", "config.data.max_seq_length", "precision.requested", "precision.effective")
+"""What the configuration of a run of this project has."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +193,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         if not (folder / name).is_file():
             hint = "the run did not finish" if name == "summary.json" else "it is not a run's --output_dir"
             raise UserError(f"{where}: there is no {name} in it, so {hint}; give the folder of a finished run.")
-    run, summary = read_json(folder / "run.json", _RUN), read_json(folder / "summary.json", _SUMMARY)
+    run, summary = read_json(folder / "run.json", _RUN), read_json(folder / "summary.json")
     certificate = folder / "certificate.json"
     record = _record(
         where,
@@ -221,7 +202,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         read_metrics(folder / "metrics.jsonl"),
         summary,
         answers=_last_answers(folder / "eval_answers"),
-        certificate=read_json(certificate, _CERTIFICATE) if certificate.is_file() else summary.get("certificate"),
+        certificate=read_json(certificate) if certificate.is_file() else summary.get("certificate"),
         resumes=run.get("resumes") or [],
     )
     last = record.steps[-1]["step"]
@@ -239,7 +220,7 @@ def _last_answers(folder: Path) -> dict[str, bool]:
     last = max(files, key=lambda path: int(path.stem.removeprefix("step-")), default=None)
     answers = read_jsonl(last) if last else []
     for number, answer in enumerate(answers, start=1):
-        require_entries(f"{last}: line {number}", answer, _ANSWER)
+        require_entries(f"{last}: line {number}", answer, ("row_id", "problem", "correct"))
     return {f"{answer['row_id']}: {answer['problem']}": bool(answer["correct"]) for answer in answers}
 
 
