@@ -116,26 +116,6 @@ def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
 # --- collate and pack -------------------------------------------------------------------------------------------------
 
 
-@sizes
-def test_packed_documents_are_padded_to_a_multiple(size: int) -> None:
-    multiple = 2 * size
-    batch = _packed(size)
-    assert batch.attention_mask is not None and batch.attention_mask.dtype == torch.bool
-    assert all(bound % multiple == 0 for bound in _bounds(batch))
-    found = []
-    for start, end in zip(_bounds(batch), _bounds(batch)[1:], strict=False):
-        real = batch.attention_mask[0, start:end]
-        length = int(real.sum())
-        assert real[:length].all()  # padding lies at the end
-        assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
-        assert (batch.input_ids[0, start + length : end] == PAD).all()
-        assert (batch.labels[0, start + max(length - 1, 0) : end] == IGNORE_INDEX).all()
-        if length:
-            assert end - start == -(-length // multiple) * multiple
-            found.append(batch.input_ids[0, start : start + length].tolist())
-    assert sorted(found) == sorted(document.input_ids.tolist() for document in DOCUMENTS)
-
-
 # --- loss and gradients -----------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,9 @@ MODES = [
     (3, "fsdp_full", 2, 3, ["--packing"]),
     (4, "fsdp_hybrid", 2, 2, []),
     (4, "ddp", 2, 2, []),
+    (2, "deepspeed_1", 4, 2, []),
     (2, "deepspeed_2", 2, 4, []),
+    (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
 ]
 
 
