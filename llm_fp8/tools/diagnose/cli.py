@@ -86,7 +86,7 @@ def render(found: Mapping[str, Any]) -> None:
     rows.append(_time_row("GPU idle", {"count": "", "time_s": step["gpu_idle_s"]}, step_s))
     show(rows)
     print("\nmemory at the peak of a step, GiB")
-    show((kind, f"{gib:.2f}") for kind, gib in found["memory_gib"].items())
+    show((kind.replace("_", " "), f"{gib:.2f}") for kind, gib in found["memory_gib"].items())
     for sentence in found["advice"]:
         print(f"to gain time: {sentence}")
     for problem in found["problems"]:

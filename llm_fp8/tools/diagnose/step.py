@@ -5,9 +5,9 @@ Recording slows the host and not the kernels. So kernels are those of a recorded
 unrecorded steps take beyond them.
 
 Memory is divided at the end of the last forward pass of a step. What can be walked to (weights, optimizer state,
-gradients) is walked. "kept" is the rest of what was there before that pass: with several micro-batches the fp8 casts of
-weights, which later micro-batches reuse. "activations" is what the pass added, and "backward pass" how far the peak is
-above that: with one micro-batch it holds the gradients.
+gradients) is walked. "kept_casts" is the rest of what was there before that pass: with several micro-batches the fp8
+casts of weights, which later micro-batches reuse. "activations" is what the pass added, and "backward_pass" how far the
+peak is above that: with one micro-batch it holds the gradients.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, 
     state = held_gib(value for entry in unwrap(loop.optimizer).state.values() for value in entry.values())
     return {
         "weights": weights,
-        "optimizer state": state,
+        "optimizer_state": state,
         "gradients": gradients,
-        "kept": before - weights - state - gradients,
+        "kept_casts": before - weights - state - gradients,
         "activations": after - before,
-        "backward pass": peak - after,
+        "backward_pass": peak - after,
         "peak": peak,
         "reserved": reserved,
     }
