@@ -31,7 +31,6 @@ class RunResults:
     """What --mixed_precision auto measured, by precision."""
     recorded: StepProfile | None = None
     certificate: Certificate | None = None
-    has_looked_for_gpu_idle: bool = False
 
 
 def parallel_record(plan: RunPlan) -> dict[str, Any]:

@@ -36,8 +36,7 @@ from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.observability.step_profile import StepProfile, describe_gpu_idle, gpu_idle, profiled
-from llm_fp8.observability.step_stats import WARMUP_STEPS
+from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.certify import RunResults, certify_step
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
@@ -204,7 +203,6 @@ class TrainingLoop:
                 save = self._checkpoint_due()
             if self._due(options.log_every) or evaluate or save or last:
                 self.read_pending()
-                self._look_for_gpu_idle()
             if evaluate:
                 save = self.evaluate() or save
                 last = self.history.stops_early
@@ -324,14 +322,13 @@ class TrainingLoop:
         if not self.setup.plan.config.model.use_te:
             return
         backend = self.results.attention_backend = te_llama.attention_backend()
+        warning = ""
         if backend == "unfused":
-            self.reporter.print(
-                "WARNING: attention runs UNFUSED, several times slower: Transformer Engine found neither a usable "
-                "cuDNN nor flash-attn for this model's shapes and dtype. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the "
-                "environment prints why."
+            warning = (
+                ". WARNING: it is several times slower; Transformer Engine found neither a usable cuDNN nor flash-attn "
+                "for this model's shapes and dtype, and NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment prints why."
             )
-        else:
-            self.reporter.print(f"attention: {backend}")
+        self.reporter.print(f"attention: {backend}{warning}")
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
@@ -342,17 +339,6 @@ class TrainingLoop:
         self.reporter.print(profile.describe())
         certify_step(self.setup, self.results, self.reporter, num_micro_batches)
         return self.restart_clocks()
-
-    def _look_for_gpu_idle(self) -> None:
-        """Once, after enough steps: say if the GPU is idle. The end of the run says so too, but may be hours away."""
-        results = self.results
-        enough = self.profile_step + WARMUP_STEPS <= self.step < self.total_steps
-        if results.recorded is None or results.has_looked_for_gpu_idle or not enough:
-            return
-        results.has_looked_for_gpu_idle = True
-        idle = gpu_idle(results.recorded, self.reporter.own_steps())
-        if sentence := describe_gpu_idle(idle, self.accelerator.num_processes):
-            self.reporter.print(f"so far {sentence}")
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
@@ -387,13 +373,12 @@ class TrainingLoop:
         is_main, minutes = self.accelerator.is_main_process, self.setup.plan.config.run.save_minutes
         if not largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes):
             return False
-        needed_bytes = self.state.checkpoint_bytes(self.optimizer)
-        if not largest(is_main and not self.state.checkpoints.has_room(needed_bytes + self.setup.exported_bytes)):
+        needed_bytes = self.state.checkpoint_bytes(self.optimizer) + self.setup.exported_bytes
+        if not largest(is_main and not self.state.checkpoints.has_room(needed_bytes)):
             return True
         self.reporter.print(
-            f"WARNING: --save_minutes {minutes:g}: no checkpoint is written, because the disk of "
-            f"{self.state.checkpoints.folder} has no room for one ({needed_bytes / GIB:.3g} GiB) beside final/; make "
-            "room, or turn this off by --save_minutes 0."
+            f"WARNING: --save_minutes {minutes:g}: the disk of {self.state.checkpoints.folder} has no room for a "
+            f"checkpoint beside final/ ({needed_bytes / GIB:.3g} GiB), so none is written."
         )
         self._saved_s = time.monotonic()
         return False
@@ -421,11 +406,9 @@ class TrainingLoop:
         own = (self.accelerator.process_index, math.isfinite(taken.own_loss.item()), taken.row_ids)
         ranks: list[tuple[int, bool, tuple[int, ...]]] = gather_object([own])
         suspects = [rank for rank in ranks if not rank[1]] or ranks
-        rows = [", ".join(map(str, ids[:16])) + (", ..." if len(ids) > 16 else "") for _, _, ids in suspects]
-        if len(ranks) > 1:
-            rows = [f"{row} (rank {rank})" for row, (rank, _, _) in zip(rows, suspects, strict=True)]
+        rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise NonFiniteLoss(
             f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's "
             f"dataset rows: {listed(rows)}. {self._last_good_checkpoint()} Lower --learning_rate, look at these "
-            "rows, or in fp8 keep the last layers in bf16 (--fp8_bf16_modules layers.-2:)."
+            "rows, or in fp8 keep the outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )

@@ -164,8 +164,7 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     if best := summary.get("best"):
         say(f"  best checkpoint         {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
     if exported is not None:
-        say(f"  {'PEFT adapter           ' if loop.setup.exports_adapter else 'Hugging Face checkpoint'} {exported}")
-        if best:
-            say(f"  weights in final/       of step {summary['exported_step']}")
+        kind = "PEFT adapter           " if loop.setup.exports_adapter else "Hugging Face checkpoint"
+        say(f"  {kind} {exported} (weights of step {summary['exported_step']})")
     elif (folder / "final").exists():
         say(f"  {folder / 'final'} is of an earlier end of this run: --no_export left it as it was")
