@@ -1,0 +1,26 @@
+"""--dry_run: steps, data and memory of a run that does not take place, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.small import train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--use_te", "--mixed_precision=fp8"], ["--use_te", "--mixed_precision=auto", "--batch_size=auto"]]
+)
+def test_nothing_is_written_and_steps_and_memory_are_said(tmp_path, tiny_model, rows, capsys, options):
+    given = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=70"]
+    assert train(*given, "--batch_size=8", *options, "--dry_run", f"--output_dir={tmp_path / 'run'}") == 0
+    said = capsys.readouterr().out
+    assert "70 steps" in said and not (tmp_path / "run").exists()
+    assert ("GiB" in said and "H100" in said) == bool(options)
+
+
+def test_the_beginning_of_a_stream_is_counted(tmp_path, tiny_model, rows, capsys):
+    given = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=7"]
+    assert train(*given, "--streaming", "--dry_run") == 0
+    assert "rows read" in capsys.readouterr().out
