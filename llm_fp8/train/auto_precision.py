@@ -22,8 +22,9 @@ from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import StepClock
+from llm_fp8.train.plan import RunPlan, silent, with_precision
 from llm_fp8.train.scale_warmup import first_step
-from llm_fp8.train.setup import RunPlan, TrainingSetup, build_setup, silent, with_precision
+from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import restore_rng_state, rng_state
 from llm_fp8.utils.te_import import forget_delayed_scales
 

@@ -18,7 +18,7 @@ from llm_fp8.distributed.sharding_mode import choose_mode
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.train.checkpoint import CheckpointManager
-from llm_fp8.train.setup import effective_optimizer
+from llm_fp8.train.plan import effective_optimizer
 from llm_fp8.train.train_state import total_steps
 from llm_fp8.utils.ranks import LaunchRanks
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -36,13 +36,16 @@ from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
-from llm_fp8.train.certify import RunResults, certify_step
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import Progress, RunState
 from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.utils.phases import PhaseClock
+
+if TYPE_CHECKING:
+    from llm_fp8.observability.step_profile import StepProfile
+    from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
@@ -108,6 +111,22 @@ class PendingStep:
     row_ids: tuple[int, ...]
     start: Any
     end: Any
+
+
+@dataclass
+class RunResults:
+    """What a run finds out while it runs; everything else about it is frozen."""
+
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    idle_fp8_keys: list[str] = field(default_factory=list)
+    """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""
+    started_s: float = field(default_factory=time.time)
+    attention_backend: str | None = None
+    """Transformer Engine's choice; known after the first step."""
+    measured_tokens_per_s: dict[str, float] | None = None
+    """What --mixed_precision auto measured, by precision."""
+    recorded: StepProfile | None = None
+    certificate: Certificate | None = None
 
 
 @dataclass
@@ -187,7 +206,7 @@ class TrainingLoop:
             recording = self.step + 1 == self.profile_step
             if self._graphs is not None:
                 self._graphs.may_capture = not recording
-            with profiled(self.accelerator) if recording else contextlib.nullcontext() as profile:
+            with self._profiled() if recording else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
                 self._report_attention()
@@ -330,14 +349,22 @@ class TrainingLoop:
             )
         self.reporter.print(f"attention: {backend}{warning}")
 
+    def _profiled(self) -> contextlib.AbstractContextManager[StepProfile]:
+        from llm_fp8.observability.step_profile import profiled
+
+        return profiled(self.accelerator)
+
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
+        from llm_fp8.train.certify import certify_step
+
         self._profile_figures[self.step] = profile.figures()
         self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
         self.results.recorded = profile
         self.reporter.print(profile.describe())
-        certify_step(self.setup, self.results, self.reporter, num_micro_batches)
+        attention = self.results.attention_backend or self.setup.attention
+        self.results.certificate = certify_step(self.setup, profile, attention, self.reporter, num_micro_batches)
         return self.restart_clocks()
 
     def evaluate(self) -> bool:

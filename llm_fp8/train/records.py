@@ -14,11 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.observability.step_profile import describe_gpu_idle, gpu_idle
 from llm_fp8.optim.schedule import effective_warmup_steps
 from llm_fp8.optim.state import bytes_on_host
-from llm_fp8.train.certify import RunResults, parallel_record
-from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 
@@ -52,7 +50,7 @@ def record_run(loop: TrainingLoop) -> None:
         "effective": {
             "packing": config.packing,
             "attn_implementation": setup.attention,
-            **parallel_record(plan),
+            **plan.parallel_record,
             **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
             "global_batch_size": loop.loader.global_batch_size,
             "tokens_per_step": loop.loader.global_batch_size * config.data.max_seq_length,
@@ -120,14 +118,18 @@ def export_final(
 def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     setup, results, history = loop.setup, loop.results, loop.history
-    recorded, certificate = results.recorded, results.certificate
+    recorded, certificate, idle = results.recorded, results.certificate, None
+    if recorded is not None:
+        from llm_fp8.observability.step_profile import gpu_idle
+
+        idle = gpu_idle(recorded, loop.reporter.own_steps())
     summary = {
         "precision": _precision_record(setup, results),
         "recipe_inside_modules": setup.precision.recipe_inside_modules,
         "attention_backend": results.attention_backend,
-        **parallel_record(setup.plan),
+        **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
-        "gpu_idle": None if recorded is None else gpu_idle(recorded, loop.reporter.own_steps()),
+        "gpu_idle": idle,
         "certificate": None if certificate is None else certificate.to_dict(),
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,
@@ -152,9 +154,11 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
-    if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
-        say(idle)
     if certificate is not None:
+        from llm_fp8.observability.step_profile import describe_gpu_idle
+
+        if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
+            say(idle)
         say(certificate.describe())
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")

@@ -288,8 +288,8 @@ def test_the_recorded_step_captures_nothing(tmp_path, tiny_model, rows, monkeypa
 
     emulate_graphs(monkeypatch)
     monkeypatch.setattr("tests.support.emulated_graphs.MicroBatchGraphs", Noting)
-    monkeypatch.setattr("llm_fp8.train.loop.profiled", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr("llm_fp8.train.setup.RunPlan.certifies", property(lambda _: True))
+    monkeypatch.setattr("llm_fp8.observability.step_profile.profiled", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("llm_fp8.train.plan.RunPlan.certifies", property(lambda _: True))
     train(f"--model_name={tiny_model}", f"--dataset_name={rows}", *GRAPHS, "--batch_size=4", "--max_steps=6",
           "--max_seq_length=256", f"--output_dir={tmp_path}")  # fmt: skip
     assert asked == [True] * 4 + [False] + [True]

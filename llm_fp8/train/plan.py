@@ -1,0 +1,266 @@
+"""What is settled before a model exists: device, precision, sharding, optimizer, and that the machine can do it.
+
+    plan = plan_run(config, ranks)
+
+A benchmark prints nothing: `plan_run(config, ranks, say=silent)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PretrainedConfig
+
+import te_llama
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.validation import check_decoder, check_machine
+from llm_fp8.distributed.build import build_accelerator, build_strategy
+from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
+from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.build import count_parameters
+from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
+from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.reporter import require_wandb_login
+from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
+from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.host_memory import free_host_bytes
+from llm_fp8.utils.packages import TRITON
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_import import require_te
+
+HOST_RESERVE_GIB = 4.0
+"""Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
+
+Say = Callable[[str], None]
+"""Prints a line on the main process."""
+
+
+def silent(text: str) -> None:
+    """A `Say` that prints nothing, for benchmarks."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is settled before the model exists."""
+
+    config: Config
+    ranks: LaunchRanks
+    source: ModelSource
+    hf_config: PretrainedConfig
+    precision: PrecisionPlan
+    sharding: ModeChoice
+    accelerator: Accelerator
+    strategy: DistributedStrategy
+    optimizer_kind: OptimizerKind
+    parameter_dtype: torch.dtype
+    """That of trained parameters."""
+    export_dtype: torch.dtype
+    """That of the stored weights, else `parameter_dtype`."""
+    stored_fp8: Fp8Format | None
+    """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
+    say: Say
+    measures_precision: bool = False
+    """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
+    notes: tuple[str, ...] = ()
+    """On what --batch_size auto came to, and on memory."""
+
+    @property
+    def device(self) -> torch.device:
+        """This process's."""
+        return self.accelerator.device
+
+    @property
+    def folder(self) -> Path:
+        """The run's output folder."""
+        return Path(self.config.run.output_dir or "")
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """That of the model's weights: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model needs
+        no master weights; fp32 where that is fp16, whose range is small.
+        """
+        if self.config.lora.lora_rank == 0:
+            return self.parameter_dtype
+        return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether stored weights have bits that the model's bf16 ones have not."""
+        has_more_bits = self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
+        return self.weight_dtype == torch.bfloat16 and has_more_bits
+
+    @property
+    def keeps_lower_bits(self) -> bool:
+        """Whether those bits go into the remainders of the optimizer."""
+        return self.rounds_weights and self.optimizer_kind == "adamw_master" and self.config.lora.lora_rank == 0
+
+    @property
+    def certifies(self) -> bool:
+        """Whether the run records a step and judges its kernels (--certify)."""
+        wanted = self.config.run.certify
+        return self.device.type == "cuda" if wanted is None else wanted
+
+    @property
+    def parallel_record(self) -> dict[str, Any]:
+        """The effective sharding mode and number of processes."""
+        return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
+
+
+def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunPlan:
+    """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
+
+    `config` passed `check_options`, and the process group exists. `say` replaces printing on the main process.
+    """
+    device = own_device()
+    source = resolve_source(config.model)
+    hf_config = load_config(config.model, source)
+    gpu_gib = smallest_gpu_gib(device)
+    sharding = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib)
+    measures_precision = False
+    if config.precision.mixed_precision == "auto":
+        measures_precision = _can_be_fp8(config, device)
+        config = with_precision(config, "fp8" if measures_precision else "bf16")
+    precision = resolve_precision(config.precision, device)
+    notes: list[str] = []
+    if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
+        from llm_fp8.distributed.memory import settle_memory
+
+        if gpu_gib is None:
+            raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
+        settle = functools.partial(
+            settle_memory,
+            config,
+            hf_config,
+            recipe=precision.effective_scenario or precision.effective,
+            optimizer=effective_optimizer(config, sharding.mode, precision.compute_name),
+            mode=sharding.mode,
+            num_gpus=ranks.world_size,
+            gpu_gib=gpu_gib,
+        )
+        config, notes = decided_by_main(settle)
+    _check_run(config, hf_config, sharding.mode, precision, ranks, on_gpu=device.type == "cuda")
+    accelerator = build_accelerator(config, ranks, precision)
+    strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
+    optimizer_kind = strategy.resolve_optimizer(config.optim.optimizer, precision.compute_dtype)
+    parameter_dtype = strategy.parameter_dtype(optimizer_kind, precision.compute_dtype)
+    return RunPlan(
+        config=config,
+        ranks=ranks,
+        source=source,
+        hf_config=hf_config,
+        precision=precision,
+        sharding=sharding,
+        accelerator=accelerator,
+        strategy=strategy,
+        optimizer_kind=optimizer_kind,
+        parameter_dtype=parameter_dtype,
+        export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
+        stored_fp8=None if has_random_weights(config.model, source) else fp8_format(hf_config),
+        say=say or (functools.partial(print, flush=True) if accelerator.is_main_process else silent),
+        measures_precision=measures_precision,
+        notes=tuple(notes),
+    )
+
+
+def _can_be_fp8(config: Config, device: torch.device) -> bool:
+    """Whether --mixed_precision auto has something to measure; without a GPU that has fp8 the run is in bf16."""
+    if config.precision.fp8_backend == "torchao":
+        raise UserError("--mixed_precision auto measures Transformer Engine's fp8, not torchao's; give fp8 or bf16.")
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
+
+
+def with_precision(config: Config, name: str) -> Config:
+    """The options with this --mixed_precision."""
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, mixed_precision=name))  # type: ignore[arg-type]
+
+
+def effective_optimizer(config: Config, mode: str, compute: str) -> OptimizerKind:
+    """What --optimizer means on a GPU that computes in `compute`: fp32, bf16 or fp16."""
+    kind = config.optim.optimizer
+    if kind != "auto":
+        return kind
+    return default_optimizer(mode) if compute == "bf16" else "adamw_fp32"
+
+
+def _check_run(
+    config: Config,
+    hf_config: PretrainedConfig,
+    mode: str,
+    precision: PrecisionPlan,
+    ranks: LaunchRanks,
+    on_gpu: bool,
+) -> None:
+    """Raise `UserError` where options cannot take effect on this machine or with this model, a package is missing that
+    the run needs beyond those of every run, or the optimizer's state does not fit the host.
+    """
+    kind, rank, scenario = config.optim.optimizer, config.lora.lora_rank, precision.effective_scenario
+    check_machine(config, on_gpu=on_gpu, mode=mode, compute=precision.compute_name, scenario=scenario, ranks=ranks)
+    if config.model.use_te:
+        require_te("--use_te")
+    if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
+        TRITON.require_installed(f"--optimizer {kind}")
+    if rank:
+        from llm_fp8.models.lora import require_peft
+
+        require_peft(f"--lora_rank {rank}")
+    if mode.startswith("deepspeed"):
+        from llm_fp8.distributed.deepspeed_config import load_deepspeed
+
+        load_deepspeed(f"--sharding_mode {mode}")
+    if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
+        require_wandb_login("--use_wandb")
+    if share := config.optim.offload_optimizer:
+        needed_gib = share * count_parameters(hf_config) * bytes_per_parameter("adamw_master").state / GIB
+        needed_gib, free_gib = needed_gib * ranks.local_world_size, free_host_bytes() / GIB - HOST_RESERVE_GIB
+        if needed_gib > free_gib:
+            raise UserError(
+                f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, where {free_gib:.1f} "
+                f"are left for it; use {share * max(0.0, free_gib) / needed_gib:.2f} or less, or adamw_8bit."
+            )
+    if config.model.use_te:
+        with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
+            spec = te_llama.decoder_spec(hf_config)
+            check_decoder(
+                config,
+                scenario=scenario,
+                windows=spec.windows,
+                attention_dropout=spec.attention_dropout,
+                weights=te_llama.layer_weight_shapes(spec),
+                num_shards=ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size,
+            )
+
+
+def announce(plan: RunPlan) -> None:
+    """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
+    precision, sharding, say = plan.precision, plan.sharding, plan.say
+    for note in plan.notes:
+        say(note)
+    if plan.ranks.world_size > 1:
+        say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
+    if precision.fallback_reason:
+        say(
+            f"WARNING: --fp8_scenario {precision.requested_scenario} FELL BACK to {precision.effective_scenario}: "
+            f"{precision.fallback_reason}"
+        )
+    asked = precision_name(precision.requested, precision.requested_scenario)
+    say(f"precision: {precision.name} (asked for: {asked})")
+    if precision.emulated:
+        say("fp8 by torchao, EMULATED on the CPU in higher precision: this shows losses and no speed")
+    elif precision.backend == "torchao":
+        say("fp8 by torchao: the first steps take longer, because they compile each decoder layer")
+    trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
+    rank = plan.config.lora.lora_rank
+    adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
+    say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")
