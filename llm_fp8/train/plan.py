@@ -32,8 +32,7 @@ from llm_fp8.models.source import ModelSource, has_random_weights, load_config, 
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import require_wandb_login
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
-from llm_fp8.precision.plan import PrecisionPlan, precision_name, resolve_precision
-from llm_fp8.precision.recipes import MIN_FP8_CAPABILITY
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.host_memory import free_host_bytes
 from llm_fp8.utils.packages import TRITON

@@ -221,4 +221,4 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         if parent:
             setattr(sys.modules[parent], child, module)
     monkeypatch.setattr("llm_fp8.models.build.require_te", lambda why: None)
-    monkeypatch.setattr("llm_fp8.train.setup.check_machine", lambda *_, **__: None)
+    monkeypatch.setattr("llm_fp8.train.plan.check_machine", lambda *_, **__: None)
