@@ -171,7 +171,7 @@ class RunReporter:
         """
         path = self._folder / "wandb_run.json"
         if self._resume_step > 0 and path.exists():
-            known = read_json(path, {"id": str, "last_step": int})
+            known = read_json(path, ("id", "last_step"))
             self._known_step = max(known["last_step"], self._known_step)
             run = {"id": known["id"], "resume": "allow"}
         else:

@@ -42,17 +42,6 @@ def test_energy_per_token_power_and_total() -> None:
     )
 
 
-def test_what_lies_before_a_restart_is_in_the_total_only() -> None:
-    board = Board(watts=500.0)
-    meter = board.meter()
-    board.wait(4)  # steps 1 and 2
-    board.wait(30)  # an evaluation
-    meter.restart(2)
-    board.wait(2)
-    found = meter.read({1: 1000, 2: 1000, 3: 1000})
-    assert found == {3: pytest.approx({"energy_j_per_million_tokens": 1e6, "gpu_power_w": 500.0, "energy_j": 18_000.0})}
-
-
 def test_steps_of_an_interval_that_is_too_short_count_in_the_next() -> None:
     board = Board(watts=400.0)
     meter = board.meter()

@@ -79,9 +79,6 @@ NO_GEMMS = {
     "int*, int, int, int, int)": "attention",
     "void transformer_engine::kv_cache::convert_bshd_to_thd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
     "int*, int, int, int, int)": "attention",
-    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_": "attention",
-    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_": "attention",
-    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at_": "attention",
     # as the operators of flash-attn 3 name theirs
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
     "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, "

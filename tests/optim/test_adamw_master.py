@@ -145,17 +145,6 @@ def test_gradient_scale_is_scaling_beforehand_and_serves_one_step(dtype, factor)
         assert torch.equal(optimizers[0].state[folded]["exp_avg_sq"], optimizers[1].state[scaled]["exp_avg_sq"])
 
 
-def test_steps_are_counted_by_group_and_parameters_without_gradient_stay():
-    trained, idle = matrix(torch.bfloat16), matrix(torch.bfloat16, seed=1)
-    before = idle.detach().clone()
-    optimizer = MasterAdamW([{"params": [trained]}, {"params": [idle], "weight_decay": 0.5}], lr=1e-2)
-    for step in range(3):
-        set_gradient(trained, step)
-        optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
-    assert torch.equal(idle, before) and idle not in optimizer.state
-
-
 def test_a_gradient_of_any_strides():
     straight, transposed = matrix(torch.bfloat16), matrix(torch.bfloat16)
     set_gradient(straight, 0)

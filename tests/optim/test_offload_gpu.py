@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim import offload
-from llm_fp8.optim.adamw_master import give_remainder_, join_master, remainder_of, split_master
+from llm_fp8.optim.adamw_master import give_remainder_, remainder_of, split_master
 from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
 from llm_fp8.optim.state import optimizer_tensors
 from tests.support.optimizer_state import take_over
@@ -81,19 +81,6 @@ def test_the_bits_are_those_without_it(share, pieces):
     assert all(tensor.is_pinned() for tensor in state[offloaded["embedding"]].values())
     assert all(tensor.is_cuda for tensor in state[offloaded["bias"]].values()) == (share < 1)
     assert all(buffer["exp_avg"].shape == (pieces,) for buffer in optimizers[1].pipeline._buffers)
-
-
-def test_masters_are_read_behind_the_step_without_waiting(pieces):
-    """What reads a remainder on the stream of the step, as export and exact match do, sees that of the step."""
-    plain, offloaded = make_parameters(), make_parameters()
-    optimizers = build(plain, 0.0), build(offloaded, 1.0)
-    for step in range(5):
-        masters = []
-        for parameters, optimizer in zip((plain, offloaded), optimizers, strict=True):
-            train(parameters, optimizer, [step])
-            masters.append([join_master(p.detach(), remainder_of(p)) for p in parameters.values()])
-        assert all(master.is_cuda for side in masters for master in side)
-        assert all(torch.equal(one, other) for one, other in zip(*masters, strict=True))
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0)])

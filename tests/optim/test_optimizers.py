@@ -11,7 +11,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
-from llm_fp8.optim.adamw_master import join_master
 from llm_fp8.optim.optimizers import (
     OptimizerKind,
     build_optimizer,
@@ -109,31 +108,6 @@ def test_options_reach_the_optimizer(kind):
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.9, 0.9), 1e-8)
     assert kind != "adamw_fp32" or all(group["fused"] for group in optimizer.param_groups)
     assert kind != "adamw_8bit" or optimizer.seed == 7
-
-
-def test_small_updates_accumulate():
-    """100 updates of 1e-5 move a weight of 0.02 by 1e-3 in fp32 or with a remainder, and not at all in plain bf16."""
-    config = OptimConfig(learning_rate=1e-5)
-    start = torch.full((8, 8), 0.02).bfloat16()
-    full, split, lost = (
-        torch.nn.Parameter(start.clone().to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
-    )
-    optimizers = [
-        build_optimizer(config, "adamw_fp32", [("full", full)]),
-        build_optimizer(config, "adamw_master", [("split", split)]),
-        torch.optim.AdamW([lost], lr=config.learning_rate, weight_decay=0.0),
-    ]
-    for _ in range(100):
-        for parameter, optimizer in zip([full, split, lost], optimizers, strict=True):
-            parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-    want = start.float() - 1e-3
-    torch.testing.assert_close(full.detach(), want, rtol=0, atol=1e-6)
-    master = join_master(split.detach(), optimizers[1].state[split]["remainder"])
-    # Gradients that never change are the worst case for m in bf16, which stops short of them by up to 2 %.
-    torch.testing.assert_close(master, want, rtol=0, atol=1e-5)
-    assert torch.equal(split.detach(), master.bfloat16())
-    assert torch.equal(lost.detach(), start)
 
 
 def test_schedule_values():
