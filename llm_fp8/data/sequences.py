@@ -7,11 +7,10 @@ alone (batch_size * gradient_accumulation_steps * world_size), not on how ranks 
 `MapSequences` visits every sequence once an epoch, in an order drawn from (seed, epoch); the last global batch of an
 epoch may be smaller.
 
-`StreamSequences` reads, tokenises and packs a buffer of dataset rows and shuffles its sequences by (seed, number of the
-buffer). Poorly filled sequences pass their documents on to the next buffer, each document at most once. At its end the
-stream begins anew, and no global batch is smaller. A position names the beginning of a buffer (the state of the
-`datasets` stream and the documents passed on to it) and how many of its sequences are done: resuming fills the buffer
-again. Every rank reads the full stream.
+`StreamSequences` reads and packs a buffer of tokenised rows and shuffles its sequences by (seed, number of the buffer).
+At its end the stream begins anew, and no global batch is smaller. A position names the beginning of a buffer (the state
+of the `datasets` stream) and how many of its sequences are done: resuming fills the buffer again. Every rank reads the
+full stream.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from datasets import IterableDataset
 
-from llm_fp8.data.pack import PackingPlan, pack
-from llm_fp8.data.tokenise import DataReport, Document, Figures, content_key
+from llm_fp8.data.load import DatasetSource, reading_of
+from llm_fp8.data.pack import PackingPlan
+from llm_fp8.data.split import is_held_out
+from llm_fp8.data.tokenise import FIGURES, DataReport, Document, content_key
 from llm_fp8.utils.errors import UserError
 
 Position = dict[str, Any]
@@ -38,12 +38,6 @@ Reader = Callable[[], Documents]
 
 STREAM_BUFFER_ROWS = 8192
 """Dataset rows that are read, packed and shuffled at a time."""
-
-POORLY_FILLED = 0.9
-"""A packed sequence filled less than this hands its documents on to the next buffer."""
-
-MAX_SEQUENCES_HANDED_ON = 16
-"""At most so many do, the emptiest first: their documents are part of every position."""
 
 
 class GlobalBatch(NamedTuple):
@@ -91,35 +85,24 @@ class MapSequences:
             epoch, next_row = epoch + 1, 0
 
 
-class StreamedRows(NamedTuple):
-    """Rows of a stream, tokenised: documents to train on and held-out ones, and the columns that are counted."""
-
-    train: Documents
-    held_out: Documents
-    figures: Figures
-    is_held_out: npt.NDArray[np.bool_]
-
-
 @dataclass
 class StreamSequences:
-    """Training sequences of a stream, packed into `capacity` tokens, or one document each where `capacity` is None.
+    """Training sequences of the tokenised rows of `sources`.
 
-    `open_stream` returns the stream at its beginning, `iterate` yields its rows, `tokenise` takes some with their
-    indices; `report` is kept up to date. `data` identifies all of it.
+    `open_stream` returns the stream at its beginning; `fraction` of its problems are held out; `plan` makes sequences
+    of documents of these lengths; `report` is kept up to date. `data` identifies all of it.
     """
 
+    sources: Sequence[DatasetSource]
     open_stream: Callable[[], IterableDataset]
-    iterate: Callable[[IterableDataset], Iterator[Any]]
-    tokenise: Callable[[Sequence[Any], Sequence[int]], StreamedRows]
-    capacity: int | None
+    fraction: float
+    plan: Callable[[Sequence[int]], PackingPlan]
     seed: int
     data: str
     report: DataReport
-    document_multiple: int = 1
-    """Packed documents are padded to a multiple of this."""
     buffer_rows: int = STREAM_BUFFER_ROWS
-    counted: tuple[int, int] = (0, 0)
-    """Epoch and dataset row up to which the report counts: a refilled buffer is not counted again."""
+    counted: int = 0
+    """The buffers that the report counts: a refilled one is not counted again."""
 
     num_sequences = None  # not known
 
@@ -130,76 +113,54 @@ class StreamSequences:
             "epoch": 0,
             "buffer": 0,  # how many buffers were begun before this one
             "next_row": 0,  # sequences of it that are done
-            "source_row": 0,  # index of its first row in the dataset
             "source": None,  # state of the stream before it; None for the beginning
-            "carried": [],  # documents handed on to it
             "content": None,  # hash of its rows' documents; None before it was read
         }
 
     def global_batches(self, position: Position, size: int) -> Iterator[GlobalBatch]:
-        batch: list[Documents] = []
-        for sequence, after in self._sequences(position):
-            batch.append(sequence)
-            if len(batch) == size:
-                yield GlobalBatch([documents.copy for documents in batch], after, float(after["epoch"]))
-                batch = []
+        sequences = self._sequences(position)
+        while True:
+            batch = list(islice(sequences, size))
+            after = batch[-1][1]
+            yield GlobalBatch([documents.copy for documents, _ in batch], after, float(after["epoch"]))
 
     def _sequences(self, position: Position) -> Iterator[tuple[Documents, Position]]:
         """Every sequence from `position` on, each with the position after it."""
         begin = dict(position)
         while True:
-            full_pass = begin["source"] is None
+            whole, num_sequences, ended = begin["source"] is None, 0, False
             stream = self.open_stream()
-            if begin["source"] is not None:
+            if not whole:
                 stream.load_state_dict(copy.deepcopy(begin["source"]))
-            source = self.iterate(stream)
-            num_sequences, ended = 0, False
+            rows = iter(stream)
             while not ended:
-                raw = list(islice(source, self.buffer_rows))
-                ended = len(raw) < self.buffer_rows
-                next_source_row = begin["source_row"] + len(raw)
-                streamed = self.tokenise(raw, range(begin["source_row"], next_source_row))
-                content = content_key(streamed.figures["document_key"])
-                if begin.get("content") not in (None, content):
+                with reading_of(*self.sources):
+                    buffer = list(islice(rows, self.buffer_rows))
+                ended = len(buffer) < self.buffer_rows
+                sequences, content = self._sequences_of(buffer, begin["buffer"])
+                if begin["content"] not in (None, content):
                     raise UserError(
-                        f"--resume_from: rows {begin['source_row']} to {next_source_row} of the stream are not those "
-                        "that the checkpoint's run read; restore the dataset, or begin a new run."
+                        "--resume_from: the stream's rows are not those that the checkpoint's run read; restore the "
+                        "dataset, or begin a new run."
                     )
-                carried = [Document.of(**document) for document in begin["carried"]]
-                sequences, handed_on = self._plan(carried, streamed.train, ended)
-                if (begin["epoch"], begin["source_row"]) >= self.counted:
-                    self.report.count(streamed.figures, streamed.is_held_out)
-                    self.report.num_rows_of_batches += len(sequences)
-                    self.counted = (begin["epoch"], next_source_row)
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(sequences)).tolist()
                 for done, number in enumerate(order[begin["next_row"] :], start=begin["next_row"] + 1):
                     yield sequences[number], {**begin, "next_row": done, "content": content}
                 num_sequences += len(sequences)
-                begin = {
-                    **begin,
-                    "epoch": begin["epoch"] + ended,
-                    "buffer": begin["buffer"] + 1,
-                    "next_row": 0,
-                    "source_row": 0 if ended else next_source_row,
-                    "source": None if ended else stream.state_dict(),
-                    "carried": [document.to_dict() for document in handed_on],
-                    "content": None,
-                }
-            if full_pass and num_sequences == 0:
+                begin |= {"epoch": begin["epoch"] + ended, "buffer": begin["buffer"] + 1, "next_row": 0}
+                begin |= {"source": None if ended else stream.state_dict(), "content": None}
+            if whole and num_sequences == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
-    def _plan(self, carried: Documents, fresh: Documents, last: bool) -> tuple[list[Documents], Documents]:
-        """Sequences to train on, and documents to hand on to the next buffer (none from an epoch's `last`)."""
-        documents = carried + fresh
-        if self.capacity is None:
-            return [[document] for document in documents], []
-        lengths = [len(document.input_ids) for document in documents]
-        plan = pack(lengths, self.capacity, self.document_multiple)
-        emit, handed_on = list(range(len(plan))), []
-        if not last:
-            fill = {number: sum(lengths[i] for i in plan[number]) for number in emit}
-            poor = [n for n in emit if fill[n] < POORLY_FILLED * self.capacity and plan[n].min() >= len(carried)]
-            handed_on = sorted(poor, key=fill.__getitem__)[:MAX_SEQUENCES_HANDED_ON]
-            emit = sorted(set(emit) - set(handed_on))
-        sequences = [[documents[i] for i in plan[number]] for number in emit]
-        return sequences, [documents[i] for number in handed_on for i in plan[number]]
+    def _sequences_of(self, rows: Sequence[dict[str, Any]], number: int) -> tuple[list[Documents], str]:
+        """The sequences of the rows of this buffer, and what identifies the rows."""
+        figures = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in FIGURES}
+        held_out = is_held_out(figures["problem_key"], self.fraction)
+        documents = [Document.of(rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out)]
+        plan = self.plan([len(document.input_ids) for document in documents])
+        if number >= self.counted:
+            self.report.count(figures, held_out)
+            self.report.num_rows_of_batches += len(plan)
+            self.counted = number + 1
+        sequences = [[documents[i] for i in plan[each]] for each in range(len(plan))]
+        return sequences, content_key(figures["document_key"])

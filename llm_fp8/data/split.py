@@ -1,24 +1,18 @@
-"""The held-out share, by problem and never by row; and held-out problems as text, for exact match.
+"""The held-out share, by problem and never by row.
 
 OpenMathInstruct-2 answers each problem many times, so a random split of rows would put a problem into training and into
 evaluation. A 64-bit hash of the problem's normalised text decides instead: independent of the order of the rows and of
-the seed, and applicable to a stream row by row. Problems for exact match are those of the smallest hashes: the first N
-are among the first N + 1, and a problem with many answers is asked once.
+the seed, and applicable to a stream row by row.
 """
 
 from __future__ import annotations
 
 import hashlib
 import unicodedata
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset
-
-from llm_fp8.data.prompt import ANSWER_COLUMN, COLUMNS
-from llm_fp8.utils.errors import UserError
 
 DEFAULT_FRACTION = 0.01
 """Share held out where --validation_fraction is not given."""
@@ -55,47 +49,9 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.ND
         wanted = max(DEFAULT_FRACTION * len(keys), min(DEFAULT_ROWS, len(keys) / 10))
         problems, counts = np.unique(keys, return_counts=True)
         few = counts <= max(counts.min(), wanted)
-        candidates = problems[few]
         enough = int(np.searchsorted(np.cumsum(counts[few]), wanted)) + 1
-        return np.isin(keys, candidates[: min(enough, len(problems) - 1)])
+        return np.isin(keys, problems[few][: min(enough, len(problems) - 1)])
     mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
     if not mask.any() and keys.min() != keys.max():
         mask = keys == keys.min()
     return mask
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One held-out problem; `row_id` is the index of its first row in the split that it comes from."""
-
-    row_id: int
-    problem: str
-    expected_answer: str
-
-
-def check_answer_column(columns: list[str]) -> None:
-    """Raise `UserError` unless a dataset with these columns has problems with expected answers."""
-    needed = (*COLUMNS["problem_solution"], ANSWER_COLUMN)
-    missing = [column for column in needed if column not in columns]
-    if missing:
-        raise UserError(
-            f"--eval_exact_match counts right final answers and needs the columns {', '.join(needed)}; the dataset "
-            f"lacks {', '.join(missing)} (it has: {', '.join(columns)}). Add them, or map them with --columns."
-        )
-
-
-def choose_problems(
-    dataset: Dataset, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], wanted: int
-) -> list[Problem]:
-    """At most `wanted` distinct problems with an expected answer among `rows` int64 [n], which have these `keys`."""
-    order = np.lexsort((rows, keys))
-    _, first = np.unique(keys[order], return_index=True)
-    texts = dataset.select_columns(["problem", ANSWER_COLUMN])
-    chosen: list[Problem] = []
-    for row_id in rows[order[first]].tolist():
-        if len(chosen) == wanted:
-            break
-        row = texts[row_id]
-        if answer := str("" if row[ANSWER_COLUMN] is None else row[ANSWER_COLUMN]).strip():
-            chosen.append(Problem(row_id, str(row["problem"]), answer))
-    return chosen

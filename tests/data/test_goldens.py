@@ -18,7 +18,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.prompt import detect_columns, encode_batch, encode_prompt
+from llm_fp8.data.chat import encode_batch, encode_prompt
+from llm_fp8.data.rows import detect_columns
 from llm_fp8.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -70,11 +71,21 @@ ROWS: dict[str, dict[str, Any]] = {
     "tools": {"messages": [*ASK_AND_CALL, {"role": "assistant", "content": "It is 3."}], "tools": [TOOL]},
     "a call at the end": {"messages": [SYSTEM, *ASK_AND_CALL[:2]], "tools": [TOOL]},
     "calls in two rounds": {
-        "messages": [*ASK_AND_CALL, *_turns("It is 3.", "Again?")[::-1][1:], *ASK_AND_CALL, *_turns("", "3 again.")[1:]],
+        "messages": [
+            *ASK_AND_CALL,
+            *_turns("It is 3.", "Again?")[::-1][1:],
+            *ASK_AND_CALL,
+            *_turns("", "3 again.")[1:],
+        ],
         "tools": [TOOL],
     },
     "text beside a call": {
-        "messages": [ASK_AND_CALL[0], {**ASK_AND_CALL[1], "content": "Let me add."}, RESULT, *_turns("", "It is 3.")[1:]],
+        "messages": [
+            ASK_AND_CALL[0],
+            {**ASK_AND_CALL[1], "content": "Let me add."},
+            RESULT,
+            *_turns("", "It is 3.")[1:],
+        ],
         "tools": [TOOL],
     },
     "reasoning": {"messages": [*_turns("2 + 2?"), {"role": "assistant", "content": "4", "reasoning_content": "Easy."}]},

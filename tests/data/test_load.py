@@ -27,7 +27,7 @@ from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
 from llm_fp8.data import load
-from llm_fp8.data.load import DatasetSource, find_splits, iterate, load_split, open_source, open_split_stream
+from llm_fp8.data.load import DatasetSource, find_splits, load_split, open_source, open_split_stream
 from llm_fp8.utils.errors import UserError
 
 NOBODY = 65534
@@ -44,7 +44,7 @@ def _read(name: Path | str, split: str = "train") -> list[dict[str, str]]:
     """The split's rows, after checking that the stream gives the same."""
     source = open_source(str(name))
     rows = list(load_split(source, split))
-    assert list(iterate(source, split, open_split_stream(source, split))) == rows
+    assert list(open_split_stream(source, split)) == rows
     return rows
 
 
@@ -78,7 +78,7 @@ def test_damaged_compressed_files(tmp_path: Path, name: str, damage: str, stream
     (tmp_path / name).write_bytes(content)
     source = open_source(str(tmp_path))
     with pytest.raises(UserError, match=r"--dataset_name .*: split 'train' cannot be read"):
-        list(iterate(source, "train", open_split_stream(source, "train"))) if streaming else load_split(source, "train")
+        list(open_split_stream(source, "train")) if streaming else load_split(source, "train")
 
 
 def _compressed(path: Path, text: str) -> None:
@@ -204,7 +204,7 @@ def test_configurations(tmp_path: Path) -> None:
         assert list(source.files) == ["train", "test"]
         rows = list(load_split(source, "train"))
         assert rows == ROWS[:num_rows]
-        assert list(iterate(source, "train", open_split_stream(source, "train"))) == rows
+        assert list(open_split_stream(source, "train")) == rows
     with pytest.raises(
         UserError, match=r"a has several configurations; write --dataset_name .*a:CONFIG with one of: main, socratic\."
     ):
@@ -340,7 +340,7 @@ def test_a_broken_line_is_named(tmp_path: Path, content: str, line: int) -> None
         with pytest.raises(UserError, match=rf"train\.jsonl, line {line}: not valid JSON"):
             load_split(source, "train")
         with pytest.raises(UserError, match=rf"train\.jsonl, line {line}: not valid JSON"):
-            list(iterate(source, "train", open_split_stream(source, "train")))
+            list(open_split_stream(source, "train"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -600,7 +600,7 @@ def test_a_hub_dataset_and_then_without_the_hub(hub: str, tmp_path: Path) -> Non
     program = """
 source = open_source("own/math")
 split = source.training_split(None)
-rows = list(iterate(source, split, open_split_stream(source, split)))
+rows = list(open_split_stream(source, split))
 print(list(source.files), split, len(load_split(source, split)), len(rows))
 """
     online = _run_with_hub(hub, tmp_path / "home", program)

@@ -1,0 +1,375 @@
+"""A conversation becomes token ids and a mask of those that are to be predicted.
+
+Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
+`PLAIN_TURN`. Supervised are the solution, the completion or each learnt turn (with `train_on_prompt` every token), and
+EOS, once, as the last token of every document, so that the model learns to stop; what a template puts after it is cut
+off. BOS stands at the front once: chat templates write it, elsewhere it is added if the tokenizer would.
+
+Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
+the template adds to the conversation before it: it begins where the generation prompt ends.
+
+A document is tokenised as one text, and a supervised range of characters begins where the tokens of the text before it
+end, so that the prompt's tokens are those that generation starts from. Where a token would straddle the boundary, both
+sides are tokenised separately.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, CONVERSATIONS, ColumnForm, Conversation, conversation_of, text_of
+from llm_fp8.data.rows import shown as repr_of
+from llm_fp8.utils.errors import UserError, reading
+
+PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
+"""The prompt of a problem without a chat template; the solution follows at once."""
+PLAIN_TURN = "{role}:\n"
+"""Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
+TEMPLATE_DATE = date(2026, 1, 1)
+"""Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
+FORMAT_VERSION = 6
+"""Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
+
+_NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINK_TAGS = re.compile("</?think>")
+_SHOWN_ENTRIES = ("content", "reasoning_content", "reasoning", "thinking")
+"""Entries of an assistant's message whose text a template has to show."""
+
+
+class Rendered(NamedTuple):
+    """The text of a row and the character ranges to supervise; empty for a row with nothing to learn."""
+
+    text: str = ""
+    spans: Sequence[tuple[int, int]] = ()
+    from_template: bool = False
+
+    def cuts(self) -> list[int]:
+        """Positions inside the text at which a supervised span begins or ends, in order."""
+        return sorted({position for span in self.spans for position in span if 0 < position < len(self.text)})
+
+
+class Encoded(NamedTuple):
+    """Token ids of a document (EOS last) and, for each, whether it is to be predicted; empty where there is nothing."""
+
+    input_ids: list[int]
+    supervised: list[bool]
+
+
+def encode_batch(
+    rows: Sequence[Mapping[str, Any]],
+    form: ColumnForm,
+    tokenizer: PreTrainedTokenizerBase,
+    train_on_prompt: bool = False,
+) -> list[Encoded]:
+    """The documents of `rows`; one tokenizer call, which runs in parallel."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
+    if form not in AS_THEY_STAND and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
+        encoded = [_encode_marked(conversation_of(row, form), tokenizer) for row in rows]
+    else:
+        encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
+    documents = [_end_with_eos(each, tokenizer) for each in encoded]
+    return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
+
+
+def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids to generate from: those that a training document of the same problem begins with."""
+    text, bos = PROMPT_FORM.format(problem=problem.strip()), _added_bos(tokenizer)
+    if tokenizer.chat_template is not None:
+        turn = {"role": "user", "content": problem.strip()}
+        text, bos = _apply_template(tokenizer, Conversation([turn]), add_generation_prompt=True), []
+    ids = _tokenise([text], tokenizer)[0]
+    return ids if ids[:1] == bos else bos + ids
+
+
+def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> str:
+    """How rows of this form are shown to the model, for the log."""
+    if form in AS_THEY_STAND:
+        return "text as it stands" if form == "text" else "prompt and completion as they stand"
+    if tokenizer.chat_template is not None:
+        dated = f", for which it is {TEMPLATE_DATE}" if "strftime_now" in str(tokenizer.chat_template) else ""
+        return f"the tokenizer's chat template{dated}"
+    return repr(PLAIN_TURN if form in CONVERSATIONS else PROMPT_FORM) + " (the tokenizer has no chat template)"
+
+
+def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    """The text of a row and what to supervise in it."""
+    if form in AS_THEY_STAND:
+        prompt = "" if form == "text" else text_of(row, "prompt")
+        answer = text_of(row, COLUMNS[form][-1])
+    else:
+        conversation = conversation_of(row, form)
+        if not conversation.messages:
+            return Rendered()
+        _check_tools(conversation, tokenizer)
+        if tokenizer.chat_template is not None:
+            conversation = _with_arguments(conversation, tokenizer)
+            text = _apply_template(tokenizer, conversation)
+            return Rendered(text, list(_turn_spans(text, conversation, tokenizer)), from_template=True)
+        if form in CONVERSATIONS:
+            return _render_plain(conversation, str(tokenizer.eos_token))
+        problem, answer = (message["content"] for message in conversation.messages)
+        prompt = PROMPT_FORM.format(problem=problem)
+    return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) if answer.strip() else Rendered()
+
+
+def _render_plain(conversation: Conversation, eos: str) -> Rendered:
+    text, spans, learnt = "", [], conversation.learnt_turns()
+    for turn, message in enumerate(conversation.messages):
+        content = message["content"].strip()
+        text += PLAIN_TURN.format(role=message["role"].capitalize())
+        if message["role"] == "assistant" and content:
+            content += eos
+        if turn in learnt:
+            _check_shown(message, content)
+            spans.append((len(text), len(text) + len(content)))
+        text += content + "\n\n"
+    return Rendered(text, spans)
+
+
+def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` where the template would leave out tools or calls, and another text would be learnt."""
+    calls = any(message.get("tool_calls") for message in conversation.messages)
+    for name, there in (("tools", conversation.tools), ("tool_calls", calls)):
+        if there and name not in str(tokenizer.chat_template or ""):
+            raise UserError(
+                f"--dataset_name: a conversation has '{name}', and the tokenizer has no chat template that shows them; "
+                "give a model with one that does, or leave such conversations out."
+            )
+
+
+def _check_shown(message: Mapping[str, Any], shown: str) -> None:
+    """Raise `UserError` where text of an assistant's message is not in its turn as the template shows it at the end of
+    a conversation. Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, and many
+    all reasoning.
+    """
+    for name in _SHOWN_ENTRIES:
+        text = message.get(name)
+        # Some templates write white space of their own around the tags.
+        for part in _THINK_TAGS.split(text) if isinstance(text, str) else ():
+            if part.strip() not in shown:
+                raise UserError(
+                    f"--dataset_name: an assistant's message has {repr_of(part.strip())} in '{name}', and the "
+                    "tokenizer has no chat template that shows it, so it would not be learnt; correct "
+                    "chat_template.jinja, give a model that has one, or take such text out of the messages."
+                )
+
+
+def _with_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    """Arguments of tool calls as objects where they are JSON text, as OpenAI's API has them: most templates write the
+    JSON themselves, and text would come out quoted. A template that fails on objects gets the text.
+    """
+    messages = [dict(message) for message in conversation.messages]
+    for message in messages:
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+    parsed = Conversation(messages, conversation.tools)
+    if parsed != conversation:
+        try:
+            _apply_template(tokenizer, parsed)
+        except UserError:
+            return conversation
+    return parsed
+
+
+def _parsed_call(call: Any) -> Any:
+    """A call, or what stands under its `function`, with its arguments as an object where their text is that of one."""
+    if isinstance(call, Mapping) and "function" in call:
+        return {**call, "function": _parsed_call(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (TypeError, KeyError, ValueError):
+        return call  # an object, or any other text, which the template shows as it is
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def _run_template(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any) -> Any:
+    """`apply_chat_template`; a template is a program of the model's, and may raise anything."""
+    roles = ", ".join(message["role"] for message in conversation.messages)
+    what = f"a conversation of the roles {roles} with the tokenizer's chat template"
+    with reading("--model_name", tokenizer.name_or_path, what, "Correct it, or leave such conversations out."):
+        template = tokenizer.get_chat_template(tools=conversation.tools)
+        # transformers 5 passes no function of ours to a template.
+        template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
+        if "strftime_now(" in template:
+            raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
+        return tokenizer.apply_chat_template(
+            conversation.messages, tools=conversation.tools, chat_template=template, **options
+        )
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
+) -> str:
+    return cast(
+        str, _run_template(tokenizer, conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+    )
+
+
+def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
+    """Where in `text` each learnt turn stands: from the end of its generation prompt to the end of the turn.
+
+    Some templates (Qwen3's, which shows the reasoning since the last question only) render a turn differently once
+    another question follows. What stands before a turn is then compared from the end of the turn before it; its own end
+    is found by its content and by what the template closes it with.
+    """
+    seen, eos = ("", 0), str(tokenizer.eos_token)  # the conversation up to the last turn, and where that ends in `text`
+    for turn in conversation.learnt_turns():
+        message, history = conversation.messages[turn], conversation.until(turn)
+        until = _apply_template(tokenizer, conversation.until(turn + 1))
+        if not text.startswith(until):
+            until = until.removesuffix(eos)  # Phi-3's has one after the last turn
+        if turn:
+            before = _apply_template(tokenizer, history, add_generation_prompt=True)
+            told = before if text.startswith(before) else _apply_template(tokenizer, history).removesuffix(eos)
+        else:  # templates have no prompt for a first turn: it begins with its content
+            content = message["content"].strip()
+            if not content or content not in until:
+                raise _changed(text, 0, until)
+            before = told = until[: until.rfind(content)]
+        _check_shown(message, until.removeprefix(before) if turn else until)
+        begin, shown = _begin(text, before, until, told, seen)
+        end = _end(text, begin, until, shown, message)
+        yield begin, end
+        seen = until, end
+
+
+def _begin(text: str, before: str, until: str, told: str, seen: tuple[str, int]) -> tuple[int, int]:
+    """Where in `text` a turn begins, and how much of `before`, what stands before it while it is the last, is shown
+    there: at least `told`, which is that without the generation prompt.
+    """
+    if not until.startswith(before):
+        raise _changed(until, 0, before)
+    for same, at in (("", 0), seen):
+        begin = len(same) + len(os.path.commonprefix([before[len(same) :], text[at:]]))
+        if begin < len(before):
+            # Qwen3.5's prompt ends with a line "<think>", which it shows in the last turns only.
+            begin = before.rfind("\n", 0, begin) + 1
+        if before.startswith(same) and begin >= len(told):
+            return at + begin - len(same), begin
+    raise _changed(text, 0, before)
+
+
+def _end(text: str, begin: int, until: str, shown: int, message: Mapping[str, Any]) -> int:
+    """Where in `text` the turn ends that begins at `begin`, and after `shown` characters of `until`, which ends with
+    it.
+    """
+    # The answer or the calls alone, before which the reasoning is shown no more.
+    answer = message["content"].rpartition("</think>")[2].strip()
+    calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
+    parts = [answer] if answer else [str(call.get("name")) for call in calls]
+    last = min(map(until.rfind, parts), default=-1)
+    for start in range(shown, 1 + max(shown, last)):
+        if text.startswith(until[start:], begin):
+            return begin + len(until) - start
+    raise _changed(text, begin, until[shown:])
+
+
+def _changed(text: str, begin: int, first: str) -> UserError:
+    """The error where `text` shows what it first showed as `first`, from `begin` on, in another way."""
+    shared = len(os.path.commonprefix([first, text[begin:]]))
+    at = begin + shared
+    return UserError(
+        "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on (after "
+        f"{text[max(0, at - 30) : at]!r} first {repr_of(first[shared:])}, later {repr_of(text[at:])}), so its "
+        "assistant turns cannot be told apart; correct chat_template.jinja, mark the turns there with "
+        "{% generation %} blocks, or give the data as prompt and completion, which no template touches."
+    )
+
+
+def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each text with nothing added."""
+    if not texts:  # transformers 5.23 fails: of a mix of streams a chunk may have no row of one dataset
+        return []
+    output = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    return cast("list[list[int]]", output["input_ids"])
+
+
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """BOS, if the tokenizer puts one before every text."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def _encode_marked(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """A conversation through a chat template that marks the assistant's text with `{% generation %}`."""
+    if not conversation.messages:
+        return Encoded([], [])
+    _check_tools(conversation, tokenizer)
+    if any(message.get("weight") == 0 for message in conversation.messages):
+        raise UserError(
+            "--dataset_name: a message has the weight 0, and the tokenizer's chat template itself marks what is "
+            "supervised ({% generation %}); take these blocks out of the template, or leave such conversations out."
+        )
+    conversation = _with_arguments(conversation, tokenizer)
+    for turn in conversation.learnt_turns():
+        _check_shown(conversation.messages[turn], _apply_template(tokenizer, conversation.until(turn + 1)))
+    output = _run_template(tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    return Encoded(list(output["input_ids"]), [bool(mark) for mark in output["assistant_masks"]])
+
+
+def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    texts = [text for item in rendered for text in (item.text, *(item.text[:cut] for cut in item.cuts()))]
+    tokens, added_bos = iter(_tokenise(texts, tokenizer)), _added_bos(tokenizer)
+    encoded: list[Encoded] = []
+    for item in rendered:
+        cuts, ids = item.cuts(), next(tokens)
+        prefixes = [next(tokens) for _ in cuts]
+        if all(ids[: len(prefix)] == prefix for prefix in prefixes):
+            ends = [*map(len, prefixes), len(ids)]
+        else:
+            bounds = [0, *cuts, len(item.text)]
+            pieces = _tokenise([item.text[a:b] for a, b in pairwise(bounds)], tokenizer)
+            ids = [token for piece in pieces for token in piece]
+            ends = list(accumulate(map(len, pieces)))
+        supervised: list[bool] = []
+        for cut, end in zip([0, *cuts], ends, strict=True):
+            inside = any(start <= cut < stop for start, stop in item.spans)
+            supervised += [inside] * (end - len(supervised))
+        if not item.from_template and ids[:1] != added_bos:
+            ids, supervised = added_bos + ids, [False] * len(added_bos) + supervised
+        encoded.append(Encoded(ids, supervised))
+    return encoded
+
+
+def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """Close every supervised run at its EOS, and the document at the last one, adding it if it is missing.
+
+    A template may close a turn inside the span ("answer<EOS>\\n"), just after it, or without EOS at all (base models
+    whose template ends turns with another token).
+    """
+    eos = tokenizer.eos_token_id
+    # Bytes are searched without a step of Python per token.
+    ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
+    end = 0  # of the last supervised run
+    while (start := supervised.find(1, end)) >= 0:
+        end = supervised.find(0, start)
+        if end < 0:
+            end = len(ids)
+        elif ids[end] == eos:
+            supervised[end] = 1
+            end += 1
+        run = ids[start:end]
+        if eos in run:
+            last = end - 1 - run[::-1].index(eos)
+            if not str(tokenizer.decode(ids[last + 1 : end])).strip():
+                while last > start and ids[last - 1] == eos:
+                    last -= 1
+                supervised[last + 1 : end] = bytes(end - last - 1)
+                end = last + 1
+    ids, flags = ids[:end], list(map(bool, supervised[:end]))
+    if ids and ids[-1] != eos:
+        ids.append(eos)
+        flags.append(True)
+    return Encoded(ids, flags)

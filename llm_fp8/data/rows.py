@@ -1,0 +1,188 @@
+"""A row of a dataset becomes a conversation: the one place where columns and entries of a message are read.
+
+Forms of rows by their columns, the first that fits:
+
+    problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
+    messages                        a conversation: a list of {role, content}; every assistant turn is learnt, its calls
+                                    of the tools in the column `tools` too, but none whose `weight` is 0
+    conversations                   the same as ShareGPT writes it: a list of {from, value}
+    instruction + output            Alpaca; a column `input` follows the instruction after a blank line
+    prompt + completion             concatenated as they stand: no template, no prompt form
+    text                            all of it learnt
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
+
+from llm_fp8.utils.errors import UserError
+
+ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
+    "problem_solution": ("problem", "generated_solution"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+OPTIONAL_COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "sharegpt": ("tools",),
+    "alpaca": ("input",),
+}
+CONVERSATIONS: tuple[ColumnForm, ...] = ("messages", "sharegpt")
+AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
+"""Forms that no template touches."""
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {
+    role: role for role in ("system", "user", "assistant", "tool")
+}
+"""ShareGPT's `from` -> `role`."""
+
+
+class Conversation(NamedTuple):
+    """Messages, and the tools that they may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+    def until(self, turn: int) -> Conversation:
+        """The messages before this one."""
+        return Conversation(self.messages[:turn], self.tools)
+
+    def learnt_turns(self) -> list[int]:
+        """The numbers of the messages that are learnt: an assistant's, which says something and is not excluded."""
+        return [number for number, message in enumerate(self.messages) if _is_learnt(message)]
+
+
+def detect_columns(
+    columns: Sequence[str], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
+) -> ColumnForm:
+    """Which of the understood forms these columns are, the first that uses all columns that --columns names (`mapped`);
+    `UserError`, saying whose columns they are, for none.
+    """
+    for form, needed in COLUMNS.items():
+        if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS.get(form, ())}:
+            return form
+    understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
+    using = f", and no form that uses all of --columns ({', '.join(mapped)}) fits them" if mapped else ""
+    raise UserError(
+        f"{of} has the columns {', '.join(columns)}{using}; understood are: {understood}. --columns says which column "
+        "stands for which, as in problem=question,generated_solution=answer."
+    )
+
+
+def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
+    """The row's messages up to the last learnt turn, without Arrow's None fields; none where nothing is to be learnt.
+    For forms that a template may touch.
+    """
+    if form not in CONVERSATIONS:
+        problem = problem_of(row, form).strip()
+        solution = text_of(row, COLUMNS[form][-1]).strip()
+        if not problem or not solution:
+            return Conversation([])
+        return Conversation([{"role": "user", "content": problem}, {"role": "assistant", "content": solution}])
+    messages = [_turn(message, form) for message in _messages_of(row, form)]
+    while messages and not _is_learnt(messages[-1]):
+        messages.pop()
+    return Conversation(messages, _tools_of(row))
+
+
+def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
+    """The text by which two rows are the same problem: the question, whatever the answer and the system prompt."""
+    if form == "alpaca":
+        parts = [text_of(row, "instruction"), text_of(row, "input") if "input" in row else ""]
+        return "\n\n".join(part.strip() for part in parts if part.strip())
+    if form not in CONVERSATIONS:
+        return text_of(row, COLUMNS[form][0])
+    messages = [_turn(message, form) for message in _messages_of(row, form)]
+    first = takewhile(lambda message: message["role"] != "assistant", messages)
+    question = [message for message in first if message["role"] not in ("system", "developer")]
+    # A conversation that the assistant begins is known by all of it.
+    return "\n".join(message["content"] for message in question or messages)
+
+
+def text_of(row: Mapping[str, Any], column: str) -> str:
+    """The text of a column: nothing for null, and a number as Python writes it."""
+    value = row[column]
+    if value is None:
+        return ""
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise UserError(
+        f"--dataset_name: the column '{column}' must hold text, and a row has {shown(value)}; conversations belong in "
+        "'messages'."
+    )
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> list[Any]:
+    messages = row[COLUMNS[form][0]] or []
+    if not isinstance(messages, list):
+        raise _no_messages(form, messages)
+    return messages
+
+
+def _turn(message: Any, form: ColumnForm) -> dict[str, Any]:
+    """A message with `role` and `content`, both text; a tool call needs no content."""
+    turn = _without_none(message)
+    if isinstance(turn, dict) and form == "sharegpt" and "from" in turn:
+        role = SHAREGPT_ROLES.get(str(turn["from"]))
+        if role is None:
+            raise UserError(
+                f"--dataset_name: a message in 'conversations' is from {shown(turn['from'])}; understood are "
+                f"{', '.join(SHAREGPT_ROLES)}."
+            )
+        turn = {"role": role, "content": turn.get("value", "")}
+    if not isinstance(turn, dict) or not all(isinstance(turn.setdefault(k, d), str) for k, d in _TURN.items()):
+        raise _no_messages(form, message)
+    if turn.get("weight", 1) not in (0, 1):
+        raise UserError(f"--dataset_name: a message has the weight {shown(turn['weight'])}; give 0 or 1, or none.")
+    return turn
+
+
+_TURN = {"role": None, "content": ""}
+"""Entries of a message, and what one without them has."""
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    says_something = message["content"].strip() or message.get("tool_calls")
+    return bool(message["role"] == "assistant" and message.get("weight", 1) and says_something)
+
+
+def _no_messages(form: ColumnForm, found: Any) -> UserError:
+    return UserError(
+        f"--dataset_name: '{COLUMNS[form][0]}' must be a list of messages with 'role' and 'content', both text; a row "
+        f"has {shown(found)}."
+    )
+
+
+def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The column `tools`: a list of JSON schemas, or its JSON text."""
+    tools = row.get("tools")
+    try:
+        tools = _without_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"--dataset_name: a row's 'tools' is neither a list nor the JSON text of one: {error}"
+        ) from error
+    if tools and not isinstance(tools, list):
+        raise UserError(f"--dataset_name: a row's 'tools' is a {type(tools).__name__}; it must be a list.")
+    return tools or None
+
+
+def _without_none(value: Any) -> Any:
+    """Without the fields that Arrow fills with None, where rows have different ones."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
