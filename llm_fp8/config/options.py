@@ -36,10 +36,10 @@ gate and up at once).
 """
 
 COLUMN_NAMES = (
-    "problem", "generated_solution", "expected_answer", "messages", "tools", "conversations", "instruction", "input",
+    "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
     "output", "prompt", "completion", "text",
 )  # fmt: skip
-"""Columns of a dataset that are understood (`llm_fp8.data.prompt`), which --columns gives other names."""
+"""Columns of a dataset that are understood (`llm_fp8.data.rows`), which --columns gives other names."""
 
 AUTO_BATCH_SIZE = 0
 """What --batch_size auto is until the run has settled it."""

@@ -294,9 +294,9 @@ def _prepare_stream(job: _Job) -> _Made:
     with reading_of(*sources):
         for row in islice(open_stream(), STREAMED_EVAL_SCAN_ROWS):
             if row["length"] and is_held_out(row["problem_key"], fraction):
-                held_out.append(Document.of(row))
+                held_out.append(Document.of(**row))
             elif row["length"] and example is None:
-                example = Document.of(row)
+                example = Document.of(**row)
             if example and (fraction == 0 or len(held_out) >= STREAMED_EVAL_ROWS):
                 break
     if example is None:
@@ -345,4 +345,4 @@ def _first_of_stream(job: _Job, part: SourceSplit) -> list[Document]:
     stream = tokenise_stream(open_split_stream(*part), names, job.tokenizer, options)
     with reading_of(part[0]):
         used = (row for row in islice(stream, STREAMED_EVAL_SCAN_ROWS // number) if row["length"])
-        return [Document.of(row) for row in islice(used, STREAMED_EVAL_ROWS // number)]
+        return [Document.of(**row) for row in islice(used, STREAMED_EVAL_ROWS // number)]

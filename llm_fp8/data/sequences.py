@@ -156,7 +156,7 @@ class StreamSequences:
         """The sequences of the rows of this buffer, and what identifies the rows."""
         figures = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in FIGURES}
         held_out = is_held_out(figures["problem_key"], self.fraction)
-        documents = [Document.of(rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out)]
+        documents = [Document.of(**rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out)]
         plan = self.plan([len(document.input_ids) for document in documents])
         if number >= self.counted:
             self.report.count(figures, held_out)

@@ -113,13 +113,11 @@ class DataReport:
     def warning(self) -> str:
         """A line where more than `MANY_DROPPED` of the rows are not used, else nothing."""
         share = (self.num_overlong_dropped + self.num_empty) / max(1, self.num_rows_read)
+        if share <= MANY_DROPPED:
+            return ""
         return (
-            ""
-            if share <= MANY_DROPPED
-            else (
-                f"\n  WARNING: {share:.1%} of the rows are not trained on; --max_seq_length or --overlong truncate keeps long "
-                "ones, and empty are those without text, an answer, or a turn of the role 'assistant'"
-            )
+            f"\n  WARNING: {share:.1%} of the rows are not trained on; --max_seq_length or --overlong truncate keeps "
+            "long ones, and empty are those without text, an answer, or a turn of the role 'assistant'"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,10 +151,9 @@ class Document:
     row_id: int
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Document:
-        """The document of a tokenised row."""
-        ids, supervised = np.array(row["input_ids"], dtype=np.int64), np.array(row["supervised"], dtype=bool)
-        return cls(ids, supervised, row["row_id"])
+    def of(cls, input_ids: Sequence[int], supervised: Sequence[bool], row_id: int, **_: Any) -> Document:
+        """The document of a tokenised row's columns."""
+        return cls(np.array(input_ids, dtype=np.int64), np.array(supervised, dtype=bool), row_id)
 
 
 def document_key(input_ids: Sequence[int], supervised: Sequence[bool]) -> int:

@@ -32,7 +32,7 @@ from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, count_toke
 from llm_fp8.data.load import load_split, open_source
 from llm_fp8.data.pack import pack
 from llm_fp8.data.prepare import pad_token_id
-from llm_fp8.data.prompt import detect_columns
+from llm_fp8.data.rows import detect_columns
 from llm_fp8.data.tokenise import Document, TokeniseOptions, tokenise_rows
 from llm_fp8.models.architectures import bundled_architectures
 from llm_fp8.models.lora_names import is_adapter, name_without_adapter

@@ -1,0 +1,238 @@
+"""Conversations to tokens and mask: what the goldens of real templates do not reach."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from llm_fp8.config.options import COLUMN_NAMES
+from llm_fp8.data.chat import PROMPT_FORM, Encoded, describe_prompt_form, encode_batch, encode_prompt
+from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, detect_columns, problem_of
+from llm_fp8.utils.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = CHATML.replace(
+    "{{ m['content'] }}<|im_end|>",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}",
+)
+TOOLS = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}{% for c in m.tool_calls or [] %}call{{ c.function | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PROBLEM = {"problem": " What is 7 * 8? ", "generated_solution": "7 * 8 = 56\nThe answer is \\boxed{56}.\n"}
+QUESTION = {"role": "user", "content": "2 + 2?"}
+CHAT = {"messages": [QUESTION, {"role": "assistant", "content": "4"}]}
+
+
+def _tokenizer(template: str | None = None, eos: str = "<|im_end|>") -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    if template is not None:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.chat_template, tokenizer.eos_token = template, eos
+    return tokenizer
+
+
+def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False) -> Encoded:
+    encoded = encode_batch([row], detect_columns(list(row)), tokenizer, train_on_prompt)[0]
+    assert len(encoded.input_ids) == len(encoded.supervised)
+    assert encoded.input_ids[-1] == tokenizer.eos_token_id and encoded.supervised[-1]
+    assert tokenizer.bos_token_id not in encoded.input_ids[1:]
+    return encoded
+
+
+def _learnt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The decoded supervised stretches."""
+    runs = groupby(zip(*_encode(row, tokenizer), strict=True), key=lambda pair: pair[1])
+    return [str(tokenizer.decode([token for token, _ in run])) for learnt, run in runs if learnt]
+
+
+def test_columns() -> None:
+    assert detect_columns(["generated_solution", "problem", "text"]) == "problem_solution"
+    assert detect_columns(["instruction", "input", "output", "text"]) == "alpaca"
+    assert detect_columns(["messages", "text"], mapped=["text"]) == "text", "what --columns names comes first"
+    for columns, mapped in ((["question", "answer"], []), (["input", "answer", "text"], ["input"])):
+        with pytest.raises(UserError, match=r"columns .*answer.*understood are: problem \+ generated_solution;"):
+            detect_columns(columns, mapped)
+    assert {name for each in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in each} == set(COLUMN_NAMES)
+
+
+def test_the_problem_of_a_row() -> None:
+    system, first = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
+    assert problem_of({"messages": [system, *CHAT["messages"]]}, "messages") == "2 + 2?"
+    assert problem_of({"messages": [first, *CHAT["messages"]]}, "messages").startswith("Hi\n2 + 2?")
+    assert problem_of({"prompt": "p", "completion": "c"}, "prompt_completion") == "p"
+    assert problem_of({"text": None}, "text") == ""
+    assert problem_of({"instruction": "Add.\n", "input": "2 and 3", "output": "5"}, "alpaca") == "Add.\n\n2 and 3"
+    shared = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+    assert problem_of({"conversations": shared}, "sharegpt") == "2 + 2?"
+
+
+def test_train_on_prompt_supervises_everything() -> None:
+    tokenizer = _tokenizer()
+    everything = _encode(PROBLEM, tokenizer, train_on_prompt=True)
+    assert everything.input_ids == _encode(PROBLEM, tokenizer).input_ids and all(everything.supervised)
+
+
+def test_a_base_model_learns_the_end_of_a_turn_and_eos() -> None:
+    assert _learnt(CHAT, _tokenizer(CHATML, "<|eos|>")) == ["4<|im_end|>\n<|eos|>"]
+    assert _learnt(CHAT, _tokenizer(MARKED, "<|eos|>")) == ["4<|im_end|><|eos|>"]
+    assert _learnt(CHAT, _tokenizer(MARKED)) == ["4<|im_end|>"]
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "description": None}}
+
+
+def test_tools_may_be_json_text_and_what_arrow_fills_in_is_not_shown() -> None:
+    tokenizer = _tokenizer(TOOLS)
+    for tools in ([TOOL], json.dumps([TOOL])):
+        row = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": tools}
+        assert _learnt(row, tokenizer) == ['call{"name": "add", "arguments": {"a": 1}}<|im_end|>']
+        text = str(tokenizer.decode(_encode(row, tokenizer).input_ids))
+        assert text.startswith("tools: ") and "description" not in text
+    with pytest.raises(UserError, match="'tools' is neither a list nor the JSON text of one"):
+        _encode({**CHAT, "tools": "add, subtract"}, tokenizer)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": null}', "a = 1", "[1, 2]"])
+def test_arguments_of_calls_may_be_json_text(arguments: str) -> None:
+    """As OpenAI's API has them: an object for a template that writes the JSON, text for one that joins it."""
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    row = {"messages": [QUESTION, turn], "tools": [TOOL]}
+    joins = TOOLS.replace("c.function | tojson", "c.function.name + '|' + c.function.arguments")
+    shown = arguments if arguments.startswith("{") else json.dumps(arguments)
+    assert _learnt(row, _tokenizer(TOOLS)) == [f'call{{"name": "add", "arguments": {shown}}}<|im_end|>']
+    assert _learnt(row, _tokenizer(joins)) == [f"calladd|{arguments}<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MARKED])
+@pytest.mark.parametrize("lost", [{"tool_calls": [CALL]}, {"reasoning_content": "Hm, 8."}, {"thinking": "Hm, 8."}])
+def test_an_answer_of_which_the_template_shows_a_part_is_refused(template: str | None, lost: dict[str, Any]) -> None:
+    row = {"messages": [QUESTION, {"role": "assistant", "content": "4", **lost}]}
+    with pytest.raises(UserError, match="the tokenizer has no chat template that shows"):
+        _encode(row, _tokenizer(template))
+
+
+def test_reasoning_that_the_template_shows_is_learnt() -> None:
+    said = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m['content'] }}"
+    tokenizer = _tokenizer(CHATML.replace("{{ m['content'] }}", said))
+    row = {"messages": [QUESTION, {"role": "assistant", "content": "4", "reasoning_content": "Hm."}]}
+    assert _learnt(row, tokenizer) == ["<think>\nHm.\n</think>\n\n4<|im_end|>"]
+
+
+def test_weights_that_are_no_exclusion_or_cannot_be_kept_are_refused() -> None:
+    def row(weight: float) -> dict[str, Any]:
+        return {"messages": [QUESTION, {"role": "assistant", "content": "5", "weight": weight}, *CHAT["messages"]]}
+
+    assert _learnt(row(0), _tokenizer(CHATML)) == ["4<|im_end|>"]
+    with pytest.raises(UserError, match="a message has the weight 0.5; give 0 or 1"):
+        _encode(row(0.5), _tokenizer(CHATML))
+    with pytest.raises(UserError, match="weight 0, and the tokenizer's chat template itself marks"):
+        _encode(row(0), _tokenizer(MARKED))
+
+
+@pytest.mark.parametrize("body", [CHATML, MARKED], ids=["spans", "marked"])
+def test_tokens_do_not_depend_on_the_day(body: str) -> None:
+    tokenizer = _tokenizer("Today: {{ strftime_now('%d %B %Y') }}\n" + body)
+    assert str(tokenizer.decode(_encode(CHAT, tokenizer).input_ids)).startswith("Today: 01 January 2026\n")
+    assert "2026-01-01" in describe_prompt_form("messages", tokenizer)
+    with pytest.raises(UserError, match="date in a format that is no literal"):
+        encode_prompt("1 + 1?", _tokenizer("{% set f = '%Y' %}{{ strftime_now(f) }}" + body))
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.parts }}", "{% for %}", "{{ x.__mro__ }}"])
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"], ids=["spans", "marked"])
+def test_a_template_that_fails_is_the_users_error(template: str, marks: str) -> None:
+    with pytest.raises(UserError, match="--model_name .*chat template"):
+        _encode(CHAT, _tokenizer(template + marks))
+
+
+def test_a_template_that_rewrites_the_beginning_is_refused() -> None:
+    # The mark moves to the last turn, as the system message did in early Mistral templates.
+    template = "{% for m in messages %}{% if loop.last %}!{% endif %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
+    with pytest.raises(UserError, match="assistant turns cannot be told apart"):
+        _encode({"messages": CHAT["messages"] * 2}, _tokenizer(template))
+
+
+def test_bos_and_eos_are_not_doubled() -> None:
+    tokenizer = _tokenizer()
+    for text in ("1 + 1 = 2", "<|bos|>1 + 1 = 2<|eos|>", "1 + 1 = 2<|eos|><|eos|>\n"):
+        assert tokenizer.decode(_encode({"text": text}, tokenizer).input_ids) == "<|bos|>1 + 1 = 2<|eos|>"
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # adds nothing, as Qwen's
+    assert tokenizer.bos_token_id not in _encode(PROBLEM, tokenizer).input_ids
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no EOS token"):
+        encode_batch([PROBLEM], "problem_solution", tokenizer)
+
+
+def test_a_token_across_the_boundary_is_cut() -> None:
+    tokenizer = _tokenizer()
+    # " answer" is one token of the whole text; generation would start from the tokens of "The ans".
+    row = {"prompt": "The ans", "completion": "wer is 5"}
+    prompt = tokenizer("The ans")["input_ids"]
+    assert _encode(row, tokenizer).input_ids[: len(prompt)] == prompt
+    assert _learnt(row, tokenizer) == ["wer is 5<|eos|>"]
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
+    """As Llama 2's and Mistral's do: pieces alone tokenise unlike the whole."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator([PROMPT_FORM, *PROBLEM.values()] * 5, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    whole = tokenizer("Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.")["input_ids"]
+    assert _encode(PROBLEM, tokenizer).input_ids == [*whole, tokenizer.eos_token_id]
+    assert _learnt(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
+
+
+NOTHING = [
+    {"problem": "p", "generated_solution": None},
+    {"problem": "", "generated_solution": "s"},
+    {"messages": None},
+    {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
+    {"prompt": "p", "completion": None},
+    {"text": " "},
+]
+
+
+@pytest.mark.parametrize("row", NOTHING, ids=repr)
+@pytest.mark.parametrize("template", [None, CHATML, MARKED])
+def test_rows_with_nothing_to_learn(row: dict[str, Any], template: str | None) -> None:
+    tokenizer = _tokenizer(template)
+    other = {key: PROBLEM.get(key, CHAT.get(key, "x")) for key in row}
+    documents = encode_batch([row, other, row], detect_columns(list(row)), tokenizer)
+    assert documents[0] == documents[2] == Encoded([], []) and documents[1] == _encode(other, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"role": "assistant", "content": [{"type": "image"}]}], [{"from": "human", "value": "x"}], [1], [None], "hello"],
+    ids=repr,
+)
+def test_messages_are_lists_of_texts(messages: Any) -> None:
+    with pytest.raises(UserError, match="'messages' must be a list of messages with 'role' and 'content', both text"):
+        _encode({"messages": messages}, _tokenizer())
+    with pytest.raises(UserError, match=r"a message in 'conversations' is from 'bing'; understood are human, gpt,"):
+        _encode({"conversations": [{"from": "bing", "value": "x"}]}, _tokenizer())
+
+
+@pytest.mark.parametrize("value", [["x"], {"a": 1}, True], ids=repr)
+def test_text_columns_hold_text(value: Any) -> None:
+    for row in (PROBLEM, {"prompt": "a", "completion": "b"}, {"text": "a"}):
+        for column in row:
+            with pytest.raises(UserError, match=f"the column '{column}' must hold text, and a row has"):
+                _encode({**row, column: value}, _tokenizer())
