@@ -38,37 +38,23 @@ def main() -> int:
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading torch.
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
-    from llm_fp8.config.validation import check_options
     from llm_fp8.data import prepare_data
     from llm_fp8.data.load import find_splits
     from llm_fp8.models.fp8_export import export_fp8
-    from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+    from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
-    config = Config(
-        model=ModelConfig(model_name=str(options.folder)),
-        data=DataConfig(
-            options.data,
-            max_seq_length=DataConfig.max_seq_length if options.max_seq_length is None else options.max_seq_length,
-            overlong="truncate",
-        ),
-    )
-    try:
-        if options.data is not None:  # a mistake in it is found before the export
-            check_options(config)
-            if not find_splits(config.data)[1]:  # without a validation split all rows are evaluated
-                config = replace(config, data=replace(config.data, validation_fraction=0.0))
-            source = resolve_source(config.model)
-            tokenizer, _ = load_tokenizer(config.model, source)
-            check_model(config, load_config(config.model, source), tokenizer)
-            data = prepare_data(config, tokenizer)
-        before, after = export_fp8(options.folder, options.output)
-    except UserError as error:
-        words = str(error).replace("--model_name ", "").replace("--dataset_name", "--data")
-        words = words.replace("--validation_split_name", "--data's split")
-        raise UserError(words) from error
+    length = options.max_seq_length or DataConfig.max_seq_length
+    data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate")
+    if options.data is not None and not find_splits(data_options)[1]:  # without a validation split all rows count
+        data_options = replace(data_options, validation_fraction=0.0)
+    config = Config(model=ModelConfig(model_name=str(options.folder)), data=data_options)
+    if options.data is not None:  # a mistake in it is found before the export
+        tokenizer, _ = load_tokenizer(config.model, resolve_source(config.model))
+        data = prepare_data(config, tokenizer)
+    before, after = export_fp8(options.folder, options.output)
     print(f"{options.output}: {after / GIB:.3g} GiB of weights, {before / GIB:.3g} GiB before", flush=True)
     if options.data is not None:
         was, num_tokens, dtype = eval_loss(options.folder, data)
