@@ -92,24 +92,19 @@ class ModelConfig:
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
-        "Attention without --use_te: 'auto' takes flash-attn 2 where it is installed and sdpa elsewhere, or eager for "
-        "architectures that have neither. With --use_te it is Transformer Engine's choice, cuDNN on Hopper.",
+        "Attention without --use_te; 'auto': flash-attn 2 where it is installed, else sdpa, or eager where neither is.",
         excludes={"use_te": "its attention is Transformer Engine's choice"},
     )
     random_init: bool = option(
         False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
     )
     gradient_checkpointing: int = option(
-        0,
-        "Recompute every n-th decoder layer in the backward pass (without a number every one; 0: none): less memory, "
-        "up to a third more compute.",
-        bare=1,
-        at_least=0,
+        0, "Recompute every n-th decoder layer backward (no number: all): less memory, slower.", bare=1, at_least=0
     )
     cuda_graphs: bool = option(
         False,
-        "Capture forward and backward of a micro-batch in CUDA graphs and replay them (--use_te with packing, one GPU "
-        "or ddp): for small models, whose kernels the host launches too slowly. Takes memory for more activations.",
+        "Replay forward and backward of a micro-batch as CUDA graphs (one GPU or ddp): for models so small that the "
+        "host launches kernels too slowly. Takes memory for more activations.",
         needs=("use_te", "packing", WHOLE_MODEL),
         excludes={
             "gradient_checkpointing": "recomputation reads the random state on the host",
@@ -132,8 +127,7 @@ class PrecisionConfig:
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
-        "Library of the fp8 linear layers: Transformer Engine, or torchao (without --use_te; decoder layers are "
-        "compiled on a GPU, and its GEMMs emulated on a CPU).",
+        "Transformer Engine, or torchao without --use_te (compiled on a GPU, emulated on a CPU).",
         needs=(IN_FP8,),
         excludes={
             "use_te": "torchao cannot convert Transformer Engine's modules",
@@ -145,30 +139,23 @@ class PrecisionConfig:
         "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
-        None,
-        "HYBRID: E4M3 forward and E5M2 gradients. E4M3: both. Default: HYBRID for delayed and current scaling, E4M3 "
-        "for block and MXFP8.",
-        needs=(IN_FP8,),
+        None, "HYBRID: E4M3 forward, E5M2 gradients (default of delayed and current). E4M3: both.", needs=(IN_FP8,)
     )
     amax_history_len: int | None = option(
         None, "Length of the amax history of delayed scaling, in passes (default: 1024).", needs=(IN_FP8,), at_least=1
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
-        None,
-        "Delayed scaling: scale from the maximum of the amax history or from its newest entry (default: max).",
-        needs=(IN_FP8,),
+        None, "Scale of delayed scaling: from the maximum of the amax history (default) or the newest.", needs=(IN_FP8,)
     )
     fp8_bf16_modules: str = option(
         "",
-        "Decoder layers and modules in them that stay in bf16, separated by commas: layers.0, layers.2:5 or layers.-4: "
-        "(slices, negative from the end), names like qkv (of every layer) or 0.mlp, patterns like layers.2?.*; "
-        "diagnose_fp8.py --quality measures which ones fp8 costs most.",
+        "Decoder layers and modules that stay in bf16, separated by commas: layers.0, layers.2:5 or layers.-4: "
+        "(slices), names like qkv or 0.mlp, patterns like layers.2?.*; llm-fp8 diagnose --quality measures them.",
         needs=(IN_FP8,),
     )
     fp8_recast_weights: bool = option(
         False,
-        "Keep no fp8 casts of weights, but cast them in every forward and backward pass: two bytes per weight less, "
-        "and slower steps (one GPU and ddp).",
+        "Cast weights to fp8 in every pass and keep no casts: two bytes per weight less, slower (one GPU and ddp).",
         needs=(IN_FP8, WHOLE_MODEL),
         excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
     )
@@ -193,24 +180,21 @@ class DataConfig:
 
     dataset_name: str = option(
         EMBEDDED,
-        "Hub id (nvidia/OpenMathInstruct-2, or with a configuration of its card openai/gsm8k:main), local folder, "
-        "jsonl/json/parquet/csv file or a pattern of files ('data/train-*.jsonl'), save_to_disk folder, 'embedded', or "
-        "several of these, separated by commas.",
+        "Hub id (nvidia/OpenMathInstruct-2; openai/gsm8k:main with a configuration), folder, jsonl/json/parquet/csv "
+        "file, pattern of files ('data/train-*.jsonl'), 'embedded', or several of these, separated by commas.",
     )
     dataset_weights: str | None = option(
         None,
-        "Shares of the rows that several datasets in --dataset_name have, separated by commas (0.7,0.3); an epoch ends "
-        "with the first that is used up, no row comes twice. Default: every dataset whole.",
+        "Shares of the rows that several datasets have (0.7,0.3); an epoch ends with the first that is used up, no row "
+        "comes twice. Default: every dataset whole.",
     )
     eval_dataset_name: str | None = option(
-        None,
-        "One dataset to evaluate on, named as in --dataset_name; then nothing is held out of what is trained on. "
-        "Its split is --validation_split_name, else validation, test or train. Default: see --validation_split_name.",
+        None, "One dataset to evaluate on, named as in --dataset_name. Default: see --validation_split_name."
     )
     columns: str | None = option(
         None,
-        "The dataset's columns under our names, separated by commas: problem=question,generated_solution=answer "
-        f"(ours=theirs; ours are {', '.join(COLUMN_NAMES)}). Default: they have our names.",
+        "The dataset's columns under our names: problem=question,generated_solution=answer (ours are "
+        f"{', '.join(COLUMN_NAMES)}). Default: they have our names.",
     )
     split_name: str | None = option(None, "Split to train on. Default: train_1M where the dataset has it, else train.")
     validation_split_name: str | None = option(
@@ -218,8 +202,8 @@ class DataConfig:
     )
     validation_fraction: float | None = option(
         None,
-        "Share of the training problems held out for evaluation, in place of a validation split; 0 holds out none. "
-        "Default, without a validation split: 0.01, but at least 100 rows, or a tenth of fewer than 1,000.",
+        "Share of the training problems held out for evaluation; 0: none. Default, without a validation split: 0.01, "
+        "but at least 100 rows, or a tenth of fewer than 1,000.",
         excludes={
             "eval_dataset_name": "evaluation is on that dataset",
             "validation_split_name": "evaluation is on that split",
@@ -227,22 +211,14 @@ class DataConfig:
         at_least=0,
         below=1,
     )
-    num_of_samples: int | None = option(
-        None, "Use only the first rows of the split, this many (default: all).", at_least=1
-    )
-    streaming: bool = option(
-        False, "Read the dataset as a stream instead of preparing all of it first (for the 14M-row split)."
-    )
-    max_seq_length: int = option(
-        1024, "Tokens of a sequence; --overlong says what happens to longer samples.", at_least=1
-    )
+    num_of_samples: int | None = option(None, "Use only the first rows of the split (default: all).", at_least=1)
+    streaming: bool = option(False, "Read the dataset as a stream instead of preparing all of it first.")
+    max_seq_length: int = option(1024, "Tokens of a sequence; see --overlong for longer samples.", at_least=1)
     batch_size: int = option(
         8, "Sequences of a micro-batch per GPU, or auto: as many as fit.", alias="per_device_train_batch_size"
     )
     packing: bool | None = option(
-        None,
-        "Pack whole samples into sequences of max_seq_length tokens; attention stays inside each sample. Default: on "
-        "with --use_te.",
+        None, "Pack whole samples, each attending to itself, into full sequences. Default: on with --use_te."
     )
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
@@ -267,45 +243,38 @@ class OptimConfig:
 
     num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs", at_least=1)
     max_steps: int | None = option(
-        None,
-        "Stop after this many optimizer steps, whatever --num_epochs says (default: after --num_epochs).",
-        at_least=1,
+        None, "Stop after this many optimizer steps (default: after --num_epochs).", at_least=1
     )
     learning_rate: float = option(
         1e-5,
-        f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, or {SCRATCH_LEARNING_RATE} for "
-        "weights that start random).",
+        f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, {SCRATCH_LEARNING_RATE} for "
+        "random weights).",
         at_least=0,
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", at_least=1)
-    num_warmup_steps: int = option(
-        100, "Optimizer steps of linear warm-up; at most a tenth of the run is used for it.", at_least=0
-    )
+    num_warmup_steps: int = option(100, "Steps of linear warm-up; at most a tenth of the run.", at_least=0)
     lr_scheduler: Literal["linear", "cosine", "constant"] = option(
         "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type"
     )
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", at_least=0)
     adam_beta2: float = option(0.95, "Decay of the second moment.", at_least=0, below=1)
-    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.", at_least=0)
+    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: never.", at_least=0)
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
-        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters and fp32 master weights, kept as "
-        "a 16-bit remainder, fused on the GPU (12 bytes). adamw_8bit: bf16 parameters with stochastic rounding and "
-        "8-bit moments (6 bytes). auto: adamw_master on a GPU when the run computes in bf16 or fp8, else (and "
-        "under FSDP and DeepSpeed) adamw_fp32.",
+        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters with fp32 master weights, as "
+        "16-bit remainders (12 bytes). adamw_8bit: bf16 parameters, stochastic rounding, 8-bit moments (6 bytes). "
+        "auto: adamw_master on a GPU in bf16 or fp8, else (and under FSDP and DeepSpeed) adamw_fp32.",
     )
     offload_optimizer: float = option(
         0.0,
-        "Share of the parameters, the largest first, whose state of adamw_master (8 of its 12 bytes) lies in host "
-        "memory and passes through the GPU in each step, from 0 (none) to 1 (all); on one GPU, or under ddp.",
+        "Share of adamw_master's state (8 of its 12 bytes) that lies in host memory and passes through the GPU in each "
+        "step, 0 to 1; on one GPU, or under ddp.",
         needs=("optimizer=auto|adamw_master", WHOLE_MODEL),
         excludes={"lora_rank": "frozen weights have no optimizer state"},
         at_least=0,
         at_most=1,
     )
-    seed: int = option(
-        42, "Seed of initialisation, data order and the rounding of adamw_8bit.", at_least=0, below=2**32
-    )
+    seed: int = option(42, "Seed of weights, data order and stochastic rounding.", at_least=0, below=2**32)
 
 
 @dataclass(frozen=True)
@@ -313,65 +282,49 @@ class RunConfig:
     """Where results go, what is reported and when it is saved."""
 
     output_dir: str | None = option(
-        None,
-        "Folder of the run, its records, checkpoints/ and final/. Default: a new one under runs/, named after time, "
-        "model and precision.",
+        None, "Folder of the run. Default: a new one under runs/, named after time, model and precision."
     )
     dry_run: bool = option(
-        False,
-        "Prepare the data, print its counts, the number of steps and the memory that the run takes; then end without "
-        "loading weights or writing a run.",
+        False, "Prepare the data, print its counts, the number of steps and the memory that the run takes, and end."
     )
     resume_from: str | None = option(
         None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
     )
     allow_changed: str | None = option(
         None,
-        "Options that decide what is trained and may differ from the checkpoint's run, separated by commas "
-        "(learning_rate,total_steps). Default: none, and a difference is an error.",
+        "Options that decide what is trained and may differ from the checkpoint's run (learning_rate,total_steps). "
+        "Default: none, and a difference is an error.",
         needs=("resume_from",),
     )
     save_every: int = option(
         0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps", at_least=0
     )
     save_minutes: float = option(
-        30.0,
-        "Save a checkpoint, beside those of --save_every, when the last one is this many minutes old; looked at every "
-        "--log_every steps. 0: never.",
-        at_least=0,
+        30.0, "Save a checkpoint too when the last is this many minutes old, seen every --log_every steps.", at_least=0
     )
-    save_total_limit: int = option(
-        2, "Checkpoints kept; the oldest are deleted first, and the one of --keep_best never.", at_least=1
-    )
+    save_total_limit: int = option(2, "Checkpoints kept, besides that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(
         0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps", at_least=0
     )
     keep_best: bool = option(
         False,
-        "Save a checkpoint whenever --eval_every finds the lowest eval loss so far, keep the best one, and export "
-        "final/ from it, not from the last step (as transformers' load_best_model_at_end).",
+        "Keep the checkpoint of --eval_every's lowest eval loss, and export final/ from it, not from the last step.",
         needs=("eval_every",),
     )
     early_stopping_patience: int = option(
         0,
-        "End the run, with evaluation and export as after its last step, when this many evaluations of --eval_every in "
-        "a row did not improve the eval loss; 0: never.",
+        "End the run when this many evaluations in a row did not improve the eval loss; 0: never.",
         needs=("eval_every",),
         at_least=0,
     )
-    eval_batches: int | None = option(None, "Batches per evaluation (default: the whole validation set).", at_least=1)
+    eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
     certify: bool | None = option(
         None,
-        "Record the GPU kernels of one early step, compare them with the precision that was asked for, and end the "
-        "run with exit code 1 where they differ. Default: on with an NVIDIA GPU.",
+        "Compare the GPU kernels of an early step with the precision that was asked for, and end with exit code 1 "
+        "where they differ. Default: on with an NVIDIA GPU.",
     )
-    log_every: int = option(
-        10,
-        "Optimizer steps between log lines; every step reaches metrics.jsonl.",
-        alias="logging_steps",
-        at_least=1,
-    )
+    log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; its variables (WANDB_RUN_GROUP, WANDB_TAGS, ...) hold.")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
@@ -388,16 +341,12 @@ class LoraConfig:
         at_least=0,
     )
     lora_alpha: float | None = option(
-        None,
-        "The adapters' output is scaled by this over --lora_rank (default: twice the rank).",
-        needs=("lora_rank",),
-        above=0,
+        None, "Adapters are scaled by this over --lora_rank (default: twice the rank).", needs=("lora_rank",), above=0
     )
-    lora_dropout: float = option(0.0, "Dropout on the input of an adapter.", needs=("lora_rank",), at_least=0, below=1)
+    lora_dropout: float = option(0.0, "Dropout before adapters.", needs=("lora_rank",), at_least=0, below=1)
     lora_targets: str = option(
         ALL_LINEAR,
-        "Linear layers that get an adapter: names as in the Hugging Face model, separated by commas (q_proj,v_proj), "
-        "or 'all-linear' for all but the lm_head.",
+        "Linear layers that get an adapter, by Hugging Face's names (q_proj,v_proj), or 'all-linear', without lm_head.",
         needs=("lora_rank",),
     )
 
@@ -419,23 +368,20 @@ class ParallelConfig:
 
     sharding_mode: ShardingMode = option(
         "auto",
-        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters are "
-        "gathered once a step and stay unsharded until its last backward pass. fsdp_full: parameters are sharded too. "
-        "fsdp_hybrid: sharded inside a host, replicated across hosts. fsdp_offload: fsdp_full with parameters, "
-        "gradients and optimizer in CPU memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
+        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters gathered "
+        "once a step. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across "
+        "hosts. fsdp_offload: fsdp_full in CPU memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
         "of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
     )
     sync_every_micro_batch: bool = option(
         False,
-        "Reduce gradients after every micro-batch rather than once a step: sharded modes then keep no unsharded "
-        "gradients (4 bytes per parameter), for more communication.",
+        "Reduce gradients after every micro-batch, not once a step: less memory (4 bytes per parameter), more traffic.",
         needs=("sharding_mode=ddp|fsdp_*",),
     )
     fp8_params: bool = option(
         False,
-        "Gather the decoder's linear weights in fp8, half the bytes of bf16 (fsdp modes but fsdp_offload). With "
-        "--use_te they are fp8 between steps too; with --fp8_backend torchao it takes tensorwise scaling, and "
-        "fsdp_full or fsdp_grad.",
+        "Gather the decoder's linear weights in fp8, half the bytes of bf16 (with --use_te: keep them so; with "
+        "torchao: tensorwise scaling, fsdp_full or fsdp_grad).",
         needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "optimizer=adamw_master|adamw_8bit": "it keeps fp32 master weights",
@@ -443,15 +389,10 @@ class ParallelConfig:
         },
     )
     context_parallel_size: int = option(
-        1,
-        "GPUs that share the tokens of a sequence too long for one GPU (needs --use_te and an fsdp mode).",
-        needs=("use_te", "sharding_mode=fsdp_*"),
-        at_least=1,
+        1, "GPUs that share the tokens of a sequence.", needs=("use_te", "sharding_mode=fsdp_*"), at_least=1
     )
     deepspeed_config: str | None = option(
-        None,
-        "DeepSpeed JSON file for the deepspeed modes (default: configs/ds_z1.json, ds_z2.json or ds_z3.json).",
-        needs=("sharding_mode=deepspeed_*",),
+        None, "DeepSpeed's JSON file (default: configs/ds_z1.json to ds_z3.json).", needs=("sharding_mode=deepspeed_*",)
     )
     async_save: bool = option(
         False,
@@ -459,10 +400,7 @@ class ParallelConfig:
         excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes its checkpoints itself"},
     )
     empty_cache_freq: int = option(
-        0,
-        "Return cached GPU memory to the driver every this many steps (0: never). Allocating it again costs time; for "
-        "fragmented memory only.",
-        at_least=0,
+        0, "Return cached GPU memory every this many steps (0: never), where it is fragmented; slow.", at_least=0
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,9 +225,10 @@ def _check_run(
         needed_gib = share * count_parameters(hf_config) * bytes_per_parameter("adamw_master").state / GIB
         needed_gib, free_gib = needed_gib * ranks.local_world_size, free_host_bytes() / GIB - HOST_RESERVE_GIB
         if needed_gib > free_gib:
+            fitting = math.floor(100 * share * max(0.0, free_gib) / needed_gib) / 100
             raise UserError(
                 f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, where {free_gib:.1f} "
-                f"are left for it; use {share * max(0.0, free_gib) / needed_gib:.2f} or less, or adamw_8bit."
+                f"are left for it; use {fitting:g} or less, or adamw_8bit."
             )
     if config.model.use_te:
         with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
