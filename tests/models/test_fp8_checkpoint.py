@@ -97,7 +97,7 @@ def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     _, plain = write_fp8_model(tmp_path, "channel")
-    for kind in ("channel", "tensor", "compressed block"):
+    for kind in ("channel", "compressed block"):
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
         entries = quantization_config(kind)
         config = quantization.QuantizationConfig.model_validate(entries | {"quantization_status": "frozen"})

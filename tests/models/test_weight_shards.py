@@ -23,7 +23,7 @@ from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
 from llm_fp8.models.export import export_hf
-from llm_fp8.models.source import EMBEDDED_MODEL, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.models.weights import fill_weights
 from llm_fp8.utils.errors import UserError
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]
 
 
-def strategy_of(mode: str = "fsdp_full", hybrid_shard_size: int = 1) -> FsdpStrategy:
-    return FsdpStrategy(mode, Accelerator(cpu=True), ParallelConfig(), torch.float32, hybrid_shard_size)
+def strategy_of() -> FsdpStrategy:
+    return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
 
 
 def sharded_model(name: str, strategy: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
@@ -83,33 +83,22 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
 # --- In and out, Hugging Face's models --------------------------------------------------------------------------------
 
 
-def load_and_export(
-    rank: int, name: str, out: str, dtype: torch.dtype, mode: str, hybrid_shard_size: int
-) -> dict[str, Any]:
-    strategy = strategy_of(mode, hybrid_shard_size)
+def export(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    export_hf(model, tokenizer, folder, dtype=dtype, card=CARD, max_file_size="40KB", **more)
+
+
+def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
+    """Whether the lm_head is tied, logits, and how many rows of the first key projection this rank has."""
+    strategy = strategy_of()
     model = sharded_model(name, strategy)
     # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
-    tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
-    export_hf(
-        model,
-        tokenizer,
-        folder,
-        dtype=dtype,
-        card=CARD,
-        full_tensor=strategy.full_tensor,
-        is_main=rank == 0,
-        max_file_size="40KB",
-    )
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    export(model, folder, dtype, full_tensor=strategy.full_tensor, is_main=rank == 0)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with torch.no_grad():
         logits = model(IDS).logits
-    return {
-        "tied": head.weight is embedding.weight,
-        "logits": logits,
-        "rows": {name: len(local_shard(parameter).data) for name, parameter in model.named_parameters()},
-        "trains": logits.shape[-1],
-    }
+    return tied, logits, len(local_shard(model.get_parameter("model.layers.0.self_attn.k_proj.weight")).data)
 
 
 @pytest.mark.slow
@@ -129,22 +118,18 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
     )
     assert (Path(source) / "model.safetensors.index.json").exists()
     GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=1).save_pretrained(source)
-    results = on_ranks(
-        num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored, "fsdp_full", 1
-    )
+    results = on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored)
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
     whole = unsharded_model(source)
     with torch.no_grad():
         logits = whole(IDS).logits
-    for result in results:
-        assert result["tied"] == tied
-        torch.testing.assert_close(result["logits"], logits, rtol=0, atol=1e-6)
-    key_rows = [result["rows"]["model.layers.0.self_attn.k_proj.weight"] for result in results]
-    assert key_rows == ([2, 2] if num_ranks == 2 else [2, 2, 0])
+    for is_tied, found, _ in results:
+        assert is_tied == tied
+        torch.testing.assert_close(found, logits, rtol=0, atol=1e-6)
+    assert [rows for *_, rows in results] == ([2, 2] if num_ranks == 2 else [2, 2, 0])
 
-    tokenizer = load_tokenizer(ModelConfig(model_name=source), resolve_source(ModelConfig(model_name=source)))[0]
-    export_hf(whole, tokenizer, tmp_path / "unsplit", dtype=stored, card=CARD, max_file_size="40KB")
+    export(whole, tmp_path / "unsplit", stored)
     assert folder_contents(tmp_path / "out") == folder_contents(tmp_path / "unsplit")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
@@ -175,18 +160,9 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
 def export_to_nowhere(rank: int, name: str, file: str) -> str:
     strategy = strategy_of()
     model = sharded_model(name, strategy)
-    tokenizer = load_tokenizer(ModelConfig(model_name=name), resolve_source(ModelConfig(model_name=name)))[0]
     said = ""
     try:
-        export_hf(
-            model,
-            tokenizer,
-            Path(file) / "final",
-            dtype=torch.float32,
-            card=CARD,
-            full_tensor=strategy.full_tensor,
-            is_main=rank == 0,
-        )
+        export(model, Path(file) / "final", full_tensor=strategy.full_tensor, is_main=rank == 0)
     except UserError as error:
         said = str(error)
     torch.distributed.barrier()
@@ -238,16 +214,8 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
     strategy.shard(model, decoder_layers(model))
     config = ModelConfig(model_name=name, use_te=True)
     assert fill_weights(model, config, resolve_source(config), CPU, seed=3)
-    export_hf(
-        model,
-        AutoTokenizer.from_pretrained(EMBEDDED_MODEL),
-        Path(out) if rank == 0 else Path("/proc/nowhere"),
-        dtype=torch.bfloat16,
-        card=CARD,
-        full_tensor=strategy.full_tensor,
-        is_main=rank == 0,
-        max_file_size="1MB",
-    )
+    folder = Path(out) if rank == 0 else Path("/proc/nowhere")
+    export(model, folder, torch.bfloat16, full_tensor=strategy.full_tensor, is_main=rank == 0)
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
