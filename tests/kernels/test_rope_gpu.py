@@ -53,16 +53,6 @@ def test_many_tokens(name, dtype, split_rope, device):
     assert_same_split(split_rope, split_rope_reference, LARGER[name], dtype, "contiguous", device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_projection_at_an_odd_address(dtype, split_rope, device):
-    """Loads of 16 bytes are not possible there."""
-    case = CASES["Llama-3.1-8B"]
-    values = case.fused(dtype, device)
-    fused = torch.empty(values.numel() + 1, dtype=dtype, device=device)[1:].view_as(values).copy_(values)
-    assert fused.is_contiguous() and fused.data_ptr() % 16
-    assert_same_split(split_rope, split_rope_reference, case, dtype, "contiguous", device, fused)
-
-
 def te_layer(case: Case) -> te_llama.TEDecoderLayer:
     """A decoder layer of the case's heads, on the GPU."""
     config = AutoConfig.for_model(
@@ -106,25 +96,6 @@ def test_a_position_that_the_table_lacks_is_nan_and_spoils_no_other(split_rope, 
     assert q[22:].isnan().all() and k[22:].isnan().all() and torch.equal(v, wanted[2])
     torch.testing.assert_close(q[:22], wanted[0][:22])
     torch.testing.assert_close(k[:22], wanted[1][:22])
-
-
-def test_another_number_of_documents_compiles_nothing(split_rope, device, monkeypatch):
-    triton = pytest.importorskip("triton")
-    case = Case(4, 2, 64, 64, lengths=(64,))
-    fused, angles = case.fused(torch.bfloat16, device), case.angles(device)
-
-    def run(lengths):
-        bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-        split_rope(fused, angles, 4, 2, bounds)
-
-    run((64,))
-    compiled = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kwargs: compiled.append(kwargs["repr"]))
-    for lengths in ((32, 32), (1, 63), (16,) * 4, (2,) * 32, (1,) * 64):
-        run(lengths)
-    assert compiled == []
-    split_rope(fused.float(), angles, 4, 2, case.cu_seqlens(device))
-    assert compiled, "the hook sees what is compiled"
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

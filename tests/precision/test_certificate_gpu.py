@@ -181,29 +181,6 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
     assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0 and "communication_s" not in summary["recorded_step"]
 
 
-def test_a_run_of_one_step_and_a_swapped_model_are_certified(model_folder, tmp_path):
-    options = [
-        option for option in common(model_folder, tmp_path / "run", "--mixed_precision", "fp8") if option != "--use_te"
-    ]
-    done = train(*options, "--packing", "--max_steps", "1")
-    assert done.returncode == 0, done.stderr
-    assert certificate_of(tmp_path / "run")["num_fp8_gemm_kernels"] == 3 * 7 * 3 * MICRO_BATCHES
-    assert certificate_of(tmp_path / "run")["attention"].startswith(("sdpa (", "flash_attention"))
-
-
-@pytest.mark.parametrize("precision", ["fp16", "no"])
-def test_runs_outside_bf16_are_certified(precision, model_folder, tmp_path):
-    options = [
-        option
-        for option in common(model_folder, tmp_path / "run", "--mixed_precision", precision)
-        if option != "--use_te"
-    ]
-    done = train(*options, "--max_steps", "2")
-    assert done.returncode == 0, done.stderr
-    stored = certificate_of(tmp_path / "run")
-    assert stored["verdict"] == "certified" and stored["num_fp8_gemm_kernels"] == 0, stored
-
-
 def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):
     environment = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
     done = train(

@@ -5,13 +5,14 @@ wider type.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BioGptConfig, BioGptForCausalLM
+from transformers import AutoModelForCausalLM
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import recipe_names
@@ -19,7 +20,7 @@ from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpoint
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.certificate import ExpectedKernels, certify
-from llm_fp8.precision.context import Precision
+from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
@@ -67,38 +68,22 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, P
 # --- a training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bf16_losses(tiny_model, rows, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bf16")
-    train(*options(tiny_model, rows, folder, "--batch_size=4", "--mixed_precision=bf16"))
-    return losses(folder)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["default", "rowwise", "rowwise_with_gw_hp"])
-def test_it_trains_close_to_bf16(scenario, tiny_model, rows, bf16_losses, tmp_path, capfd):
-    train(*options(tiny_model, rows, tmp_path, "--batch_size=4", *FP8, f"--fp8_scenario={scenario}"))
-    found = losses(tmp_path)
-    assert found == pytest.approx(bf16_losses, rel=5e-3) and found != bf16_losses
-    assert found[-1] < found[0] - 0.02, "training must move the loss for this to mean anything"
-    effective = "tensorwise" if scenario == "default" else scenario
-    said = run_json(tmp_path)["precision"]
-    assert (said["requested"], said["effective"], said["backend"], said["emulated"]) == ("fp8", "fp8", "torchao", True)
-    assert (said["requested_scenario"], said["effective_scenario"], said["fallback_reason"]) == (
-        scenario,
-        effective,
-        None,
-    )
-    assert (
-        said["optimizer"] == "adamw_fp32"
-        and said["parameter_dtype"] == "torch.float32"
-        and "Float8LinearConfig" in said["recipe"]
-    )
-    coverage = said["coverage"]
-    assert len(coverage["converted"]) == 7 and set(coverage["converted"].values()) == {2}
-    assert coverage["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
-    assert all(step["fp8_linear_flop_share"] == coverage["fp8_linear_flop_share"] > 0 for step in steps(tmp_path))
-    assert "EMULATED on the CPU" in capfd.readouterr().out
+def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
+    found = {}
+    for scenario in ("bf16", "default", "rowwise", "rowwise_with_gw_hp"):
+        precision = ["--mixed_precision=bf16"] if scenario == "bf16" else [*FP8, f"--fp8_scenario={scenario}"]
+        train(*options(tiny_model, rows, tmp_path / scenario, "--batch_size=4", *precision, "--no_export"))
+        found[scenario] = losses(tmp_path / scenario)
+        if scenario == "bf16":
+            continue
+        assert found[scenario] == pytest.approx(found["bf16"], rel=5e-3) and found[scenario] != found["bf16"]
+        said = run_json(tmp_path / scenario)["precision"]
+        assert (said["effective"], said["backend"], said["emulated"]) == ("fp8", "torchao", True)
+        assert said["effective_scenario"] == ("tensorwise" if scenario == "default" else scenario)
+        assert set(said["coverage"]["converted"].values()) == {2}
+        assert said["coverage"]["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
+    assert found["bf16"][-1] < found["bf16"][0] - 0.02, "training must move the loss for this to mean anything"
 
 
 @pytest.mark.slow
@@ -131,31 +116,17 @@ def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
 
 
 def say_what_is_gathered() -> None:
-    """Let a process print the types of the weights that torchao hands to FSDP2, and how often scales are computed
-    for all of them at once.
-    """
-    import torchao.float8
+    """Let a process print the types of the weights that torchao hands to FSDP2."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
-    gather, scales = Weight.fsdp_pre_all_gather, torchao.float8.precompute_float8_dynamic_scale_for_fsdp
+    gather = Weight.fsdp_pre_all_gather
 
     def told(self, mesh):
         tensors, more = gather(self, mesh)
-        ahead = "ahead" if self._precomputed_scale is not None else "now"
-        sys.stdout.write("".join(f"gathers {tensor.dtype} {ahead}\n" for tensor in tensors))
+        sys.stdout.write("".join(f"gathers {tensor.dtype}\n" for tensor in tensors))
         return tensors, more
 
-    def counted(model):
-        sys.stdout.write("computes all scales\n")
-        scales(model)
-
     Weight.fsdp_pre_all_gather = told
-    torchao.float8.precompute_float8_dynamic_scale_for_fsdp = counted
-
-
-def in_two_processes(folder: Path, *words: object) -> str:
-    """What they printed; they have to end well."""
-    return run_ranks(2, folder, *words, first=say_what_is_gathered)
 
 
 @pytest.fixture(scope="module")
@@ -169,34 +140,27 @@ def one_process(tiny_model, rows, tmp_path_factory):
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
 def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process, tmp_path):
     cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--no_export"]
-    log = in_two_processes(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, *FP8))
+    run_ranks(2, tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, *FP8))
     # Other micro-batches have other scales, and FSDP hands weights over in bf16.
     assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
-    assert "gathers" not in log and "computes" not in log
 
 
 @pytest.mark.slow
 def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows, one_process, tmp_path):
     cut = ["--batch_size=4", "--sharding_mode=fsdp_full", "--fp8_params", *FP8]
-    log = in_two_processes(tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, "--save_every=2"))
-    assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
-    gathered = [line for line in log.splitlines() if line.startswith("gathers")]
-    assert set(gathered) == {"gathers torch.float8_e4m3fn now", "gathers torch.float8_e4m3fn ahead"}
-    # Only before the first step is there no scale: 14 weights, gathered for the forward and again for the backward
-    # pass, on two ranks.
-    assert gathered.count("gathers torch.float8_e4m3fn now") == 14 * 2 * 2
-    assert log.count("computes all scales") == 2 * NUM_STEPS
-    checkpoint = tmp_path / "two" / "checkpoints" / "step-00000002"
-    in_two_processes(
-        tmp_path / "again", *options(tiny_model, rows, tmp_path / "again", *cut, f"--resume_from={checkpoint}")
-    )
-    assert losses(tmp_path / "again") == losses(tmp_path / "two")[2:]
-    one, other = final_weights(tmp_path / "two"), final_weights(tmp_path / "again")
+    two, again = tmp_path / "two", tmp_path / "again"
+    log = run_ranks(2, two, *options(tiny_model, rows, two, *cut, "--save_every=2"), first=say_what_is_gathered)
+    assert losses(two) == pytest.approx(one_process, rel=3e-3)
+    assert set(re.findall("gathers (.*)", log)) == {"torch.float8_e4m3fn"}
+    checkpoint = two / "checkpoints" / "step-00000002"
+    run_ranks(2, again, *options(tiny_model, rows, again, *cut, f"--resume_from={checkpoint}"))
+    assert losses(again) == losses(two)[2:]
+    one, other = final_weights(two), final_weights(again)
     assert all(torch.equal(one[name], other[name]) for name in one)
     # A checkpoint holds plain rows: one process without the option goes on from it.
     alone = options(tiny_model, rows, tmp_path / "alone", "--batch_size=4", "--gradient_accumulation_steps=2", *FP8)
     train(*alone, f"--resume_from={checkpoint}", "--no_export")
-    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "two")[2:], rel=3e-3)
+    assert losses(tmp_path / "alone") == pytest.approx(losses(two)[2:], rel=3e-3)
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
@@ -232,19 +196,29 @@ def test_the_filter_and_the_coverage():
     assert coverage.skipped["odd_out"] == "1 bf16 (size 32 x 8 is not a multiple of 16)" and len(coverage.skipped) == 7
 
 
-def test_lm_head_stays_out_under_any_name():
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 96,
-    }
-    model = BioGptForCausalLM(BioGptConfig(**shape))
-    left = convert_with_torchao(model, torchao_fp8.build_config("tensorwise", emulate=True))
-    assert left == {"output_projection": "lm_head"} and type(model.get_output_embeddings()) is nn.Linear
-    coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
-    assert coverage.num_head_weights == 32 * 96 and coverage.skipped == {"output_projection": "1 bf16 (lm_head)"}
+PATTERNS = {
+    "layers.-1": {"model.layers.1"},
+    "layers.0": {"model.layers.0"},
+    "layers.:2": {"model.layers.0", "model.layers.1"},
+    "0.mlp": {"model.layers.0.mlp"},
+    "v_proj, layers.1:": {"model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "model.layers.1"},
+    "layers.?.*.up_proj": {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"},
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_layers_and_modules_that_stay_in_bf16(pattern):
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    names = {module: name for name, module in model.named_modules()}
+    kept = bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
+    assert {names[module] for module in kept} == PATTERNS[pattern]
+
+
+@pytest.mark.parametrize("pattern", ["qkv", "layers.7", "layers.5:"])
+def test_a_pattern_that_names_nothing_is_refused(pattern):
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    with pytest.raises(UserError, match=f"--fp8_bf16_modules: .*'{pattern}'"):
+        bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
 
 
 @pytest.mark.slow
@@ -356,35 +330,6 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     assert (
         found.verdict == "failed" and "expected no module in fp8, and of 14 modules of torchao 14" in found.reasons[0]
     )
-
-
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_modules_that_stay_in_bf16_are_named(tiny_model, rows, tmp_path):
-    """A layer may be counted from the end; an end of a name is that module of every layer."""
-    folders = {
-        option: tmp_path / str(number)
-        for number, option in enumerate(
-            ("--fp8_bf16_modules=layers.-1", "--fp8_bf16_modules=layers.1", "--fp8_bf16_modules=q_proj, 0.mlp.*")
-        )
-    }
-    for option, folder in folders.items():
-        train(*options(tiny_model, rows, folder, *FP8, option, "--no_export"))
-    by_count, by_name, modules = folders.values()
-    assert losses(by_count) == losses(by_name) != losses(modules)
-    coverage = run_json(modules)["precision"]["coverage"]
-    assert coverage["skipped"]["model.layers.*.self_attn.q_proj"] == "2 bf16 (kept in bf16)"
-    assert coverage["converted"]["model.layers.*.mlp.down_proj"] == 1
-    assert coverage["converted"]["model.layers.*.self_attn.k_proj"] == 2
-    with pytest.raises(UserError, match=r"--fp8_bf16_modules: .* named 'qkv'; .* model.layers.0.self_attn.q_proj, "):
-        train(*options(tiny_model, rows, tmp_path / "none", *FP8, "--fp8_bf16_modules=qkv"))
-    with pytest.raises(UserError, match=r"--fp8_bf16_modules \*_proj keeps every linear layer in bf16"):
-        train(*options(tiny_model, rows, tmp_path / "all", *FP8, "--fp8_bf16_modules=*_proj"))
-
-
-# The guide's table of errors: fp8 with quantisation, a missing package, and an fp8 that Accelerate did not notice.
 
 
 # --- arms of a comparison ---------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,16 +80,6 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     assert found == pytest.approx(bf16_losses, rel=1e-2) and found[-1] < found[0] - 0.05
 
 
-def test_layers_share_their_compiled_code(model_folder, tmp_path):
-    """torch.compile says each time it compiles a layer again: for evaluation, not for every layer."""
-    folder = tmp_path / "run"
-    done = train(*plain(model_folder, folder, *FP8, "--max_steps", "6"), environment={"TORCH_LOGS": "recompiles"})
-    assert done.returncode == 0, done.stderr
-    assert "with torch.compile for each decoder layer" in done.stdout
-    assert read(folder, "summary.json")["recorded_step"]["time_s_by_class"]["cast"] > 0
-    assert (done.stdout + done.stderr).count("Recompiling function") <= 2
-
-
 def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, tmp_path):
     options = [*FP8, "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
     whole = train(*plain(model_folder, tmp_path / "whole", *options, "--max_steps", "8"))
@@ -108,30 +97,6 @@ def test_a_resumed_run_goes_on_and_its_files_are_those_of_any_run(model_folder, 
     assert before.keys() == after.keys() and all(
         before[name].dtype == after[name].dtype == torch.bfloat16 for name in before
     )
-
-
-@pytest.mark.parametrize("scenario", PRODUCTS)
-def test_the_diagnosis_finds_no_problem(scenario, model_folder, tmp_path):
-    report = tmp_path / "report.json"
-    command = [
-        sys.executable,
-        "scripts/diagnose_fp8.py",
-        "--json",
-        str(report),
-        "--model_name",
-        str(model_folder),
-        "--max_seq_length",
-        "256",
-        "--batch_size",
-        "8",
-        "--packing",
-        *FP8,
-        "--fp8_scenario",
-        scenario,
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "mm" in done.stdout and "e4m3" in done.stdout
 
 
 def test_layers_that_lost_their_fp8_are_caught(model_folder, tmp_path):
