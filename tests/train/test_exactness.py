@@ -20,14 +20,14 @@ from tests.support.small import records, run_json, steps, train, write_model
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("cut", ["16x1", "8x2", "4x4", "3x6", "1x16"])
+@pytest.mark.parametrize("cut", ["16x1", "3x6", "1x16"])
 def test_a_padded_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, sixteen_rows, cut):
     batch_size, accumulation = cut.split("x")
     options = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
     compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *options)
 
 
-@pytest.mark.parametrize("cut", ["8x1", "4x2", "2x4", "1x8"])
+@pytest.mark.parametrize("cut", ["8x1", "1x8"])
 def test_a_packed_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, sixteen_rows, cut):
     batch_size, accumulation = cut.split("x")
     options = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", "--packing"]
@@ -40,13 +40,6 @@ def test_with_the_loss_on_the_prompt_too(tmp_path, tiny_model, sixteen_rows, pac
     compare_with_reference(
         tmp_path, tiny_model, sixteen_rows, True, "--train_on_prompt", "--batch_size=16", f"--packing={packing}"
     )
-
-
-@pytest.mark.parametrize(
-    "options", [["--gradient_checkpointing"], ["--attn_implementation=eager", "--packing"]], ids=str
-)
-def test_what_saves_memory_changes_nothing(tmp_path, tiny_model, sixteen_rows, options):
-    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, "--batch_size=16", *options)
 
 
 def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, sixteen_rows):

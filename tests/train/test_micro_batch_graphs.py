@@ -104,20 +104,6 @@ def test_a_graph_sees_each_batch_with_empty_documents_behind_its_own(monkeypatch
     assert len(places) == 1 and seen.replays == [3]
 
 
-def test_nothing_is_captured_where_it_may_not():
-    seen = Seen()
-    seen.graphs.may_capture = False
-    for _ in range(3):
-        seen.take(batch(3), first=True)
-    assert not seen.capture.graphs
-    seen.graphs.may_capture = True
-    seen.take(batch(3), first=True)
-    assert seen.replays == [1]
-    seen.graphs.may_capture = False
-    seen.take(batch(3), first=True)
-    assert seen.replays == [2], "what was captured is replayed"
-
-
 class Training:
     """The stand-in's TE decoder, trained by `micro_batch`; `graphs` None: as the loop does without --cuda_graphs."""
 
@@ -141,7 +127,7 @@ class Training:
             self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None)
 
     def step(self, batches):
-        """An optimizer step: the losses, the gradients, and the weights behind it."""
+        """An optimizer step: the losses, the gradients, and the weights after it."""
         num_supervised = torch.tensor(sum(one.num_supervised_tokens for one in batches))
         losses = []
         for number, one in enumerate(batches):
@@ -185,28 +171,6 @@ def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypa
         assert losses == pytest.approx(their_losses, rel=1e-3)
         for name, ours, other in zip(graphs.names, gradients, theirs, strict=True):
             assert relative_difference(ours, other) < 0.03, name
-
-
-@pytest.mark.slow
-def test_gradients_keep_their_place_and_begin_anew_in_every_step(stand_in):
-    training = Training(True)
-    one = [batch(3, seed=1), batch(3, seed=2)]
-    places, found = [], []
-    for _ in range(4):
-        with torch.no_grad():
-            kept = [parameter.clone() for parameter in training.parameters]
-        for number, given in enumerate(one):
-            training.graphs(given, torch.tensor(100), number == 0)
-        places.append([parameter.grad.data_ptr() for parameter in training.parameters])
-        found.append([parameter.grad.clone() for parameter in training.parameters])
-        training.strategy.step(training.optimizer, training.parameters, 1.0)
-        with torch.no_grad():
-            for parameter, value in zip(training.parameters, kept, strict=True):
-                parameter.copy_(value)
-    assert all(place == places[0] for place in places) and training.capture.graphs
-    for gradients in found[1:]:
-        assert all(map(torch.equal, gradients, found[0]))
-    assert all(gradient.any() for gradient in found[0])
 
 
 @pytest.mark.slow
@@ -263,18 +227,6 @@ def test_a_run_that_evaluates_stops_and_goes_on_takes_the_same_steps(tmp_path, t
     assert all(capture.graphs for capture in captures) and len(captures) == 3
     assert [step["grad_norm"] for step in steps(parts)] == [step["grad_norm"] for step in steps(whole)]
     assert_same_tensors(final_weights(whole), final_weights(parts))
-
-
-@pytest.mark.slow
-def test_a_run_with_a_stopped_one_behind_it_needs_no_graphs(tmp_path, tiny_model, rows, monkeypatch, stand_in):
-    """A checkpoint holds nothing of them."""
-    emulate_graphs(monkeypatch)
-    shared = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--use_te", "--batch_size=4", "--save_every=3",
-              "--max_seq_length=256", "--lr_scheduler=constant", "--num_warmup_steps=0"]  # fmt: skip
-    train(*shared, "--cuda_graphs", "--max_steps=3", f"--output_dir={tmp_path}")
-    more = ["--max_steps=5", "--allow_changed=total_steps", "--resume_from=latest", f"--output_dir={tmp_path}"]
-    assert train(*shared, *more) == 0
-    assert [step["step"] for step in steps(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -57,7 +55,7 @@ def test_a_run_is_the_eager_one_bit_for_bit_and_certified(precision, micro_batch
     assert ours["gemm_kernels_by_type"] == theirs["gemm_kernels_by_type"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "head all"])
+@pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_a_stopped_run_goes_on_bit_for_bit(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--eval_every", "3", "--cuda_graphs"]
     whole = run(model_folder, tmp_path / "whole", *options, "--max_steps", "8")
@@ -69,15 +67,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(precision, model_folder, tmp_path):
     assert losses(parts) == losses(whole)
     ours, theirs = (load_file(side / "final" / "model.safetensors") for side in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_with_cudnns_fastest_attention_it_is_as_near_as_a_second_eager_run(precision, model_folder, tmp_path):
-    options = [*PRECISIONS[precision], "--max_steps", "8"]
-    eager, again = (losses(run(model_folder, tmp_path / name, *options, environment={})) for name in ("eager", "again"))
-    graphs = losses(run(model_folder, tmp_path / "graphs", *options, "--cuda_graphs", environment={}))
-    noise = max(abs(a - b) for a, b in zip(eager, again, strict=True))
-    assert max(abs(a - b) for a, b in zip(eager, graphs, strict=True)) <= max(3 * noise, 2e-3)
 
 
 # --- in this process: which micro-batches were replayed ---------------------------------------------------------------
@@ -117,14 +106,3 @@ def test_graphs_of_several_buckets_and_eager_micro_batches_in_any_order(variant,
     for ours, theirs in ((found[1], weights), (found[2], state)):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert bool(state) == variant.startswith("delayed")
-
-
-def test_graphs_give_their_memory_back(model_folder):
-    loop = taken(model_folder, "delayed:graphs")[0]
-    held = torch.cuda.memory_reserved()
-    assert loop._graphs._graphs
-    del loop
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < held

@@ -82,18 +82,6 @@ def test_two_ranks_of_ddp(options, tmp_path, tiny_model):
     assert_goes_on(folders[0], folders[0.7], completed=0)
 
 
-def test_the_best_weights_are_those_of_the_host(options, pieces, tmp_path, tiny_model, tell_eval_losses):
-    """--keep_best puts a checkpoint back behind the last step, remainders included."""
-    tell_eval_losses({2: 1.0, 4: 2.0})
-    ends = []
-    for share in (0, 1):
-        folder = tmp_path / f"share-{share}"
-        best = ["--eval_every=2", "--keep_best", "--validation_fraction=0.1", f"--output_dir={folder}"]
-        train(f"--model_name={tiny_model}", *options, *best, f"--offload_optimizer={share}")
-        ends.append(final_weights(folder))
-    assert pieces and all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-
-
 def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, monkeypatch):
     """A model of two billion parameters in name only: its folder holds no weights."""
     folder = tmp_path / "large"
@@ -101,5 +89,5 @@ def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, mon
     monkeypatch.setattr(plan, "free_host_bytes", lambda: 10 * GIB)
     with pytest.raises(UserError) as refused:
         train(f"--model_name={folder}", *options, "--offload_optimizer=1", f"--output_dir={tmp_path / 'run'}")
-    assert "--offload_optimizer 1" in str(refused.value) and "0.46" in str(refused.value)
+    assert "--offload_optimizer 1 takes 12.8 GiB" in str(refused.value)
     assert not (tmp_path / "run").exists()

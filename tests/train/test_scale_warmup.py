@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from llm_fp8.precision.context import Precision
-from llm_fp8.train import run as run_module
-from llm_fp8.train import train_state
-from llm_fp8.train.scale_warmup import PASSES, prepare_with_scales, warm_up_delayed_scales
+from llm_fp8.train import scale_warmup
+from llm_fp8.train.scale_warmup import PASSES, warm_up_delayed_scales
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps, train
 
@@ -43,7 +42,7 @@ class _CastGradient(torch.autograd.Function):
 
 
 class DelayedLinear(nn.Linear):
-    """Both products of its backward pass take the gradient in E5M2, as Transformer Engine's do."""
+    """Both GEMMs of its backward pass take the gradient in E5M2, as Transformer Engine's do."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -54,7 +53,7 @@ class DelayedLinear(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """Residual blocks of a norm and two products; takes a `Batch`'s stand-in and returns a summed loss.
+    """Residual blocks of a norm and two GEMMs; takes a `Batch`'s stand-in and returns a summed loss.
 
     With a gain of 1 a block adds about as much to the residual stream as there is.
     """
@@ -102,7 +101,7 @@ def batch():
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
     """Of the first step's gradients behind so many passes: the worst relative error of the first and of the second
-    products.
+    GEMMs.
     """
     monkeypatch.setattr("llm_fp8.train.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
@@ -133,13 +132,12 @@ def test_what_the_first_passes_find(batch, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", [1.0, 2.5])
-@pytest.mark.parametrize("kind", ["first", "second"])
-def test_as_many_passes_as_deep_models_need(kind, gain, batch, monkeypatch):
-    two, enough, settled = (
-        errors(number, batch, monkeypatch, num_layers=32, gain=gain)[kind] for number in (2, PASSES, 3 * PASSES)
-    )
-    assert two > 2 * settled, "cut off where the gradient has grown"
-    assert enough < 1.15 * settled < 0.3
+def test_as_many_passes_as_deep_models_need(gain, batch, monkeypatch):
+    enough = errors(PASSES, batch, monkeypatch, num_layers=32, gain=gain)
+    assert max(enough.values()) < 0.3, enough
+    if gain > 1:  # the gradient has grown most, and was cut off
+        two = errors(2, batch, monkeypatch, num_layers=32, gain=gain)
+        assert two["first"] > enough["first"] and two["second"] > enough["second"]
 
 
 def test_nothing_is_left_but_scales(batch):
@@ -168,16 +166,6 @@ def test_other_recipes_need_none(batch):
     assert model.num_passes == 0
 
 
-@pytest.mark.parametrize(("shards", "order"), [(False, ["scales", "prepare"]), (True, ["prepare", "scales"])])
-def test_scales_are_found_before_a_wrapper_and_behind_sharding(shards, order):
-    done = []
-    engine = SimpleNamespace(
-        shards_parameters=shards, prepare=lambda model, optimizer: (done.append("prepare"), (model, optimizer))[1]
-    )
-    assert prepare_with_scales(engine, "model", "optimizer", lambda: done.append("scales")) == ("model", "optimizer")
-    assert done == order
-
-
 @pytest.fixture
 def lagging(monkeypatch):
     """A run on the CPU takes itself for one with delayed scaling; gives the calls of `warm_up_delayed_scales`."""
@@ -189,7 +177,7 @@ def lagging(monkeypatch):
 
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: True))
     monkeypatch.setattr(Precision, "state_tensors", lambda self: {})
-    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
+    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
     return calls
 
 
@@ -220,11 +208,7 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "now"), [("", "layers.-1"), ("layers.-1", "")], ids=["fewer modules in fp8", "more"]
-)
-def test_other_bf16_layers_can_resume(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, before, now):
-    """Modules that the checkpoint knows have its scales, others those of the passes before the resumed steps."""
+def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch):
     kept: list[dict[str, torch.Tensor]] = []
 
     def state_tensors(self):
@@ -239,48 +223,20 @@ def test_other_bf16_layers_can_resume(tmp_path, tiny_model, sixteen_rows, laggin
             scale.fill_(float(len(lagging)))
 
     monkeypatch.setattr(Precision, "state_tensors", state_tensors)
-    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
+    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
     options = [
         *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
         *("--mixed_precision=fp8", "--fp8_backend=torchao", "--no_export", f"--output_dir={tmp_path}"),
     ]
-    train(*options, f"--fp8_bf16_modules={before}", "--max_steps=2", "--save_every=2")
-    change = [f"--fp8_bf16_modules={now}", "--max_steps=3", "--resume_from=latest"]
+    train(*options, "--max_steps=2", "--save_every=2")
+    more = ["--max_steps=3", "--save_every=3", "--resume_from=latest"]
+    train(*options, *more, "--allow_changed=total_steps")
+    change = ["--fp8_bf16_modules=layers.-1", "--max_steps=4", "--resume_from=latest"]
     assert train(*options, *change, "--allow_changed=total_steps,fp8_bf16_modules") == 0
-    first, second = kept
-    assert len(lagging) == 2 and first.keys() != second.keys()
-    for name, scale in second.items():
-        assert scale.tolist() == [1.0 if name in first else 2.0] * 3, name
-
-
-@pytest.mark.slow
-def test_scales_of_another_format_are_not_taken(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch):
-    """Amax histories are: they are of the tensors themselves."""
-    kept: list[dict[str, torch.Tensor]] = []
-
-    def state_tensors(self):
-        if not hasattr(self, "kept"):
-            kept.append({"layer.scale": torch.zeros(3), "layer.amax_history": torch.zeros(4, 3)})
-            self.kept = kept[-1]
-        return self.kept
-
-    def find(*arguments):
-        lagging.append(arguments)
-        for tensor in state_tensors(arguments[1]).values():
-            tensor.fill_(float(len(lagging)))
-
-    monkeypatch.setattr(Precision, "state_tensors", state_tensors)
-    monkeypatch.setattr(run_module, "warm_up_delayed_scales", find)
-    options = [
-        *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
-        *("--no_export", "--save_every=1", "--max_steps=2"),
-    ]
-    train(*options, "--output_dir", tmp_path / "first")
-    for module in (run_module, train_state):
-        monkeypatch.setattr(module, "other_scale_options", lambda path, options: {"fp8_format"})
-    checkpoint = tmp_path / "first" / "checkpoints" / "step-00000001"
-    assert train(*options, "--output_dir", tmp_path / "second", "--resume_from", checkpoint) == 0
-    assert [set(tensor.flatten().tolist()) for tensor in kept[1].values()] == [{2.0}, {1.0}]
+    _, same, other = kept
+    assert len(lagging) == 2 and other.keys() < same.keys()
+    assert {scale for tensor in same.values() for scale in tensor.tolist()} == {1.0}, "those of the checkpoint"
+    assert {scale for tensor in other.values() for scale in tensor.tolist()} == {2.0}
 
 
 def note_backward_losses(folder: Path) -> None:
@@ -300,7 +256,7 @@ def note_backward_losses(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_offload", "deepspeed_3"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
 def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
     """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the
     others have, and keeps no gradient.

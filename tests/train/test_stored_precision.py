@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 
 SHORT = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--log_every=1"]
 IN_BF16 = ["--mixed_precision=bf16", "--optimizer=adamw_master"]
-DTYPES = [torch.float32, torch.float16]
 
 
 def stored_weights(folder) -> dict[str, torch.Tensor]:
@@ -25,9 +24,8 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
     assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", [None, "fsdp_full"])
-def test_a_run_that_learns_nothing_exports_the_stored_bits(mode, dtype, rows, tmp_path, capfd):
+@pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, None), (torch.float16, "fsdp_full")], ids=str)
+def test_a_run_that_learns_nothing_exports_the_stored_bits(dtype, mode, rows, tmp_path, capfd):
     model, folder = write_model(tmp_path / "model", dtype=dtype), tmp_path / "run"
     options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=2"]
     options += ["--learning_rate=0", f"--output_dir={folder}"]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import certificate_of, common, figures, losses, train
+from tests.support.gpu_training import certificate_of, common, losses, train
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,7 @@ PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
+    "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
 }
 
 
@@ -56,26 +57,6 @@ def test_offloaded_state_trains_and_resumes_bit_for_bit(model_folder, tmp_path):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("use_te", [True, False])
-def test_casts_made_anew_take_the_same_steps_in_less_memory(use_te, model_folder, tmp_path):
-    """With current scaling to the bit: a weight's scale is its own. Fused and autograd's sums of gradients differ by
-    rounding.
-    """
-    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    found = {}
-    for name, more in (("kept", []), ("anew", ["--fp8_recast_weights"])):
-        options = common(
-            model_folder, tmp_path / name, *PRECISIONS["current"], "--max_steps", "6", "--no_export", *more
-        )
-        run = train(*(options if use_te else [word for word in options if word != "--use_te"]), environment=environment)
-        assert run.returncode == 0, run.stderr
-        assert certificate_of(tmp_path / name)["verdict"] == "certified"
-        found[name] = max(figures(tmp_path / name, "peak_memory_gib"))
-    assert losses(tmp_path / "anew")[0] == losses(tmp_path / "kept")[0]
-    assert losses(tmp_path / "anew") == pytest.approx(losses(tmp_path / "kept"), rel=1e-3)
-    assert found["anew"] < found["kept"]
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, tmp_path):
     """The same global batch as 8 x 2, 4 x 4 and 16 x 1 rows gives the same losses up to rounding, in training and
@@ -110,7 +91,7 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
         assert (run["requested_scenario"], run["effective_scenario"]) == ("mxfp8", "delayed")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["recipe_inside_modules"] == ("DelayedScaling" if run["fallback_reason"] else "MXFP8BlockScaling")
-    assert summary["gpu_waiting"]["work_s"] > 0 and 0 <= summary["gpu_waiting"]["share"] < 1
+    assert summary["gpu_idle"]["work_s"] > 0 and 0 <= summary["gpu_idle"]["share"] < 1
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
@@ -147,17 +128,6 @@ def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
     assert "contradicts accelerate's launch configuration" in refused.stderr
 
 
-def test_a_model_that_cannot_fit_is_refused_before_it_is_built(tmp_path):
-    words = ["--model_name", "Qwen/Qwen2.5-14B", "--random_init", "--use_te", "--mixed_precision", "bf16"]
-    done = train(*words, "--optimizer", "adamw_master", "--max_steps", "2", "--output_dir", str(tmp_path / "run"))
-    if torch.cuda.get_device_properties(0).total_memory > 180e9:
-        pytest.skip("this GPU is large enough")
-    assert done.returncode == 2
-    [said] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said.startswith("error: this run cannot fit: ") and " What would fit: " in said
-    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
-
-
 _ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--packing")
 
 
@@ -181,15 +151,18 @@ def test_auto_fills_the_gpu_and_takes_fp8(tmp_path):
     assert done.returncode == 0, done.stderr
     record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
     assert record["config"]["data"]["batch_size"] > 8 and record["precision"]["requested"] == "auto"
-    assert record["precision"]["effective"] == "fp8" and summary["certificate"]["verdict"] == "certified"
+    measured = record["precision"]["measured_tokens_per_s"]
+    assert record["precision"]["effective"] == "fp8" and measured["fp8"] > measured["bf16"] > 0
+    assert summary["certificate"]["verdict"] == "certified"
 
 
-def test_adamw_8bit_trains(model_folder, tmp_path):
-    done = train(
-        *common(
-            model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--optimizer", "adamw_8bit", "--max_steps", "6"
-        )
-    )
-    assert done.returncode == 0, done.stderr
-    values = losses(tmp_path / "run")
-    assert values[-1] < values[0]
+def test_auto_trains_as_the_precision_that_it_chose(model_folder, tmp_path):
+    """So small a model is faster in bf16, whose run then holds no fp8 kernel; whichever it is, the bits are its own."""
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    auto = train(*common(model_folder, tmp_path / "auto", "--mixed_precision", "auto"), environment=environment)
+    assert auto.returncode == 0, auto.stderr
+    chosen = json.loads((tmp_path / "auto" / "run.json").read_text())["precision"]["effective"]
+    named = train(*common(model_folder, tmp_path / "named", "--mixed_precision", chosen), environment=environment)
+    assert named.returncode == 0, named.stderr
+    assert losses(tmp_path / "auto") == losses(tmp_path / "named")
+    assert certificate_of(tmp_path / "auto")["verdict"] == "certified"
