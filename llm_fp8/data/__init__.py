@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llm_fp8.data.chat import encode_prompt
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import PreparedData, prepare_data
 
-__all__ = ["Batch", "PreparedData", "encode_prompt", "prepare_data"]
+__all__ = ["Batch", "PreparedData", "prepare_data"]

@@ -81,16 +81,6 @@ def encode_batch(
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 
-def encode_prompt(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids to generate from: those that a training document of the same problem begins with."""
-    text, bos = PROMPT_FORM.format(problem=problem.strip()), _added_bos(tokenizer)
-    if tokenizer.chat_template is not None:
-        turn = {"role": "user", "content": problem.strip()}
-        text, bos = _apply_template(tokenizer, Conversation([turn]), add_generation_prompt=True), []
-    ids = _tokenise([text], tokenizer)[0]
-    return ids if ids[:1] == bos else bos + ids
-
-
 def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> str:
     """How rows of this form are shown to the model, for the log."""
     if form in AS_THEY_STAND:
@@ -127,8 +117,7 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
     for turn, message in enumerate(conversation.messages):
         content = message["content"].strip()
         text += PLAIN_TURN.format(role=message["role"].capitalize())
-        if message["role"] == "assistant" and content:
-            content += eos
+        content += eos if message["role"] == "assistant" and content else ""
         if turn in learnt:
             _check_shown(message, content)
             spans.append((len(text), len(text) + len(content)))
@@ -220,24 +209,21 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
 
     Some templates (Qwen3's, which shows the reasoning since the last question only) render a turn differently once
     another question follows. What stands before a turn is then compared from the end of the turn before it; its own end
-    is found by its content and by what the template closes it with.
+    is found by its answer, or its calls, and all that the template closes it with.
     """
     seen, eos = ("", 0), str(tokenizer.eos_token)  # the conversation up to the last turn, and where that ends in `text`
     for turn in conversation.learnt_turns():
-        message, history = conversation.messages[turn], conversation.until(turn)
+        message = conversation.messages[turn]
         until = _apply_template(tokenizer, conversation.until(turn + 1))
         if not text.startswith(until):
             until = until.removesuffix(eos)  # Phi-3's has one after the last turn
         if turn:
-            before = _apply_template(tokenizer, history, add_generation_prompt=True)
-            told = before if text.startswith(before) else _apply_template(tokenizer, history).removesuffix(eos)
+            before = _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
+            told = before if text.startswith(before) else _apply_template(tokenizer, conversation.until(turn))
         else:  # templates have no prompt for a first turn: it begins with its content
-            content = message["content"].strip()
-            if not content or content not in until:
-                raise _changed(text, 0, until)
-            before = told = until[: until.rfind(content)]
+            before = told = until[: until.rfind(message["content"].strip() or until)]
         _check_shown(message, until.removeprefix(before) if turn else until)
-        begin, shown = _begin(text, before, until, told, seen)
+        begin, shown = _begin(text, before, until, told.removesuffix(eos), seen)
         end = _end(text, begin, until, shown, message)
         yield begin, end
         seen = until, end
@@ -247,42 +233,37 @@ def _begin(text: str, before: str, until: str, told: str, seen: tuple[str, int])
     """Where in `text` a turn begins, and how much of `before`, what stands before it while it is the last, is shown
     there: at least `told`, which is that without the generation prompt.
     """
-    if not until.startswith(before):
-        raise _changed(until, 0, before)
     for same, at in (("", 0), seen):
-        begin = len(same) + len(os.path.commonprefix([before[len(same) :], text[at:]]))
-        if begin < len(before):
+        shown = len(same) + len(os.path.commonprefix([before[len(same) :], text[at:]]))
+        if shown < len(before):
             # Qwen3.5's prompt ends with a line "<think>", which it shows in the last turns only.
-            begin = before.rfind("\n", 0, begin) + 1
-        if before.startswith(same) and begin >= len(told):
-            return at + begin - len(same), begin
-    raise _changed(text, 0, before)
+            shown = before.rfind("\n", 0, shown) + 1
+        if until.startswith(before) and before.startswith(same) and shown >= len(told):
+            return at + shown - len(same), shown
+    raise _changed(until if text.startswith(until) else text, before)
 
 
 def _end(text: str, begin: int, until: str, shown: int, message: Mapping[str, Any]) -> int:
     """Where in `text` the turn ends that begins at `begin`, and after `shown` characters of `until`, which ends with
     it.
     """
-    # The answer or the calls alone, before which the reasoning is shown no more.
-    answer = message["content"].rpartition("</think>")[2].strip()
+    answer = message["content"].rpartition("</think>")[2].strip()  # its reasoning may be shown no more
     calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
-    parts = [answer] if answer else [str(call.get("name")) for call in calls]
-    last = min(map(until.rfind, parts), default=-1)
+    last = min(map(until.rfind, [answer] if answer else [str(call.get("name")) for call in calls]), default=-1)
     for start in range(shown, 1 + max(shown, last)):
         if text.startswith(until[start:], begin):
             return begin + len(until) - start
-    raise _changed(text, begin, until[shown:])
+    raise _changed(text[begin:], until[shown:])
 
 
-def _changed(text: str, begin: int, first: str) -> UserError:
-    """The error where `text` shows what it first showed as `first`, from `begin` on, in another way."""
-    shared = len(os.path.commonprefix([first, text[begin:]]))
-    at = begin + shared
+def _changed(text: str, first: str) -> UserError:
+    """The error where `text` shows in another way what was first shown as `first`."""
+    shared = len(os.path.commonprefix([first, text]))
     return UserError(
         "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on (after "
-        f"{text[max(0, at - 30) : at]!r} first {repr_of(first[shared:])}, later {repr_of(text[at:])}), so its "
-        "assistant turns cannot be told apart; correct chat_template.jinja, mark the turns there with "
-        "{% generation %} blocks, or give the data as prompt and completion, which no template touches."
+        f"{text[max(0, shared - 30) : shared]!r} first {repr_of(first[shared:])}, later {repr_of(text[shared:])}), so "
+        "its assistant turns cannot be told apart; mark them with {% generation %} blocks in chat_template.jinja, or "
+        "give the data as prompt and completion, which no template touches."
     )
 
 
@@ -349,27 +330,20 @@ def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encod
     A template may close a turn inside the span ("answer<EOS>\\n"), just after it, or without EOS at all (base models
     whose template ends turns with another token).
     """
-    eos = tokenizer.eos_token_id
-    # Bytes are searched without a step of Python per token.
-    ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
-    end = 0  # of the last supervised run
-    while (start := supervised.find(1, end)) >= 0:
-        end = supervised.find(0, start)
-        if end < 0:
-            end = len(ids)
-        elif ids[end] == eos:
+    eos, ids, supervised = tokenizer.eos_token_id, list(encoded.input_ids), bytearray(encoded.supervised)
+    end = 0
+    while (start := supervised.find(1, end)) >= 0:  # bytes are searched without a step of Python per token
+        end = supervised.find(0, start) if 0 in supervised[start:] else len(ids)
+        if end < len(ids) and ids[end] == eos:
             supervised[end] = 1
             end += 1
         run = ids[start:end]
-        if eos in run:
-            last = end - 1 - run[::-1].index(eos)
-            if not str(tokenizer.decode(ids[last + 1 : end])).strip():
-                while last > start and ids[last - 1] == eos:
-                    last -= 1
-                supervised[last + 1 : end] = bytes(end - last - 1)
-                end = last + 1
+        last = end - 1 - run[::-1].index(eos) if eos in run else end
+        if not str(tokenizer.decode(ids[last + 1 : end])).strip() and last < end:
+            while last > start and ids[last - 1] == eos:
+                last -= 1
+            supervised[last + 1 : end] = bytes(end - last - 1)
+            end = last + 1
     ids, flags = ids[:end], list(map(bool, supervised[:end]))
-    if ids and ids[-1] != eos:
-        ids.append(eos)
-        flags.append(True)
-    return Encoded(ids, flags)
+    closed = not ids or ids[-1] == eos
+    return Encoded(ids, flags) if closed else Encoded([*ids, eos], [*flags, True])

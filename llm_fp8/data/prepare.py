@@ -1,7 +1,10 @@
 """From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
 
-load (load.py, mix.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (split.py)
+load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (split.py)
 -> sequences (pack.py) -> global batches, micro-batches (sequences.py, loader.py, collate.py)
+
+Several datasets (--dataset_name a,b) are each tokenised by their own columns, so that conversations and problems can be
+mixed: whole, or with --dataset_weights in shares, of which prepared data gives the first rows and a stream draws.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +27,6 @@ from llm_fp8.data.chat import describe_prompt_form
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import SourceSplit, find_splits, load_split, open_split_stream, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
-from llm_fp8.data.mix import shares_of, take_shares
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.rows import detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, StreamSequences, sequence_readers
@@ -38,7 +41,6 @@ from llm_fp8.data.tokenise import (
     document_reader,
     figures_of,
     tokenise,
-    tokenise_stream,
 )
 from llm_fp8.utils.errors import UserError
 
@@ -110,7 +112,7 @@ def prepare_data(
 
     with main_process_first():
         train, evaluation = find_splits(data)
-        job = _Job(config, tokenizer, train, evaluation, shares_of(data.weights, len(train)))
+        job = _Job(config, tokenizer, train, evaluation, _shares_of(data.weights, len(train)))
         made = _prepare_stream(job) if data.streaming else _prepare_map(job)
     share = Share(rank, world_size)
     steps = TrainLoader(made.train, collate, data.batch_size, config.optim.gradient_accumulation_steps, share)
@@ -121,12 +123,23 @@ def prepare_data(
 
 def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     """The decoded document with each supervised span between >>> and <<<."""
-    bounds = [0, *(np.flatnonzero(np.diff(document.supervised.astype(np.int8))) + 1).tolist(), len(document.input_ids)]
-    text = ""
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        piece = str(tokenizer.decode(document.input_ids[start:end].tolist()))
-        text += f">>>{piece}<<<" if document.supervised[start] else piece
+    text, pairs = "", zip(document.input_ids.tolist(), document.supervised.tolist(), strict=True)
+    for supervised, run in groupby(pairs, key=itemgetter(1)):
+        piece = str(tokenizer.decode([token for token, _ in run]))
+        text += f">>>{piece}<<<" if supervised else piece
     return text
+
+
+def _shares_of(weights: Sequence[float] | None, num_datasets: int) -> list[float] | None:
+    """The weights as shares of 1; `UserError` where their number is not that of the datasets."""
+    if weights is None:
+        return None
+    if len(weights) != num_datasets or num_datasets == 1:
+        raise UserError(
+            f"--dataset_weights has {len(weights)} numbers for the {num_datasets} datasets of --dataset_name; give "
+            "several datasets, separated by commas, and a weight for each."
+        )
+    return [weight / sum(weights) for weight in weights]
 
 
 class _Made(NamedTuple):
@@ -212,7 +225,12 @@ def _prepare_map(job: _Job) -> _Made:
     whole = [load_split(*part) for part in job.train]
     if data.num_of_samples is not None:
         whole = [dataset.select(range(min(data.num_of_samples, len(dataset)))) for dataset in whole]
-    datasets = whole if job.shares is None else take_shares(whole, job.shares)
+    datasets = whole
+    if job.shares is not None:
+        # No row comes twice in an epoch: it ends with the dataset that is used up first, as that of a stream does.
+        total = min(len(dataset) / share for dataset, share in zip(whole, job.shares, strict=True))
+        numbers = [max(1, round(total * share)) for share in job.shares]
+        datasets = [part.select(range(min(len(part), n))) for part, n in zip(whole, numbers, strict=True)]
     rows, options = _tokenise(job, job.train, datasets)
     figures, report = figures_of(rows), DataReport(data.max_seq_length)
     used, held_out = figures["length"] > 0, np.zeros(len(rows), dtype=bool)
@@ -262,7 +280,8 @@ def _tokenise(
     tokenised = []
     for (source, _), dataset, each in zip(parts, datasets, options, strict=True):
         with reading_of(source):
-            tokenised.append(tokenise(dataset, job.tokenizer, each, job.config.data.preprocessing_workers))
+            workers = job.config.data.preprocessing_workers
+            tokenised.append(tokenise(dataset, dataset.column_names, job.tokenizer, each, workers))
     return concatenate_datasets(tokenised) if len(tokenised) > 1 else tokenised[0], options
 
 
@@ -283,7 +302,7 @@ def _prepare_stream(job: _Job) -> _Made:
             if data.num_of_samples is not None:
                 streams = [stream.take(data.num_of_samples) for stream in streams]
             streams = [
-                tokenise_stream(stream, columns, job.tokenizer, how)
+                tokenise(stream, columns, job.tokenizer, how)
                 for stream, columns, how in zip(streams, names, options, strict=True)
             ]
             return streams[0] if shares is None else interleave_datasets(streams, probabilities=shares, seed=seed)
@@ -342,7 +361,7 @@ def _first_of_stream(job: _Job, part: SourceSplit) -> list[Document]:
     """The first usable documents of a split to evaluate on, its part of `STREAMED_EVAL_ROWS`."""
     names, number = _stream_columns(part), len(job.evaluation)
     (options,) = job.options([part], [names])
-    stream = tokenise_stream(open_split_stream(*part), names, job.tokenizer, options)
+    stream = tokenise(open_split_stream(*part), names, job.tokenizer, options)
     with reading_of(part[0]):
         used = (row for row in islice(stream, STREAMED_EVAL_SCAN_ROWS // number) if row["length"])
         return [Document.of(**row) for row in islice(used, STREAMED_EVAL_ROWS // number)]

@@ -194,72 +194,54 @@ def tokenise_rows(
 
 
 def _tokenise_batch(
-    batch: dict[str, list[Any]],
-    row_ids: list[int],
-    columns: Mapping[str, str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: TokeniseOptions,
+    batch: dict[str, list[Any]], row_ids: list[int], columns: Mapping[str, str], **how: Any
 ) -> dict[str, list[Any]]:
     values = zip(*(batch[theirs] for theirs in columns.values()), strict=True)
-    return tokenise_rows([dict(zip(columns, row, strict=True)) for row in values], row_ids, tokenizer, options)
+    return tokenise_rows([dict(zip(columns, row, strict=True)) for row in values], row_ids, **how)
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what the tokenizer does to a text: vocabulary, rules, chat template and special tokens."""
+def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
+    """Hash of everything that shapes the tokenised dataset."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # padding and truncation are left over from earlier calls; ours ask for neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     else:
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), repr(tokenizer.init_kwargs)]
-    content = [rules, tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
-    """Hash of everything that shapes the tokenised dataset."""
-    rules = [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, TEMPLATE_DATE.isoformat(), FEATURES.to_dict()]
-    content = [dataset_fingerprint, tokenizer_digest(tokenizer), dataclasses.asdict(options), rules]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    special = [tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token]
+    ours = [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, TEMPLATE_DATE.isoformat(), FEATURES.to_dict()]
+    content = [dataset_fingerprint, rules, special, dataclasses.asdict(options), ours]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def tokenise(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions, num_workers: int = 1
-) -> Dataset:
-    """The tokenised form of `dataset`, cached."""
+    dataset: Dataset | IterableDataset,
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokeniseOptions,
+    num_workers: int = 1,
+) -> Any:
+    """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
+    columns = options.columns(names)
+    theirs, how = list(columns.values()), {"columns": columns, "tokenizer": tokenizer, "options": options}
+    common: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": theirs, "features": FEATURES}
+    selected = dataset.select_columns(theirs)
+    if isinstance(selected, IterableDataset):
+        return selected.map(_tokenise_batch, fn_kwargs=how, **common)
     key = cache_key(dataset._fingerprint, tokenizer, options)
-    columns = options.columns(dataset.column_names)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder.mkdir(parents=True, exist_ok=True)
     with forked_processes_end_with_this_one():
-        return dataset.select_columns(list(columns.values())).map(
+        return selected.map(
             _tokenise_batch,
-            batched=True,
-            with_indices=True,
-            fn_kwargs={"columns": columns, "tokenizer": tokenizer, "options": options},
-            remove_columns=list(columns.values()),
-            features=FEATURES,
+            fn_kwargs=how,
             num_proc=num_workers if num_workers > 1 else None,
             new_fingerprint=key,
             cache_file_name=str(folder / f"tokenised-{key}.arrow"),
             load_from_cache_file=True,
             desc="tokenising",
+            **common,
         )
-
-
-def tokenise_stream(
-    stream: IterableDataset, names: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions
-) -> IterableDataset:
-    """The tokenised form of a stream whose columns are `names`."""
-    columns = options.columns(names)
-    return stream.select_columns(list(columns.values())).map(
-        _tokenise_batch,
-        batched=True,
-        with_indices=True,
-        fn_kwargs={"columns": columns, "tokenizer": tokenizer, "options": options},
-        remove_columns=list(columns.values()),
-        features=FEATURES,
-    )
 
 
 def figures_of(tokenised: Dataset) -> Figures:

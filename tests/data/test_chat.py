@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from llm_fp8.config.options import COLUMN_NAMES
-from llm_fp8.data.chat import PROMPT_FORM, Encoded, describe_prompt_form, encode_batch, encode_prompt
+from llm_fp8.data.chat import PROMPT_FORM, Encoded, describe_prompt_form, encode_batch
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, detect_columns, problem_of
 from llm_fp8.utils.errors import UserError
@@ -148,7 +148,7 @@ def test_tokens_do_not_depend_on_the_day(body: str) -> None:
     assert str(tokenizer.decode(_encode(CHAT, tokenizer).input_ids)).startswith("Today: 01 January 2026\n")
     assert "2026-01-01" in describe_prompt_form("messages", tokenizer)
     with pytest.raises(UserError, match="date in a format that is no literal"):
-        encode_prompt("1 + 1?", _tokenizer("{% set f = '%Y' %}{{ strftime_now(f) }}" + body))
+        _encode(CHAT, _tokenizer("{% set f = '%Y' %}{{ strftime_now(f) }}" + body))
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.parts }}", "{% for %}", "{{ x.__mro__ }}"])

@@ -87,11 +87,6 @@ def test_steps_left_are_those_that_end_an_epoch_with_any_size_of_a_step() -> Non
         assert other.steps_left(3) == 3 * other.steps_per_epoch
 
 
-def test_the_order_is_that_of_the_seed() -> None:
-    assert _ids(_steps(_loader(seed=1), 5)) == _ids(_steps(_loader(seed=1), 5))
-    assert _ids(_steps(_loader(seed=1), 5)) != _ids(_steps(_loader(seed=2), 5))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
     # 8 rows a step each time; 45 rows leave 5 for the last step of an epoch.
@@ -109,13 +104,6 @@ def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
             assert len(per_rank[0][i]) <= accumulate
         assert num_steps == -(-len(ranks[0]._sequences.plan) // 8)  # type: ignore[attr-defined]
     assert all(batches == by_cut[0] for batches in by_cut)
-
-
-def test_micro_batch_i_goes_to_rank_i_modulo_world_size() -> None:
-    whole = _ids(_steps(_loader(batch_size=2, accumulate=4), 3))
-    for rank in range(2):
-        part = _ids(_steps(_loader(batch_size=2, accumulate=2, rank=rank, world_size=2), 3))
-        assert part == [step[rank::2] for step in whole]
 
 
 def test_ranks_without_sequences_get_empty_micro_batches() -> None:
@@ -171,15 +159,6 @@ def test_a_state_of_other_data_is_refused() -> None:
         _loader(seed=2).load_state_dict(state)
 
 
-def test_progress() -> None:
-    loader = _loader(batch_size=9, accumulate=1)
-    assert loader.epoch == 0.0 and loader.steps_per_epoch == 5
-    _steps(loader, 2)
-    assert loader.epoch == pytest.approx(0.4)
-    _steps(loader, 4)
-    assert loader.epoch == pytest.approx(1.2)
-
-
 # ---- evaluation ----
 
 
@@ -198,28 +177,11 @@ def test_evaluation_sees_the_same_sequences_whatever_the_world_size(world_size: 
     assert rows == list(range(NUM_DOCUMENTS if max_batches is None else 12))
 
 
-def test_evaluation_is_repeatable() -> None:
-    loader = _eval()
-    assert _same([list(loader)], [list(loader)])
-
-
 # ---- the thread ----
 
 
 def _threads() -> int:
     return sum(thread.name.startswith("data-prefetch") for thread in threading.enumerate())
-
-
-def test_an_error_in_the_thread_reaches_the_consumer() -> None:
-    def numbers() -> Iterator[int]:
-        yield 1
-        raise ValueError("broken row")
-
-    ahead = prefetch(numbers(), 2)
-    assert next(ahead) == 1
-    with pytest.raises(ValueError, match="broken row"):
-        next(ahead)
-    assert _threads() == 0
 
 
 def test_an_error_in_a_sequence_reaches_the_training_loop() -> None:
@@ -246,9 +208,3 @@ def test_the_thread_stays_within_its_depth_and_ends() -> None:
     ahead.close()  # type: ignore[attr-defined]
     assert _threads() == 0
     assert list(prefetch(iter(range(50)), 2)) == list(range(50))
-
-
-def test_leaving_the_loop_ends_the_thread() -> None:
-    for _ in _loader():
-        break
-    assert _threads() == 0

@@ -98,7 +98,6 @@ def test_embedded(prepare: Any, packing: str) -> None:
     assert sum(batch.num_real_tokens for batch in batches) == report.num_tokens
     assert sum(int((batch.labels != -100).sum()) for batch in batches) == report.num_supervised_tokens
     assert report.padding_efficiency == report.num_tokens / (report.num_rows_of_batches * 128)
-    assert (report.padding_efficiency > 0.82) == (packing == "--packing")
     assert prepare("embedded", "--eval_batches=3", "--batch_size=5").eval is not None
     json.dumps(report.to_dict())
 

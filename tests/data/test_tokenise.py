@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data import tokenise as module
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader, tokenise
+from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader
 
 OPTIONS = TokeniseOptions("problem_solution", max_seq_length=64)
 ROWS = [
@@ -23,6 +23,10 @@ ROWS = [
     {"problem": "What is 7 * 7?", "generated_solution": "", "other": 3},
     {"problem": "1 2 3 4 5 6 7 8 9 " * 20, "generated_solution": "49", "other": 4},
 ]
+
+
+def tokenise(dataset: Dataset, *how: Any, **options: Any) -> Dataset:
+    return module.tokenise(dataset, dataset.column_names, *how, **options)
 
 
 @pytest.fixture
