@@ -1,0 +1,279 @@
+"""Training throughput of variants that take turns: each is a line of options of the training scripts.
+
+    python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
+        --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"
+    python scripts/benchmark.py --model Llama-3.1-8B --num_gpus 2 --output result.json --variants "\\
+        full: --use_te --mixed_precision fp8 --sharding_mode fsdp_full; hf: baseline hf_bf16 --sharding_mode fsdp_full"
+
+A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights, in processes of its own: the loop, the
+loader and the optimizer step are the ones of any training. Without --dataset the rows are random tokens, each row one
+document of --length tokens. 'baseline NAME' is a set-up that is not ours (llm_fp8/tools/bench/baselines.py), with the
+same data and options. Steps before --warmup are left out, and so is the one whose kernels are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.observability.metrics import RECORDED_STEP
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
+from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.subprocesses import run_program, torchrun
+
+BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise")
+"""Set-ups that are not ours: what they are is said in llm_fp8/tools/bench/baselines.py."""
+DEFAULT_VARIANTS = (
+    "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"
+)
+LEAST_WARMUP = 6
+"""The fifth step of a run is the one whose kernels are recorded."""
+SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every variant trains on."""
+
+    model: str
+    """A bundled architecture, or a folder with a config.json."""
+    batch_size: int
+    seq_length: int
+    micro_batches: int
+    num_gpus: int = 1
+    dataset: str | None = None
+    """As --dataset_name takes it; None: random tokens."""
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
+        return shape + (f"@{self.dataset}" if self.dataset else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("model", "batch_size", "seq_length", "micro_batches", "num_gpus", "dataset")
+        return {"workload": self.name, **{name: getattr(self, name) for name in names}}
+
+    def words(self, dataset: str, num_steps: int) -> list[str]:
+        """The options that all variants have in common."""
+        return shlex.split(
+            f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
+            f"--gradient_accumulation_steps {self.micro_batches} --max_steps {num_steps} --validation_fraction 0 "
+            "--learning_rate 1e-5 --lr_scheduler constant --num_warmup_steps 0 --save_minutes 0 --no-export"
+        ) + ["--model_name", self.model, "--dataset_name", dataset]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of --variants."""
+
+    name: str
+    words: tuple[str, ...]
+    """Options of the training scripts."""
+    baseline: str | None = None
+    """One of `BASELINES`; None for ours."""
+
+    def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
+        """The command that trains it, with further `words`."""
+        if self.baseline is not None:
+            program = ["-m", "llm_fp8.tools.bench.baselines", self.baseline]
+        else:
+            program = [str(REPOSITORY / ("train_fp8.py" if num_gpus == 1 else "train_multi_gpu.py"))]
+        given = [*program, *words, *self.words]  # its own words come last, and so win
+        return [sys.executable, *given] if num_gpus == 1 else torchrun(num_gpus, *given)
+
+
+def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
+    """The variants of 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises `UserError`, which names --variants."""
+    found: list[Variant] = []
+    for line in filter(None, map(str.strip, text.split(";"))):
+        name, colon, rest = line.partition(":")
+        words = shlex.split(rest)
+        baseline = None
+        if words[:1] == ["baseline"]:
+            baseline, words = (words[1] if words[1:] else ""), words[2:]
+        if not colon or not name.strip() or any(name.strip() == other.name for other in found):
+            raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
+        if baseline is not None and baseline not in BASELINES:
+            raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
+        parse_config(words, prog="--variants", parallel=num_gpus > 1)
+        found.append(Variant(name.strip(), tuple(words), baseline))
+    if not found:
+        raise UserError("--variants names none; write NAME: OPTIONS, separated by semicolons.")
+    return found
+
+
+def write_random_rows(path: Path, num_rows: int, length: int) -> None:
+    """Rows of text, each of which has at least `length` tokens in any tokenizer: numbers between spaces."""
+    numbers = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(num_rows):
+            text = " ".join(str(numbers.randrange(1000)) for _ in range(length))
+            file.write(f'{{"text": "{text}"}}\n')
+
+
+def measure(
+    work: Workload, variant: Variant, dataset: str, num_steps: int, warmup: int, timeout_s: float
+) -> dict[str, Any]:
+    """One run of a variant: its timed steps and what its summary says; {"failed": why} where it did not finish."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "run")
+        words = [*work.words(dataset, num_steps), "--output_dir", str(folder)]
+        command = variant.command(work.num_gpus, words)
+        ended = run_program(command, log=Path(scratch, "log"), environ=inherited, timeout_s=timeout_s)
+        if ended.failure is not None:
+            return {"failed": ended.failure, "wall_s": ended.wall_s}
+        steps, summary = read_jsonl(folder / "metrics.jsonl"), read_json(folder / "summary.json")
+    timed = [step for step in steps[warmup:] if RECORDED_STEP not in step]
+    found = {
+        "failed": None,
+        "steps": timed,
+        "losses": [step["loss"] for step in steps],
+        "wall_s": ended.wall_s,
+        **{name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)},
+    }
+    peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
+    return {**found, "peak_memory_gib": max(peaks)} if peaks else found
+
+
+def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The row of a variant: its median over the timed steps of all rounds, and the middle eight tenths of them."""
+    row: dict[str, Any] = {**work.to_dict(), "variant": variant.name, "baseline": variant.baseline}
+    row["options"] = shlex.join(variant.words)
+    measured = [answer for answer in rounds if answer["failed"] is None]
+    if failures := [answer["failed"] for answer in rounds if answer["failed"] is not None]:
+        row["failed" if not measured else "failed_rounds"] = failures[0] if not measured else failures
+    if not measured:
+        return row
+    steps = [step for answer in measured for step in answer["steps"]]
+    for name in SPEEDS:
+        values = [step[name] for step in steps if name in step]
+        if values:
+            tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
+            row.update({name: statistics.median(values), f"{name}_p10": tenths[0], f"{name}_p90": tenths[-1]})
+    row.update(num_rounds=len(measured), num_timed_steps=len(steps), losses=measured[0]["losses"])
+    peaks = [answer["peak_memory_gib"] for answer in measured if "peak_memory_gib" in answer]
+    row.update({"peak_memory_gib": max(peaks)} if peaks else {})
+    return row | {name: measured[-1][name] for name in ("recorded_step", "gpu_idle") if name in measured[-1]}
+
+
+def measure_all(
+    work: Workload,
+    variants: Sequence[Variant],
+    *,
+    num_steps: int,
+    warmup: int,
+    num_rounds: int,
+    timeout_s: float,
+    output: Path | None = None,
+    labels: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure the variants in turns; the rows, with `labels`, which `output` holds after each measurement as well."""
+    rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = work.dataset
+        if dataset is None:
+            dataset = f"{scratch}/rows.jsonl"
+            num_rows = work.batch_size * work.micro_batches * work.num_gpus * num_steps
+            write_random_rows(Path(dataset), num_rows, work.seq_length)
+        for number in range(num_rounds):
+            for variant in variants:
+                if any(answer["failed"] for answer in rounds[variant.name]):
+                    continue  # it would fail again
+                answer = measure(work, variant, dataset, num_steps, warmup, timeout_s)
+                rounds[variant.name].append(answer)
+                told = (
+                    answer["failed"] or f"{statistics.median(s['tokens_per_s'] for s in answer['steps']):,.0f} tokens/s"
+                )
+                print(f"round {number + 1}  {work.name}  {variant.name}: {told} ({answer['wall_s']:.0f} s)", flush=True)
+                rows = [
+                    {**(labels or {}), **summarise(work, one, rounds[one.name])} for one in variants if rounds[one.name]
+                ]
+                if output is not None:
+                    write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
+    return rows
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A line per row, with its speed over that of the first."""
+    kind = "real_tokens_per_s" if any(row.get("dataset") for row in rows) else "tokens_per_s"
+    first = next((row for row in rows if kind in row), None)
+    print(
+        f"\n{rows[0]['workload']}: {kind.replace('_per_', '/').replace('_', ' ')} at the median step, middle eight tenths"
+    )
+    for row in rows:
+        if first is None or kind not in row:
+            print(f"  {row['variant']:20} not measured: {row.get('failed')}")
+            continue
+        print(
+            f"  {row['variant']:20} {row[kind]:10,.0f}  {row[f'{kind}_p10']:10,.0f} to {row[f'{kind}_p90']:10,.0f}  "
+            f"{row[kind] / first[kind]:5.2f} x {first['variant']}  {row['model_tflops']:6.1f} TFLOP/s  "
+            f"{row.get('peak_memory_gib', 0.0):6.1f} GiB  loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"
+        )
+
+
+def add_measuring_options(parser: argparse.ArgumentParser) -> None:
+    """--steps, --warmup, --rounds, --timeout_s and --output."""
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the variants take turns (default %(default)s)")
+    parser.add_argument("--timeout_s", type=float, default=600, help="a longer run has failed (default %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+
+
+def check_measuring_options(options: argparse.Namespace) -> None:
+    """Raise `UserError` on values that measure nothing, or where nothing can be written."""
+    if not LEAST_WARMUP <= options.warmup < options.steps:
+        raise UserError(
+            f"--warmup {options.warmup} must be from {LEAST_WARMUP}, because the fifth step's kernels are recorded, to "
+            f"less than --steps {options.steps}."
+        )
+    if options.rounds < 1 or not options.timeout_s > 0:
+        raise UserError("--rounds and --timeout_s must be more than 0.")
+    if options.output is not None:
+        require_writable("--output", options.output)
+
+
+def main() -> int:
+    """Measure the variants of the command line and print the table; the exit code is 1 where none was measured."""
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--model", default="Llama-3.2-1B", help="bundled name or folder (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a micro-batch per GPU (default %(default)s)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
+    parser.add_argument("--micro_batches", type=int, default=4, help="of a step (default %(default)s)")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of this host (default %(default)s)")
+    parser.add_argument("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
+    parser.add_argument(
+        "--variants", default=DEFAULT_VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)"
+    )
+    add_measuring_options(parser)
+    options = parser.parse_args()
+    check_measuring_options(options)
+    work = Workload(
+        options.model, options.rows, options.length, options.micro_batches, options.num_gpus, options.dataset
+    )
+    rows = measure_all(
+        work,
+        parse_variants(options.variants, options.num_gpus),
+        num_steps=options.steps,
+        warmup=options.warmup,
+        num_rounds=options.rounds,
+        timeout_s=options.timeout_s,
+        output=options.output,
+    )
+    print_table(rows)
+    return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0
