@@ -5,7 +5,7 @@
 
 The question is whether fp8 stays inside what the choice of a seed does to bf16. Every run is a `train_fp8.py` of its
 own on the same data in the same order of tokens per step; the seed changes the initial weights and the order. fp8
-variants use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plot_curves.py`.
+variants use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plots.py curves`.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
         --output benchmarks/results/multi_gpu_curves.json
@@ -106,9 +106,9 @@ def parse_variants(text: str) -> list[str]:
     """The variants of a comma-separated list. Raises `UserError`."""
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in VARIANTS]:
-        raise UserError(f"--arms: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
+        raise UserError(f"--variants: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
     if "bf16" not in names or len(set(names)) < len(names):
-        raise UserError(f"--arms {text}: name bf16, which the others are held against, and each variant once.")
+        raise UserError(f"--variants {text}: name bf16, which the others are held against, and each variant once.")
     return names
 
 
@@ -116,7 +116,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     """The trainings of the command line."""
     seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
-        return [Job(variant, seed) for seed in seeds for variant in parse_variants(settings.arms)]
+        return [Job(variant, seed) for seed in seeds for variant in parse_variants(settings.variants)]
     kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
     return [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
 
@@ -134,7 +134,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     summary = read_json(folder / "summary.json")
     run = read_json(folder / "run.json")
     return {
-        "arm": job.variant,
+        "variant": job.variant,
         "seed": job.seed,
         "sharding_mode": run["effective"]["sharding_mode"],
         "num_gpus": run["effective"]["num_processes"],
@@ -142,7 +142,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
         "effective_precision": " ".join(
             filter(None, (run["precision"]["effective"], run["precision"]["effective_scenario"]))
         ),
-        "fp8_linear_flop_share": run["precision"]["census"]["fp8_linear_flop_share"],
+        "fp8_linear_flop_share": run["precision"]["coverage"]["fp8_linear_flop_share"],
         "num_parameters": run["model"]["num_parameters"],
         "evaluations": [
             [r["step"], r["tokens_seen"], r["eval_loss"]] for r in with_tokens(records) if "eval_loss" in r
@@ -164,13 +164,13 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Final eval loss by variant beside bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
-        by_variant.setdefault(run["arm"], []).append(run["final_eval_loss"])
+        by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
     bf16 = by_variant["bf16"]
     spread = max(bf16) - min(bf16)
     return {
         "bf16_mean": statistics.mean(bf16),
         "bf16_spread": spread,
-        "arms": {
+        "variants": {
             variant: {
                 "losses": losses,
                 "mean_gap_to_bf16": statistics.mean(losses) - statistics.mean(bf16),
@@ -185,18 +185,19 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """For each variant on several GPUs, by seed: how far its eval losses are from those of one GPU in the same
     precision.
     """
-    one = {(run["arm"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
+    one = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if run["num_gpus"] == 1:
             continue
-        reference = one[run["arm"].partition(":")[2], run["seed"]]
+        reference = one[run["variant"].partition(":")[2], run["seed"]]
         if run["global_batch_size"] != reference["global_batch_size"]:
             raise FailedCheck(
-                f"{run['arm']} took {run['global_batch_size']} rows a step and one GPU {reference['global_batch_size']}"
+                f"{run['variant']} took {run['global_batch_size']} rows a step and one GPU "
+                f"{reference['global_batch_size']}"
             )
         both = zip(run["evaluations"], reference["evaluations"], strict=True)
-        variants.setdefault(run["arm"], []).append(
+        variants.setdefault(run["variant"], []).append(
             {
                 "seed": run["seed"],
                 "final_eval_loss": run["final_eval_loss"],
@@ -205,7 +206,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "largest_difference": max(abs(here[2] - there[2]) for here, there in both),
             }
         )
-    return {"arms": variants}
+    return {"variants": variants}
 
 
 def finished_runs(
@@ -245,7 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, help="JSON file to write")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every variant (default 1,2,3)")
     parser.add_argument(
-        "--arms",
+        "--variants",
         default=DEFAULT_VARIANTS,
         help=f"comma-separated, on one GPU: {', '.join(VARIANTS)} (default {DEFAULT_VARIANTS})",
     )
@@ -272,9 +273,11 @@ def check(settings: argparse.Namespace) -> None:
         raise UserError(
             f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8."
         )
-    if settings.num_gpus > 1 and settings.arms != DEFAULT_VARIANTS:
-        raise UserError(f"--arms {settings.arms} has no effect with --num_gpus {settings.num_gpus}; drop one of them.")
-    parse_variants(settings.arms)
+    if settings.num_gpus > 1 and settings.variants != DEFAULT_VARIANTS:
+        raise UserError(
+            f"--variants {settings.variants} has no effect with --num_gpus {settings.num_gpus}; drop one of them."
+        )
+    parse_variants(settings.variants)
     for name in ("epochs", "eval_every", "parallel"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(settings, name)}.")
@@ -291,20 +294,20 @@ def main() -> int:
     jobs = plan(settings)
     order = [(job.variant, job.seed) for job in jobs]
     runs, earlier_provenance = finished_runs(settings, parser)
-    if more := {(run["arm"], run["seed"]) for run in runs} - set(order):
+    if more := {(run["variant"], run["seed"]) for run in runs} - set(order):
         raise UserError(
-            f"--output {settings.output} holds a run of {min(more)[0]} with seed {min(more)[1]}; name both in --arms "
-            "and --seeds too."
+            f"--output {settings.output} holds a run of {min(more)[0]} with seed {min(more)[1]}; name both in "
+            "--variants and --seeds too."
         )
     if not torch.cuda.is_available():
         raise UserError("this trains on NVIDIA GPUs, and none is found.")
 
     def write(comparison: dict[str, Any] | None) -> None:
-        runs.sort(key=lambda run: order.index((run["arm"], run["seed"])))
+        runs.sort(key=lambda run: order.index((run["variant"], run["seed"])))
         origin = {"provenance": collect_provenance(sys.argv), "earlier_provenance": earlier_provenance}
         write_json_atomic(Path(settings.output), {**origin, "comparison": comparison, "runs": runs})
 
-    done = {(run["arm"], run["seed"]) for run in runs}
+    done = {(run["variant"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         left = [job for job in jobs if (job.variant, job.seed) not in done]
         gpus = visible_gpus()
@@ -315,7 +318,7 @@ def main() -> int:
         try:
             for future in as_completed(futures):
                 runs.append(future.result())
-                print(f"{runs[-1]['arm']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
+                print(f"{runs[-1]['variant']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
                 write(None)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun would fail as this one did

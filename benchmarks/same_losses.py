@@ -3,7 +3,8 @@
     python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
 
 A refactoring moves no number. Each commit is checked out into a temporary git worktree, and the trainings of
-`TRAININGS` run there in fp32 on the embedded model and dataset, with this interpreter and one thread a process.
+`TRAININGS` run there in fp32, the last in emulated fp8, on the embedded model and dataset, with this interpreter and
+one thread a process.
 Compared are `loss` and `grad_norm` of metrics.jsonl, which holds the shortest text that gives back the same float.
 (torchtitan, tests/assets/losses, compares with recorded files; two commits on one machine need no record.)
 """
@@ -27,21 +28,23 @@ from llm_fp8.utils.json_files import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
 COMMON = [
-    *("--mixed_precision=no", "--random_init", "--seed=7", "--max_seq_length=128", "--batch_size=4"),
+    *("--random_init", "--seed=7", "--max_seq_length=128", "--batch_size=4"),
     *("--gradient_accumulation_steps=2", "--num_of_samples=400", "--eval_batches=1", "--learning_rate=3e-3"),
     *("--lr_scheduler=constant", "--no_export"),
 ]
+PLAIN, TORCHAO = "--mixed_precision=no", ["--mixed_precision=fp8", "--fp8_backend=torchao"]
 ONE, TWO_RANKS = ["train_fp8.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TWO = [*TWO_RANKS, "train_multi_gpu.py", "--sharding_mode=fsdp_full"]
+TWO = [*TWO_RANKS, "train_multi_gpu.py", PLAIN, "--sharding_mode=fsdp_full"]
 TRAININGS: dict[str, list[list[str]]] = {
-    "padded": [[*ONE, f"--max_steps={NUM_STEPS}"]],
-    "packed": [[*ONE, f"--max_steps={NUM_STEPS}", "--packing"]],
-    "LoRA": [[*ONE, f"--max_steps={NUM_STEPS}", "--lora_rank=4"]],
+    "padded": [[*ONE, PLAIN, f"--max_steps={NUM_STEPS}"]],
+    "packed": [[*ONE, PLAIN, f"--max_steps={NUM_STEPS}", "--packing"]],
+    "LoRA": [[*ONE, PLAIN, f"--max_steps={NUM_STEPS}", "--lora_rank=4"]],
     "two ranks, fsdp_full": [[*TWO, f"--max_steps={NUM_STEPS}", "--packing"]],
     "interrupted and resumed": [
-        [*ONE, f"--max_steps={NUM_STEPS}", f"--save_every={NUM_STEPS // 2}"],
-        [*ONE, f"--max_steps={NUM_STEPS}", f"--resume_from={{run_dir}}/checkpoints/step-{NUM_STEPS // 2:08d}"],
+        [*ONE, PLAIN, f"--max_steps={NUM_STEPS}", f"--save_every={NUM_STEPS // 2}"],
+        [*ONE, PLAIN, f"--max_steps={NUM_STEPS}", f"--resume_from={{run_dir}}/checkpoints/step-{NUM_STEPS // 2:08d}"],
     ],
+    "torchao emulated": [[*ONE, *TORCHAO, f"--max_steps={NUM_STEPS}", "--packing", "--optimizer=adamw_fp32"]],
 }
 """The commands of each training, one after the other in one run folder, `{run_dir}`. Resuming from the middle takes the
 second half of the steps anew.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
-import matplotlib.pyplot as plt
 import pytest
 
-from benchmarks import plot_pretrained, pretrained
+from benchmarks import pretrained
 from llm_fp8.utils.errors import UserError
 
 
@@ -54,16 +51,3 @@ def test_equal_loss_lies_between_evaluations():
     for loss, share in ((0.95, 60 / 160), (0.8, 140 / 160), (0.6, 1.0)):
         found = pretrained.equal_loss_steps({"bf16_eval_loss": loss}, reference)
         assert found == pytest.approx(share), loss
-
-
-def test_a_plot_is_drawn_of_pairs(tmp_path, monkeypatch):
-    def run(variant, rate, loss):
-        return {"variant": variant, "learning_rate": rate, "seed": 1, "bf16_eval_loss": loss}
-
-    runs = [run("bf16", 1e-5, 1.0), run("block", 1e-5, 1.1), run("delayed", 3e-5, 1.2)]  # the last without its pair
-    (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    output = tmp_path / "plot.png"
-    monkeypatch.setattr("sys.argv", ["plot", str(tmp_path / "record.json"), "--output", str(output)])
-    assert plot_pretrained.main() == 0 and output.stat().st_size > 10_000
-    lines = {line.get_label(): list(line.get_xydata()[:, 1]) for line in plt.gcf().axes[0].get_lines()}
-    assert lines["block"] == [pytest.approx(100)] and "delayed" not in lines, "in thousandths of a nat"

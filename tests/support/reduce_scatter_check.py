@@ -2,7 +2,8 @@
 
 Rank 0 prints losses and memory of each as JSON.
 
-    torchrun --nproc_per_node=2 tests/support/reduce_scatter_check.py fsdp_grad:delayed
+    torchrun --nproc_per_node=2 tests/support/reduce_scatter_check.py --sharding_mode fsdp_grad \\
+        --mixed_precision fp8
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed import fsdp_internals as reduce_scatter
 from llm_fp8.distributed.process_group import start_process_group
-from llm_fp8.tools.bench.measure import measure
-from llm_fp8.tools.bench.variants import parse_variant
-from llm_fp8.tools.bench.workload import Workload
+from llm_fp8.observability.metrics import GIB
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_import import forget_delayed_scales
+from tests.support.built_training import BuiltTraining
+from tests.support.small import forget_accelerator
 
-WORKLOAD = "Llama-3.2-1B:2x512x2"
+OPTIONS = [
+    *("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--output_dir", os.devnull),
+    *("--batch_size", "2", "--max_seq_length", "512", "--gradient_accumulation_steps", "2"),
+    *("--lr_scheduler", "constant", "--num_warmup_steps", "0"),
+]
 NUM_STEPS = 3
 
 
@@ -42,16 +49,24 @@ class Fsdp2s(DefaultReduceScatter):
 
 
 def main() -> None:
-    """Measure the arm of the command line both ways."""
+    """Train with the options of the command line both ways."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     device = torch.device("cuda", torch.cuda.current_device())
-    work, found = Workload.parse(WORKLOAD, NUM_STEPS), {}
+    config, found = parse_config([*OPTIONS, *sys.argv[1:]], parallel=True), {}
     for name, of_unit in (("ours", reduce_scatter.MemorySavingReduceScatter), ("fsdp2s", Fsdp2s)):
         reduce_scatter.MemorySavingReduceScatter = of_unit  # type: ignore[misc]
-        measured = measure(work, parse_variant(sys.argv[1]), 1, device)
+        forget_accelerator()
+        forget_delayed_scales()
+        training = BuiltTraining(config)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        training.take(NUM_STEPS)
+        peaks = {"peak_memory_gib": torch.cuda.max_memory_allocated(device) / GIB}
+        peaks["peak_reserved_memory_gib"] = torch.cuda.max_memory_reserved(device) / GIB
+        found[name] = {"losses": training.losses, **peaks}
+        del training
         gc.collect()  # the model is part of a cycle
-        found[name] = {key: measured[key] for key in ("losses", "peak_memory_gib", "peak_reserved_memory_gib")}
     if ranks.rank == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

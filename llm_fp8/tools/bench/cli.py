@@ -212,9 +212,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """A line per row, with its speed over that of the first."""
     kind = "real_tokens_per_s" if any(row.get("dataset") for row in rows) else "tokens_per_s"
     first = next((row for row in rows if kind in row), None)
-    print(
-        f"\n{rows[0]['workload']}: {kind.replace('_per_', '/').replace('_', ' ')} at the median step, middle eight tenths"
-    )
+    title = kind.replace("_per_", "/").replace("_", " ")
+    print(f"\n{rows[0]['workload']}: {title} at the median step, and the middle eight tenths of the steps")
     for row in rows:
         if first is None or kind not in row:
             print(f"  {row['variant']:20} not measured: {row.get('failed')}")

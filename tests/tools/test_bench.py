@@ -1,0 +1,131 @@
+"""The throughput benchmark: its variants, its data, and what it makes of runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import speed_table
+from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.tools.bench import cli
+from llm_fp8.tools.bench.cli import Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.subprocesses import Ended
+
+WORK = Workload("embedded", 2, 64, 2)
+
+
+def test_a_variant_is_a_line_of_options():
+    ours, theirs = parse_variants("fp8: --use_te --mixed_precision fp8; hf: baseline hf_bf16 --seed 3")
+    assert ours == Variant("fp8", ("--use_te", "--mixed_precision", "fp8"))
+    assert theirs == Variant("hf", ("--seed", "3"), "hf_bf16")
+    (sharded,) = parse_variants("a: --sharding_mode fsdp_full", num_gpus=2)
+    assert sharded.command(2, ["--x"])[-3:] == ["--x", "--sharding_mode", "fsdp_full"]
+    assert "--nproc_per_node=2" in sharded.command(2, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ; ", "no colon", ": --use_te", "a: ; a: --use_te", "a: baseline", "a: baseline fast"),
+        "a: --use_te --attn_implementation eager",
+    ],
+)
+def test_variants_that_cannot_be(text):
+    with pytest.raises(UserError):
+        parse_variants(text)
+
+
+def test_an_option_that_does_not_exist_ends_the_benchmark(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_variants("a: --no_such_option 3")
+    assert ended.value.code == 2 and "--no_such_option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--warmup", "5"], ["--steps", "6"], ["--rounds", "0"], ["--timeout_s", "0"], ["--variants", "x"]]
+)
+def test_options_that_measure_nothing(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+    with pytest.raises(UserError, match=words[0]):
+        cli.main()
+
+
+def test_rows_of_random_text_fill_their_length(tmp_path):
+    from transformers import AutoTokenizer
+
+    write_random_rows(tmp_path / "rows.jsonl", 20, 64)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    tokens = AutoTokenizer.from_pretrained(MODEL_DIR)([row["text"] for row in rows])["input_ids"]
+    assert len(tokens) == 20 and all(len(ids) >= 64 for ids in tokens)
+
+
+def answer(*speeds: float, failed: str | None = None, **more) -> dict:
+    steps = [{"tokens_per_s": speed, "real_tokens_per_s": speed / 2, "model_tflops": 1.0} for speed in speeds]
+    return {"failed": failed, "steps": steps, "losses": [2.0, 1.0], "wall_s": 1.0, **more}
+
+
+def test_a_row_is_over_the_steps_of_all_rounds():
+    found = summarise(
+        WORK, Variant("a", ("--x",)), [answer(1, 2, 3, peak_memory_gib=4.0), answer(4, 5, peak_memory_gib=5.0)]
+    )
+    assert (found["tokens_per_s"], found["real_tokens_per_s"], found["num_timed_steps"]) == (3, 1.5, 5)
+    assert found["tokens_per_s_p10"] == pytest.approx(1.4) and found["tokens_per_s_p90"] == pytest.approx(4.6)
+    assert (found["peak_memory_gib"], found["num_rounds"], found["options"]) == (5.0, 2, "--x")
+    assert summarise(WORK, Variant("a", ()), [answer(failed="out of memory")])["failed"] == "out of memory"
+    assert summarise(WORK, Variant("a", ()), [answer(1), answer(failed="x")])["failed_rounds"] == ["x"]
+
+
+def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def measured(work, variant, *_):
+        asked.append(variant.name)
+        return answer(failed="out of memory") if variant.name == "b" else answer(10.0)
+
+    monkeypatch.setattr(cli, "measure", measured)
+    variants, output = parse_variants("a: ; b: ; c: "), tmp_path / "out.json"
+    how = {"num_steps": 8, "warmup": 6, "num_rounds": 2, "timeout_s": 9.0}
+    rows = measure_all(WORK, variants, **how, output=output, labels={"row": "r"})
+    assert asked == ["a", "b", "c", "a", "c"]
+    assert [row.get("failed") for row in rows] == [None, "out of memory", None]
+    assert json.loads(output.read_text())["rows"] == rows and rows[0]["row"] == "r"
+    cli.print_table(rows)
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_a_reason(monkeypatch):
+    monkeypatch.setattr(cli, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
+    found = cli.measure(WORK, Variant("a", ()), "rows.jsonl", 8, 6, 9.0)
+    assert "no such file" in found["failed"]
+
+
+@pytest.mark.slow
+def test_ours_and_a_baseline_train_on_the_same_full_rows(tmp_path):
+    variants = parse_variants("ours: --mixed_precision no; hf: baseline hf_bf16")
+    rows = measure_all(WORK, variants, num_steps=8, warmup=6, num_rounds=1, timeout_s=300)
+    for row in rows:
+        assert "failed" not in row and row["num_timed_steps"] == 2 and len(row["losses"]) == 8
+        assert row["real_tokens_per_s"] == row["tokens_per_s"] > 0, "no position is padding"
+    assert rows[0]["losses"][0] == pytest.approx(rows[1]["losses"][0], rel=0.05), "both start from random weights"
+    assert rows[0]["losses"][-1] < rows[0]["losses"][0]
+
+
+@pytest.mark.parametrize("table", ["speed_table.json", "speed_table_h100.json"])
+def test_the_speed_tables_name_trainings_that_exist(table):
+    rows = speed_table.read_table(speed_table.TABLE.with_name(table))
+    assert len({row["row"] for row in rows}) == len(rows) > 5
+    for row in rows:
+        assert speed_table.workload_of(row).num_gpus == row.get("num_gpus", 1)
+        assert {variant.baseline for variant in speed_table.variants_of(row)} >= {None, "hf_bf16"}
+
+
+def test_targets_are_judged():
+    row = {"row": "1b", "target_tokens_per_s_per_gpu": 100, "num_gpus": 2, "target_times_padded": 3}
+    ours = {"baseline": None, "tokens_per_s": 190.0, "real_tokens_per_s": 90.0}
+    reference = {"baseline": "hf_bf16", "tokens_per_s": 500.0, "real_tokens_per_s": 30.0}
+    missed, reached = speed_table.judge(row, [ours, reference])
+    assert missed.endswith("MISSED") and reached.endswith("reached")
+    assert speed_table.judge(row, [reference]) == []
