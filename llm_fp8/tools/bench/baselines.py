@@ -141,16 +141,16 @@ def train(name: str, config: Config) -> None:
         losses.append(torch.stack(of_step).mean())
         tokens.append(count_tokens(batches))
     values = torch.stack(losses).tolist()  # waits for the last step
-    peak_gib = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0)
-    peak_gib = float(accelerator.gather(peak_gib.to(device).reshape(1)).max())
+    peak = torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0], device=device)
+    peak_gib = float(accelerator.gather(peak).max()) / GIB
     if not accelerator.is_main_process:
         return
     folder = Path(config.run.output_dir or "")
     folder.mkdir(parents=True, exist_ok=True)
     times = (clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True))
     with (folder / "metrics.jsonl").open("w") as file:
-        for number, (loss, of_step, time_s) in enumerate(zip(values, tokens, times, strict=True), start=1):
-            record = {"step": number, "loss": loss, **figures(of_step, size, time_s, num_gpus)}
+        for number, (loss, counted, time_s) in enumerate(zip(values, tokens, times, strict=True), start=1):
+            record = {"step": number, "loss": loss, **figures(counted, size, time_s, num_gpus)}
             file.write(json.dumps(record | ({"peak_memory_gib": peak_gib} if peak_gib else {})) + "\n")
     write_json_atomic(folder / "summary.json", {"baseline": name, "steps": len(values)})
 
