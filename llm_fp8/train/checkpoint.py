@@ -116,22 +116,15 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """Writes, finds and prunes the checkpoints of one run.
+    """Writes, finds and prunes the checkpoints of the run in `output_dir`, of which `limit` are kept.
 
-    Args:
-        output_dir: folder of the run; checkpoints go to its subfolder `checkpoints`.
-        limit: checkpoints kept, at least 1.
-        is_main: whether this rank is the one that renames and deletes.
-
-    One run at a time may write to an `output_dir`; any number may read.
+    `is_main`: this rank renames and deletes. One run at a time may write to a folder; any number may read.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
         self.folder = Path(output_dir) / "checkpoints"
         self.limit = limit
         self.is_main = is_main
-        self._damaged: set[Path] = set()
-        """Those that a warning has named."""
         self._background: _Background | None = None
         self._background_group: Any = None
 
@@ -157,16 +150,15 @@ class CheckpointManager:
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
-        """Write a checkpoint and return its folder; collective. A checkpoint of the same step is replaced.
+        """Write a checkpoint after `step` and return its folder; collective. One of the same step is replaced.
 
         Args:
-            step: completed optimizer steps.
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: the main process's entries for `meta.json`.
             strategy: one that saves state itself (`save_state`), to a folder of its own in the checkpoint.
             best_step: the step whose checkpoint is not deleted, whatever the limit.
-            in_background: return once the tensors are copied to the host; a thread writes the copies. What it raises is
-                raised by the next `save` or `finish`.
+            in_background: return once the tensors are copied to the host; what the thread that writes the copies raises
+                is raised by the next `save` or `finish`.
 
         Raises `UserError` where the disk has no room; earlier checkpoints stay, nothing incomplete does.
         """
@@ -300,28 +292,21 @@ class CheckpointManager:
                 try:
                     found.append(Checkpoint.open(path))
                 except UserError as error:  # neither loaded nor counted nor deleted
-                    if path not in self._damaged:
-                        logger.warning("a checkpoint is passed over and left: %s", error)
-                    self._damaged.add(path)
+                    logger.info("a checkpoint is passed over and left: %s", error)
         return sorted(found, key=lambda checkpoint: checkpoint.saved_unix_s, reverse=True)
 
     def find(self, resume_from: str) -> Checkpoint:
-        """The complete checkpoint that `--resume_from` means; `UserError` where there is none.
-
-        'latest' is the one that the `latest` file names or, where that is unreadable or damaged, the newest complete
-        one, with a warning. Anything else is a checkpoint's folder.
+        """The complete checkpoint that `--resume_from` means: a folder, or 'latest', the one that the `latest` file
+        names or, where that is unreadable or damaged, the newest complete one. `UserError` where there is none.
         """
         if resume_from != LATEST:
             return Checkpoint.open(Path(resume_from))
         try:
-            name = read_text(self.folder / LATEST).strip()
-            return Checkpoint.open(self.folder / name)
+            return Checkpoint.open(self.folder / read_text(self.folder / LATEST).strip())
         except UserError as error:
             candidates = self.newest_first()
             if not candidates:
-                raise UserError(
-                    f"--resume_from latest: there is no complete checkpoint under {self.folder}."
-                ) from error
+                raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.") from error
             logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0].folder, error)
             return candidates[0]
 
@@ -341,20 +326,20 @@ class _Background:
     """A function that runs in a thread of its own; what it raises is raised by `wait`."""
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        self._failure: BaseException | None = None
         # Each thread begins at GPU 0, where the writer's synchronisation would make a context.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._failure: BaseException | None = None
 
-    def _run(self) -> None:
-        try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            self._work()
-        except BaseException as error:  # raised again by `wait`
-            self._failure = error
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                work()
+            except BaseException as error:  # raised again by `wait`
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         self._thread.join()

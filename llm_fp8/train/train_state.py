@@ -73,17 +73,13 @@ def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> 
     """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
     saved = checkpoint.meta["fingerprint"]
     current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
-    keys = {**saved, **current}.keys()
-    if not saved.keys() & current.keys() >= {"frozen_weights"}:  # one of the two is of a hub id
-        keys -= {"frozen_weights"}
-    different = [
-        f"{key} was {saved.get(key)!r} and is {current.get(key)!r}"
-        for key in ({**saved, **current})
-        if key in keys and saved.get(key) != current.get(key)
-    ]
-    if different:
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    if not ("frozen_weights" in saved and "frozen_weights" in current):  # one of the two is of a hub id
+        names = [name for name in names if name != "frozen_weights"]
+    if names:
         raise UserError(
-            f"--resume_from {checkpoint.folder}: the checkpoint does not belong to this run: {'; '.join(different)}."
+            f"--resume_from {checkpoint.folder} does not belong to this run: "
+            f"{'; '.join(f'{name} was {saved.get(name)!r} and is {current.get(name)!r}' for name in names)}."
         )
 
 

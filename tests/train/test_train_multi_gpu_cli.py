@@ -45,8 +45,8 @@ def test_the_documented_command(tmp_path, tiny_model):
         (["--model_name=/no/such"], "--model_name /no/such: no such folder."),
     ],
 )
-def test_a_mistake_is_said_once(tmp_path, warm_python, options, sentence):
-    done = launch(tmp_path, *torchrun(python=warm_python), SCRIPT, *options)
+def test_a_mistake_is_said_once(tmp_path, options, sentence):
+    done = launch(tmp_path, *torchrun(), SCRIPT, *options)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and sentence in said[0]
@@ -54,64 +54,39 @@ def test_a_mistake_is_said_once(tmp_path, warm_python, options, sentence):
     assert f'File "{SCRIPT}"' not in done.stderr, "no traceback of ours"
 
 
-def test_without_a_launcher_the_command_is_shown(tmp_path):
-    done = launch(tmp_path, sys.executable, SCRIPT)
-    assert done.returncode == 2
-    assert "torchrun --nproc_per_node=" in done.stderr
-
-
-def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, warm_python, tiny_model, rows):
-    done = launch(
-        tmp_path,
-        warm_python,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(ROOT / "configs" / "accelerate_bf16_fsdp.yaml"),
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        str(free_port()),
-        SCRIPT,
-        "--model_name",
-        tiny_model,
-        "--dataset_name",
-        rows,
-        "--max_seq_length",
-        "256",
-        "--max_steps",
-        "2",
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--no_export",
-    )
-    assert done.returncode == 0, done.stderr
-    assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
-    assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
-
-
-def test_two_hosts_train_one_model(tmp_path, warm_python, tiny_model, rows):
-    """The documented launcher, once for each host; both are this one."""
-    launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
-    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, tiny_model, rows):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"]
+    launcher += [
+        f"--config_file={ROOT / 'configs' / 'accelerate_bf16_fsdp.yaml'}",
+        f"--main_process_port={free_port()}",
+    ]
     options = [
         "--model_name",
         tiny_model,
         "--dataset_name",
         rows,
-        "--sharding_mode=fsdp_full",
         "--max_seq_length=256",
-        "--max_steps=3",
-        "--output_dir",
-        str(tmp_path / "run"),
+        "--max_steps=2",
         "--no_export",
     ]
+    done = launch(tmp_path, *launcher, SCRIPT, *options, "--output_dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
+    assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
+
+
+def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
+    """The documented launcher, once for each host; both are this one."""
+    launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
+    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    options = ["--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256"]
+    options += ["--max_steps=3", "--no_export", "--output_dir", str(tmp_path / "run")]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hosts = [
         subprocess.Popen(
             ["bash", launch_script, *options],
             cwd=ROOT,
-            env=environment(**common, NODE_RANK=str(rank), PATH=path, PYTHON_EXEC=warm_python),
+            env=environment(**common, NODE_RANK=str(rank), PATH=path),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -124,9 +99,9 @@ def test_two_hosts_train_one_model(tmp_path, warm_python, tiny_model, rows):
     assert len(steps(tmp_path / "run")) == 3
 
 
-def test_torchrun_restarts_and_the_run_goes_on(tmp_path, warm_python, tiny_model, rows):
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows):
     options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
-    kill_one_rank_and_restart(tmp_path, *options, PYTHON_EXEC=warm_python)
+    kill_one_rank_and_restart(tmp_path, *options)
 
 
 def test_ranks_of_a_killed_launcher_save_and_end(tmp_path, tiny_model, rows):
