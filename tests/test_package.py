@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_of_the_scripts(wh
     expected = {str(path.relative_to(ROOT)) for path in package} | set(configs)
     expected |= {"te_llama.py", "train_fp8.py", "train_multi_gpu.py"}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
-    assert "llm_fp8/tools/gpu_rates/nvidia_h200.json" in expected
+    assert "llm_fp8/models/architectures/Llama-3.2-1B.json" in expected
     shipped = wheel.read("llm_fp8/config/shipped/requirements.txt")
     assert shipped == (ROOT / "requirements.txt").read_bytes()
     assert "Apache License" in metadata(wheel, "licenses/LICENSE")

@@ -10,7 +10,7 @@
                                              buffer by a function
     nn.Module._compiled_call_impl            layers run without compiled code     tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
-    torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/verify/test_verify_gpu.py
+    torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/verify/test_verify.py
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
             layer._compiled_call_impl = compiled
 
 
-def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor, fast: bool) -> Tensor:
-    """`left` [m, k] @ `right` [k, n], column-major, both e4m3 with one fp32 `scale`: bf16 [m, n]. Not `fast`: split
-    accumulation.
-    """
-    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    """`left` [m, k] @ `right` [k, n], column-major, both e4m3 with one fp32 `scale`: bf16 [m, n]."""
+    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)

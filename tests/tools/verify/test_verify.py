@@ -19,6 +19,7 @@ from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.subprocesses import Ended
+from llm_fp8.utils.torch_internals import fp8_gemm
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -127,6 +128,14 @@ def test_rates():
     assert gpu.judge_rates(gpu.Rates(650.0, 1250.0), known, "NVIDIA H200").status == "passed"
     assert gpu.judge_rates(gpu.Rates(650.0, 900.0), known, "NVIDIA H200").status == "warning"
     assert gpu.judge_rates(gpu.Rates(10.0, None), None, "NVIDIA T4").status == "passed"
+
+
+def test_the_fp8_gemm_is_a_product():
+    """The CPU emulates torch's private function, with the operands as a GPU takes them."""
+    left, right = (torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    left8, right8 = left.to(torch.float8_e4m3fn), right.t().contiguous().to(torch.float8_e4m3fn).t()
+    product = fp8_gemm(left8, right8, torch.ones(()))
+    assert torch.allclose(product.float(), left8.float() @ right8.float(), rtol=1e-2, atol=1e-2)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
