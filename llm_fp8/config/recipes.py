@@ -55,7 +55,7 @@ class Recipe:
     one_scale_per_weight: bool = False
     """As --fp8_params needs."""
     gemms_in_fp8: int = 3
-    """Of fprop, dgrad and wgrad."""
+    """How many of fprop, dgrad and wgrad are in fp8."""
     has_fp8_peak: bool = True
     """Its GEMMs are held against the GPU's fp8 peak rate; False for fp4."""
 
@@ -162,9 +162,10 @@ def size_multiple(name: str | None) -> int:
 def describe_recipes() -> str:
     """The table in --help."""
     libraries: dict[Backend, str] = {"te": "Transformer Engine", "torchao": "torchao"}
-    return " ".join(
-        f"{'Of' if number else 'FP8 recipe. Of'} {library} "
+    lines = [
+        f"{library}'s are "
         + "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))
         + f"; '{DEFAULT}' is {DEFAULTS[backend]}."
-        for number, (backend, library) in enumerate(libraries.items())
-    )
+        for backend, library in libraries.items()
+    ]
+    return " ".join(["FP8 recipe.", *lines])

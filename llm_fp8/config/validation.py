@@ -1,8 +1,7 @@
 """What the options must satisfy.
 
-`check_options` looks at the options alone, before torch is imported: first at what each one declares on its field
-(`check_declared`), then at the few rules that are not between two options. `check_machine` and `check_decoder` compare
-them with the GPU, the launch and the model.
+`check_options` looks at the options alone, before torch is imported: at what each declares on its field, then at the
+few rules that are not between two options. `check_machine` and `check_decoder` look at the machine and the model.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import operator
 from collections.abc import Iterable
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from typing import Any
 
 from llm_fp8.config.options import (
     ALL_LINEAR,
@@ -61,19 +59,15 @@ def check_declared(config: Config, mode: str | None = None) -> None:
         if value == each.default:
             continue
         given = f"--{name}" if value is True else f"--{name} {value}"
-        known = [one for one in each.metadata["needs"] if not one.startswith("sharding_mode") or _is_known(values)]
-        for condition in known:
-            if not holds(condition):
+        for condition in each.metadata["needs"]:
+            is_known = not condition.startswith("sharding_mode") or values["sharding_mode"] != "auto"
+            if is_known and not holds(condition):
                 raise UserError(f"{given} has no effect without {_flag(condition)}; add it or drop --{name}.")
         for condition, why in each.metadata["excludes"].items():
             if holds(condition):
                 other, is_listed, _ = condition.partition("=")
                 found = f"--{other} {values[other]}" if is_listed or values[other] is not True else f"--{other}"
                 raise UserError(f"{given} cannot go with {found}: {why}; drop one of them.")
-
-
-def _is_known(values: dict[str, Any]) -> bool:
-    return values["sharding_mode"] != "auto"
 
 
 def _flag(condition: str) -> str:

@@ -23,13 +23,13 @@ from llm_fp8.utils.ranks import first_to_say
 EXIT_FAILED_CHECK = 1
 EXIT_USER_ERROR = 2
 EXIT_NO_GPU = 3
-"""Of the scripts that check a GPU, where there is none: they did what they could."""
+"""The scripts that check a GPU end so where there is none: they did what they could."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
 EXIT_OUTPUT_CLOSED = 141
 """What a shell reports for a program that SIGPIPE ended."""
 STDERR_DESCRIPTOR = 2
-"""Of the process. `sys.stderr` may be an object without a descriptor, which a crash cannot write to."""
+"""Where a crash is written: `sys.stderr` may be an object without a descriptor."""
 
 
 class UserError(Exception):

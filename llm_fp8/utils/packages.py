@@ -12,7 +12,7 @@ from types import ModuleType
 from llm_fp8.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""Of an installed package: the folder it lies in, with te_llama.py and the training scripts."""
+"""The folder that an installed package lies in, with te_llama.py and the training scripts."""
 SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
 """configs/ and the requirements files: in the repository links to them, in a wheel files."""
 
@@ -38,29 +38,20 @@ class OptionalPackage:
     """A package that only some options need."""
 
     name: str
-    """Of the distribution, or for people where `version` is None."""
     module: str
     """What is imported of it."""
     install: str
-    """The command."""
-    version: str | None = None
-    """The only one that works; None: any."""
+    """The command that installs it."""
 
     def require_installed(self, why: str) -> None:
-        """Raise `UserError` that starts with `why` where the package is missing or of another version."""
-        wanted, installed = self.name, importlib.util.find_spec(self.module.partition(".")[0]) is not None
-        found = "which is not installed"
-        if self.version is not None:
-            version = package_version(self.name)
-            wanted, installed = f"{self.name} {self.version}", version == self.version
-            found = found if version is None else f"and {version} is installed"
-        if not installed:
-            raise UserError(f"{why} needs {wanted}, {found}; run: {self.install}")
+        """Raise `UserError` that starts with `why` where the package is missing."""
+        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
+            raise UserError(f"{why} needs {self.name}, which is not installed; run: {self.install}")
 
     def require(self, why: str) -> ModuleType:
         """The module, imported. Raises `UserError` as `require_installed`, and where it does not load."""
+        self.require_installed(why)
         try:
-            self.require_installed(why)
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:
             problem = f"which is installed but does not load ({error})"
