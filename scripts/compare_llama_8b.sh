@@ -22,5 +22,5 @@ done
 training=(--config "$repository/configs/llama_8b_full_finetune.yaml" "${@:2}")
 python=$(find_python)
 apostrophe="'\\''" # between single quotes; printf %q writes what only bash reads
-exec "$python" "$repository/scripts/compare_performance.py" --train "$(printf "'%s' " "${training[@]//\'/$apostrophe}")" --arms bf16,fp8 --seeds 1 \
+exec "$python" "$repository/scripts/compare_performance.py" --train "$(printf "'%s' " "${training[@]//\'/$apostrophe}")" --variants bf16,fp8 --seeds 1 \
     --output "$repository/runs/compare_llama_8b" "${comparison[@]}"

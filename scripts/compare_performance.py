@@ -3,7 +3,7 @@
 its figures.
 
     python scripts/compare_performance.py --train "--model_name meta-llama/Llama-3.2-1B --use_te \\
-        --max_steps 300 --eval_every 50" --arms bf16,fp8,current --seeds 3
+        --max_steps 300 --eval_every 50" --variants bf16,fp8,current --seeds 3
     python scripts/compare_performance.py --runs runs/bf16-1 runs/bf16-2 runs/fp8-1 runs/fp8-2
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 team/llm-fp8/def456
     python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,6 @@ def made_up_run(
                 "step_time_s": 8192 / figure,
                 "tokens_per_s": figure,
                 "peak_memory_gib": 37.0,
-                "energy_j_per_million_tokens": 6000.0 * 100_000 / rate,
             }
         )
         if step % 15 == 0:
@@ -76,6 +76,10 @@ def made_up_run(
         config["precision"] = {**config["precision"], "mixed_precision": "fp8", "fp8_scenario": variant}
     fields: dict[str, Any] = {
         "source": f"runs/{variant}-{seed}",
+        "summary": {
+            "median_tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[10:]),
+            "median_energy_j_per_million_tokens": 6000.0 * 100_000 / rate,
+        },
         "config": config,
         "precision": precision_of(variant),
         "steps": steps,
@@ -89,24 +93,19 @@ def made_up_run(
     return RunRecord(**{**fields, **changes})
 
 
-def write_run_folder(folder: Path, run: RunRecord, answers: dict[int, dict[int, bool]] | None = None) -> Path:
-    """`run` as its training would have left it; `answers`: step -> row -> right or wrong."""
+def write_run_folder(folder: Path, run: RunRecord) -> Path:
+    """`run` as its training and an evaluation of its export would have left it."""
     folder.mkdir(parents=True, exist_ok=True)
-    sections = {
-        "config": run.config,
-        "precision": run.precision,
-        "effective": run.effective,
-        "data": run.data,
-        "model": run.model,
-    }
-    (folder / "run.json").write_text(json.dumps({**sections, "provenance": run.provenance}))
-    (folder / "summary.json").write_text(json.dumps({"steps": len(run.steps), "certificate": run.certificate}))
+    sections = ("config", "precision", "effective", "data", "model", "provenance")
+    (folder / "run.json").write_text(json.dumps({name: getattr(run, name) for name in sections}))
+    summary = {"steps": len(run.steps), "certificate": run.certificate, "throughput": run.summary}
+    (folder / "summary.json").write_text(json.dumps(summary))
     lines = sorted([*run.steps, *run.evaluations], key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step, rows in (answers or {}).items():
-        (folder / "eval_answers").mkdir(exist_ok=True)
-        records = [{"row_id": row, "problem": f"problem {row}", "correct": correct} for row, correct in rows.items()]
-        (folder / "eval_answers" / f"step-{step}.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
+    answers = [
+        {"row_id": row, "problem": problem, "correct": correct}
+        for row, problem, correct in ((*name.split(": "), right) for name, right in run.answers.items())
+    ]
+    if answers:
+        (folder / "exact_match.json").write_text(json.dumps({"answers": answers}))
     return folder

@@ -1,13 +1,12 @@
 """The comparison of training runs that differ in precision alone (scripts/compare_performance.py).
 
 variants.py     names of variants -> options; a run -> its variant
-launch.py       the command lines of the runs, in order, one after another or on several GPUs
+launch.py       the runs of a comparison, one after the other
 run_record.py   one finished run as plain values, from its folder or W&B's server
 statistics.py   intervals over runs, exact test over problems: numbers in, numbers out
 figures.py      run records -> the figures of each variant
 differences.py  in what runs differ besides their variant
 verdict.py      figures -> a judgement in words
 report.py       all of it as one value that JSON can hold; its table, also on a terminal
-charts.py       that value as charts: bars of the variants, lines of the runs
-page.py         that value as one self-contained HTML page (assets/)
+page.py         that value as one self-contained HTML page with charts (assets/)
 """

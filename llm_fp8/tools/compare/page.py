@@ -2,97 +2,147 @@
 
 from __future__ import annotations
 
+import math
 import re
-from datetime import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from llm_fp8.tools.compare.charts import make_charts, speed_chart
-from llm_fp8.tools.compare.report import COLUMNS, NOT_APPLICABLE, Comparison, table_rows
-from llm_fp8.tools.compare.variants import describe_variant
+from llm_fp8.tools.compare.differences import concerning
+from llm_fp8.tools.compare.figures import VariantFigures
+from llm_fp8.tools.compare.report import Comparison, figure_rows
+from llm_fp8.tools.compare.statistics import Interval, trailing_mean
 
 ASSETS = Path(__file__).parent / "assets"
-NUM_STYLES = 7
-"""Colours, dashes and marks of variants in assets/page.css and page.html."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A variant's bar and its whisker, as places in percent of the drawing's width."""
+
+    style: int
+    name: str
+    text: str
+    start: float
+    length: float
+    whisker: tuple[float, float] | None
+    note: str = ""
+    is_doubtful: bool = False
+
+
+def bar_chart(
+    comparison: Comparison,
+    shape: str,
+    figure: Callable[[VariantFigures], Interval | None],
+    note: Callable[[VariantFigures], tuple[str, bool]] = lambda own: ("", False),
+) -> list[Bar]:
+    """A bar for each variant that has the figure; `shape` formats a number with its unit."""
+    found = [(number, own, given) for number, own in enumerate(comparison.variants) if (given := figure(own))]
+    ends = [end for *_, given in found for end in (given.value, given.low, given.high) if end is not None]
+    low, high = min([0.0, *filter(math.isfinite, ends)]), max([1e-9, *filter(math.isfinite, ends)])
+
+    def place(value: float) -> float:
+        return round(100 * (value - low) / (high - low), 2) if math.isfinite(value) else place(0)
+
+    bars = []
+    for number, own, given in found:
+        start, end = sorted((place(0), place(given.value)))
+        whisker = None if given.low is None or given.high is None else (place(given.low), place(given.high))
+        bars.append(Bar(number, own.name, given.describe(shape), start, round(end - start, 2), whisker, *note(own)))
+    return bars
+
+
+def quality(own: VariantFigures, comparison: Comparison) -> tuple[str, bool]:
+    """What stands beside a variant's speed, and whether the speed is of doubtful worth."""
+    verdict = comparison.verdicts[own.variant]
+    words = [verdict.quality if verdict.quality == "baseline" else f"quality {verdict.quality}"]
+    if verdict.conclusion in ("fell back", "not comparable", "not certified"):
+        words.insert(0, verdict.conclusion)
+    if concerning(comparison.differences, own.variant, "speed"):
+        words.insert(0, "speed not comparable")
+    elif own.speedup:
+        words.insert(0, f"{own.speedup.value:.2f} times bf16")
+    return "; ".join(words), verdict.quality in ("worse", "not shown") or verdict.conclusion == "not certified"
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """A polyline per run, in thousandths from the top left, and what stands at the ends of the axes."""
+
+    title: str
+    lines: list[tuple[int, str, str]]
+    """Style, name and points of each."""
+    x_ends: tuple[str, str]
+    y_ends: tuple[str, str]
+
+
+def line_chart(comparison: Comparison, key: str, title: str) -> LineChart | None:
+    """The losses under `key` of the runs' curves by optimizer step; None where no run has two."""
+    styles = {own.variant: number for number, own in enumerate(comparison.variants)}
+    curves = [(curve, _smooth(curve[key]) if key == "loss" else curve[key]) for curve in comparison.curves]
+    points = [point for _, curve in curves for point in curve if math.isfinite(point[1])]
+    if len({step for step, _ in points}) < 2:
+        return None
+    steps, losses = zip(*points, strict=True)
+    left, bottom, width, height = min(steps), min(losses), max(steps) - min(steps), max(losses) - min(losses)
+    lines = []
+    for own, curve in curves:
+        places = [
+            f"{1000 * (step - left) / width:.0f},{1000 - 1000 * (loss - bottom) / (height or 1):.0f}"
+            for step, loss in curve
+            if math.isfinite(loss)
+        ]
+        lines.append((styles[own["variant"]], f"{own['variant']}, seed {own['seed']}", " ".join(places)))
+    y_ends = (f"{bottom:.3f}", f"{bottom + height:.3f}")
+    return LineChart(title, lines, (f"step {left:.0f}", f"step {left + width:.0f}"), y_ends)
+
+
+def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The trailing mean over a twentieth of the steps."""
+    means = trailing_mean([loss for _, loss in curve], max(1, len(curve) // 20))
+    return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]
+
+
+def without_folders(text: Any) -> Any:
+    """`text` with the last part alone of each absolute path: the page may be sent to others."""
+    return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text) if type(text) is str else text
 
 
 def render_page(comparison: Comparison) -> str:
+    """The whole page."""
     environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: without_folders(value) if type(value) is str else value,
+        loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, finalize=without_folders
     )
-    names, *values = zip(*table_rows(comparison.arms), strict=True)
+    provenance, columns = comparison.provenance, [figure_rows(own) for own in comparison.variants]
+    speed = bar_chart(
+        comparison, "{:,.0f} tokens/s", lambda own: own.tokens_per_s, lambda own: quality(own, comparison)
+    )
+    gap = bar_chart(
+        comparison,
+        "{:+.4f} nats/token",
+        lambda own: own.loss_gap and Interval(own.loss_gap.mean, own.loss_gap.low, own.loss_gap.high),
+    )
+    lines = [
+        line_chart(comparison, "eval_loss", "Eval loss by step"),
+        line_chart(comparison, "loss", "Training loss by step, trailing mean over a twentieth of the steps"),
+    ]
+    gpus = [gpu["name"] for gpu in provenance.get("gpus") or []]
+    facts = {
+        "model": str(provenance.get("location", "")).rstrip("/").split("/")[-1],
+        "GPUs": f"{len(gpus)} x {gpus[0]}" if gpus else "none",
+        "commit": (provenance.get("git") or {}).get("commit"),
+        "command": " ".join(provenance.get("command") or []),
+        "packages": ", ".join(f"{name} {v}" for name, v in (provenance.get("packages") or {}).items() if v),
+    }
     return environment.get_template("page.html").render(
         comparison=comparison,
-        describe=describe_variant,
-        title=_title(comparison),
-        facts=_facts(comparison),
-        arms=[variant for variant in comparison.arms if variant.num_seeds],
-        style_of={variant.arm: number % NUM_STYLES for number, variant in enumerate(comparison.arms)},
-        variant_names=names,
-        figures=list(zip(COLUMNS[1:], values, strict=True)),
-        speed=speed_chart(comparison),
-        charts=make_charts(comparison),
-        effect_words={
-            "all": "everything",
-            "quality": "loss and answers",
-            "speed": "speed, memory, energy",
-            "note": "nothing by itself",
-        },
-        provenance=_provenance_lines(comparison.provenance["of_first_run"]),
+        columns=columns,
+        speed=speed,
+        gap=gap,
+        lines=[chart for chart in lines if chart],
+        facts={name: text for name, text in facts.items() if text},
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
     )
-
-
-def without_folders(text: str) -> str:
-    """`text` with the last part alone of each absolute path: the page may be sent to others."""
-    return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text)
-
-
-def _title(comparison: Comparison) -> str:
-    model = str(comparison.provenance["model"] or "model").rstrip("/").split("/")[-1]
-    *others, last = [variant.name for variant in comparison.arms]
-    return f"{model}: {', '.join(others)} and {last} compared" if others else f"{model}: {last}"
-
-
-def _facts(comparison: Comparison) -> list[str]:
-    """What was trained on what, in short phrases; what the runs do not tell is left out."""
-    provenance = comparison.provenance
-    parameters, sequences, length = map(provenance.get, ("num_parameters", "global_batch_size", "max_seq_length"))
-    gpus = [gpu["name"] for gpu in provenance["of_first_run"].get("gpus") or []]
-    made = datetime.fromisoformat(provenance["made_utc"]).strftime("%Y-%m-%d %H:%M UTC")
-    facts = [
-        f"{parameters / 1e6:,.0f} million parameters" if parameters else "",
-        "from random weights" if provenance.get("random_weights") else "",
-        f"{sequences:,} sequences of {length:,} tokens a step" if sequences and length else "",
-        f"{len(gpus)} x {gpus[0]}" if gpus else "CPU",
-        f"{sum(variant.num_seeds for variant in comparison.arms)} runs of {provenance['num_steps']:,} steps",
-        f"up to {provenance['tokens_seen']:,.0f} tokens each" if provenance["tokens_seen"] else "",
-        f"dataset {provenance['dataset']}" if provenance["dataset"] else "",
-        f"made {made}",
-    ]
-    return [fact for fact in facts if fact]
-
-
-def _provenance_lines(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    git, cpu, gpus = (provenance.get(name) or {} for name in ("git", "cpu", "gpus"))
-    packages = {name: version for name, version in (provenance.get("packages") or {}).items() if version}
-    versions = [str(provenance.get(key) or "unknown") for key in ("driver", "cuda", "cudnn")] if gpus else []
-    lines = [
-        ("command", " ".join(provenance.get("command") or [])),
-        ("commit", f"{git.get('commit', '')}{' with uncommitted changes' if git.get('dirty') else ''}"),
-        ("GPUs", ", ".join(f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in gpus) or NOT_APPLICABLE),
-        ("driver, CUDA, cuDNN", ", ".join(versions) or NOT_APPLICABLE),
-        ("python", str(provenance.get("python", ""))),
-        ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
-        ("processor", f"{cpu.get('model')}, {cpu.get('num_cores')} cores"),
-        ("system", str(provenance.get("os", ""))),
-        ("environment", ", ".join(f"{name}={value}" for name, value in (provenance.get("environment") or {}).items())),
-    ]
-    return [(name, text) for name, text in lines if text.strip()] if provenance else []

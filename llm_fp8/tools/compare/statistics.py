@@ -137,8 +137,3 @@ def trailing_mean(values: Sequence[float], window: int) -> list[float]:
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
     return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
-
-
-def first_at_or_below(values: Sequence[float], times: Sequence[float], target: float) -> float | None:
-    """The time of the first value at or below `target`; None where none is."""
-    return next((time for value, time in zip(values, times, strict=True) if value <= target), None)

@@ -72,7 +72,7 @@ def judge(
     name, state, reasons = own.name, own.certificate.state, "; ".join(own.certificate.reasons)
     if own.num_failed:
         name += f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
-    if reference is not None and own.arm == reference.arm:
+    if reference is not None and own.variant == reference.variant:
         failed = [f"Its certificate failed ({reasons})."] if state == "failed" else []
         return Verdict("reference", [f"{name} is the baseline of the others.", *failed], "baseline")
     if reference is None or reference.num_seeds == 0:
@@ -83,11 +83,11 @@ def judge(
     if reference.certificate.state == "failed":
         why = f"the {reference.name} runs failed their certificate ({'; '.join(reference.certificate.reasons)})"
         return Verdict("not comparable", [f"{name} is not comparable: {why}."])
-    if confounded := concerning(differences, own.arm, "all"):
+    if confounded := concerning(differences, own.variant, "all"):
         why = f"the runs differ in {_fields(confounded)}"
         return Verdict("not comparable", [f"{name} is not comparable with {reference.name}: {why}."])
-    speed_confounded = concerning(differences, own.arm, "speed")
-    quality_confounded = concerning(differences, own.arm, "quality")
+    speed_confounded = concerning(differences, own.variant, "speed")
+    quality_confounded = concerning(differences, own.variant, "quality")
     quality = _quality(own, bool(quality_confounded), margin)
     conclusion = _conclude(own, quality, bool(speed_confounded), bool(quality_confounded))
     learned = _loss_words(own, reference, quality_confounded, margin) + _answer_words(own, quality_confounded)

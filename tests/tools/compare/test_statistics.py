@@ -12,7 +12,6 @@ from llm_fp8.tools.compare.figures import LossGap, variant_figures
 from llm_fp8.tools.compare.statistics import (
     Interval,
     PairedAnswers,
-    first_at_or_below,
     pair_answers,
     ratio_interval,
     t_interval,
@@ -154,7 +153,5 @@ def test_a_problem_is_one_trial_however_many_seeds_answer_it():
     assert one.p_value == pytest.approx(22 / 1024)
 
 
-def test_trailing_mean_and_first_time():
+def test_trailing_mean():
     assert trailing_mean([4.0, 2.0, 0.0, 4.0], 2) == [4.0, 3.0, 1.0, 2.0]
-    assert first_at_or_below([3.0, 2.0, 1.0, 0.5], [10.0, 20.0, 30.0, 40.0], 1.0) == 30.0
-    assert first_at_or_below([3.0], [10.0], 1.0) is None
