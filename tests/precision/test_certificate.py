@@ -11,18 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-import llm_fp8.train.loop as loop
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
-from llm_fp8.observability.step_profile import WORTH_A_WORD, StepProfile
-from llm_fp8.precision.certificate import ExpectedKernels, attention_library, certify, worst
+from llm_fp8.observability.kernel_trace import gemm_kernels
+from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.modules import ModuleState, read_te_state
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.run import run_training
-from llm_fp8.train.setup import RunPlan
 from llm_fp8.utils.errors import run_script
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps
@@ -110,117 +109,46 @@ def test_a_bf16_step():
     assert plain.verdict == "certified", "a model without Transformer Engine has no such modules to ask"
 
 
+ONE_FP8_KERNEL = {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)}
 FAILURES = {
-    "fp8 asked for, nothing converted": (
-        dict(kernels=BF16_STEP, state=ModuleState()),
-        "expected at least 384 fp8 GEMM kernels",
-        "and 0 ran",
+    "fp8 asked for, nothing converted": dict(kernels=BF16_STEP, state=ModuleState()),
+    "fp8 asked for, autocast lost": dict(kernels=BF16_STEP, state=NOT_IN_FP8),
+    "a layer outside fp8": dict(kernels=FP8_STEP | {"nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (72, 0.004)}),
+    "recomputed outside fp8": dict(expected=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
+    "one micro-batch outside fp8": dict(num_micro_batches=4),
+    "fp4 asked for, and fp8 ran": dict(expected=NVFP4, state=SAYS_NOTHING),
+    "fp8 asked for, and fp4 ran": dict(kernels=FP4_STEP, state=SAYS_NOTHING),
+    "too few unknown GEMMs to be the missing ones": dict(kernels=BF16_STEP | {"a_gemm": (40, 0.001)}),
+    "unknown GEMMs, and the modules deny it": dict(kernels=RENAMED, state=NOT_IN_FP8),
+    "unknown kernels, and the modules deny it": dict(kernels=NO_RULE, state=NOT_IN_FP8),
+    "unknown kernels, and no module to ask": dict(kernels=NO_RULE, state=ModuleState()),
+    "unknown kernels, too short to be the missing ones": dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
+    "another recipe": dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
+    "another recipe inside": dict(recipe_inside_modules="none"),
+    "quantizers of another recipe": dict(state=dataclasses.replace(IN_FP8, quantizers={"MXFP8Quantizer": 320})),
+    "an empty amax history": dict(state=dataclasses.replace(IN_FP8, num_without_amax=3)),
+    "fp8 left on in a bf16 run": dict(expected=BF16, kernels=FP8_STEP, state=IN_FP8),
+    "one fp8 kernel in a bf16 run": dict(expected=BF16, kernels=BF16_STEP | ONE_FP8_KERNEL, state=NOT_IN_FP8),
+    "the same beside unknown ones": dict(expected=BF16, kernels=NO_RULE | ONE_FP8_KERNEL, state=ModuleState()),
+    "a module in fp8 in a bf16 run": dict(
+        expected=BF16, kernels=BF16_STEP, state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1)
     ),
-    "fp8 asked for, autocast lost": (
-        dict(kernels=BF16_STEP, state=NOT_IN_FP8),
-        "of 48 modules of Transformer Engine 0 say",
-    ),
-    "one layer fewer in fp8": (
-        dict(kernels=FP8_STEP | {"nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (72, 0.0037)}),
-        "and 360 ran",
-    ),
-    "recomputed outside fp8": (
-        dict(expected=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
-        "expected at least 512 fp8 GEMM kernels (64 weights x 3 GEMMs and 64 recomputed ones in each of 2 "
-        "micro-batches)",
-    ),
-    "fp4 asked for, and fp8 ran": (
-        dict(expected=NVFP4, state=SAYS_NOTHING),
-        "and 0 ran (all GEMM kernels: 6 bf16, 384 fp8)",
-    ),
-    "fp8 asked for, and fp4 ran": (
-        dict(kernels=FP4_STEP, state=SAYS_NOTHING),
-        "and 0 ran (all GEMM kernels: 6 bf16, 384 fp4)",
-    ),
-    "one micro-batch outside fp8": (dict(num_micro_batches=4), "expected at least 768"),
-    "too few unknown kernels to be the missing ones": (
-        dict(kernels=BF16_STEP | {"a_gemm": (40, 0.001)}),
-        "and 0 ran (all GEMM kernels: 390 bf16, 40 unknown)",
-    ),
-    "kernels unknown, and the modules say that they are not in fp8": (
-        dict(kernels=RENAMED, state=NOT_IN_FP8),
-        "and 0 ran",
-    ),
-    "kernels that no rule knows, and the modules say that they are not in fp8": (
-        dict(kernels=NO_RULE, state=NOT_IN_FP8),
-        "and 0 ran",
-    ),
-    "kernels that no rule knows, and no module to ask": (dict(kernels=NO_RULE, state=ModuleState()), "and 0 ran"),
-    "kernels that no rule knows, and another recipe": (
-        dict(kernels=NO_RULE, state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
-        "modules computed by Float8CurrentScaling (48)",
-    ),
-    "many kernels that no rule knows, too short to be the missing ones": (
-        dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
-        "and 0 ran",
-    ),
-    "too few kernels that no rule knows to be the missing ones": (
-        dict(kernels=BF16_STEP | {"a_kernel": (300, 0.03)}),
-        "and 0 ran",
-    ),
-    "one fp8 kernel in a bf16 run beside kernels that no rule knows": (
-        dict(
-            expected=BF16,
-            kernels=NO_RULE | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
-            state=ModuleState(),
-        ),
-        "and 1 ran",
-    ),
-    "another recipe": (
-        dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
-        "expected the recipe DelayedScaling, and modules computed by Float8CurrentScaling (48)",
-    ),
-    "another recipe inside": (
-        dict(recipe_inside_modules="none"),
-        "expected the recipe DelayedScaling inside the modules, and it was none",
-    ),
-    "quantizers of another recipe": (
-        dict(state=dataclasses.replace(IN_FP8, quantizers={"MXFP8Quantizer": 320})),
-        "expected quantizers of the class Float8Quantizer",
-    ),
-    "an empty amax history": (
-        dict(state=dataclasses.replace(IN_FP8, num_without_amax=3)),
-        "amax history of 3 of 48 modules is empty",
-    ),
-    "fp8 left on in a bf16 run": (
-        dict(expected=BF16, kernels=FP8_STEP, state=IN_FP8),
-        "expected no fp8 GEMM kernel, and 384 ran",
-    ),
-    "one fp8 kernel in a bf16 run": (
-        dict(
-            expected=BF16,
-            kernels=BF16_STEP | {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)},
-            state=NOT_IN_FP8,
-        ),
-        "and 1 ran",
-    ),
-    "a module in fp8 in a bf16 run": (
-        dict(
-            expected=BF16,
-            kernels=BF16_STEP,
-            state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1, recipes={"DelayedScaling": 1}),
-        ),
-        "expected no module in fp8",
-    ),
-    "a bf16 run that computes in fp32": (
-        dict(expected=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=ModuleState()),
-        "expected GEMM kernels in bf16, and none was recognised (all GEMM kernels: 390 fp32)",
+    "a bf16 run that computes in fp32": dict(
+        expected=BF16, kernels={"ampere_sgemm_128x64_tn": (390, 0.3)}, state=ModuleState()
     ),
 }
 
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_what_fails(case):
-    arguments, *words = FAILURES[case]
-    certificate = judge(**arguments)
-    assert certificate.verdict == "failed"
-    assert all(part in "; ".join(certificate.reasons) for part in words)
-    assert "FAILED" in certificate.describe()
+    certificate = judge(**FAILURES[case])
+    assert certificate.verdict == "failed" and certificate.reasons and "FAILED" in certificate.describe()
+
+
+def test_a_failure_names_numbers():
+    reason = judge(**FAILURES["recomputed outside fp8"]).reasons[0]
+    assert "at least 512 fp8 GEMM kernels (64 weights x 3 GEMMs and 64 recomputed ones in each of 2" in reason
+    assert "and 384 ran (all GEMM kernels: 6 bf16, 384 fp8)" in reason
 
 
 def test_renamed_kernels_are_unknown_and_never_bf16():
@@ -253,8 +181,7 @@ def test_kernels_that_no_rule_knows_may_be_gemms():
     half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(NO_RULE.items())}
     assert judge(kernels=half).verdict == "undetermined", "of both kinds together"
     without_gemms = judge(kernels={"a_kernel<" + 200 * "x": (390, 0.1)})
-    assert without_gemms.verdict == "undetermined" and "CUPTI" not in without_gemms.reasons[0]
-    assert len(without_gemms.reasons[0]) < 400
+    assert without_gemms.verdict == "undetermined" and len(without_gemms.reasons[0]) < 400
     # Outside fp8 nothing else would show them.
     assert judge(BF16, NO_RULE, ModuleState()).verdict == judge(BF16, NO_RULE, NOT_IN_FP8).verdict == "undetermined"
     assert (
@@ -288,19 +215,6 @@ def test_what_leaves_the_question_open():
 
 def test_nvfp4_is_told_from_fp8():
     assert judge(NVFP4, FP4_STEP, SAYS_NOTHING).verdict == "certified"
-
-
-def test_attention_of_hugging_face_is_told_by_its_kernels():
-    assert attention_library(FP8_STEP) == "cuDNN"
-    assert (
-        attention_library({"void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Params)": (32, 0.1)})
-        == "flash"
-    )
-    assert (
-        attention_library({"fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)": (32, 0.1)})
-        == "memory-efficient"
-    )
-    assert attention_library(HEAD_GEMMS) == "math"
 
 
 def test_the_worst_of_all_ranks_speaks():
@@ -365,26 +279,17 @@ def test_fp8_weights_are_counted_by_matrix_and_by_recomputed_layer():
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
-def step_profile(kernels, num_ranks: int = 1, work_s: float = 0.1) -> StepProfile:
-    profile = StepProfile(span_s=0.1, work_s_by_rank=[work_s] * num_ranks, peak_memory_gib_by_rank=[1.0] * num_ranks)
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
+    """Let a run on the CPU record these kernels, as if they were those of its step."""
+    profile = StepProfile(span_s=0.1, work_s_by_rank=[0.1], peak_memory_gib_by_rank=[1.0])
     profile.kernels = kernels
-    gemms = gemm_kernels(kernels)
-    profile.gemm_kernels = {kind: found.count for kind, found in gemms.items()}
-    profile.gemm_time_s = {kind: found.time_s for kind, found in gemms.items()}
-    profile.time_s_by_class = {name: found.time_s for name, found in time_by_class(kernels).items()}
-    return profile
-
-
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]], work_s: float = 0.1) -> None:
-    """Let a run on the CPU record these kernels, as if they were those of its step and the GPU had been at work for
-    so long.
-    """
+    profile.gemm_kernels = {kind: found.count for kind, found in gemm_kernels(kernels).items()}
 
     @contextlib.contextmanager
     def profiled(_):
-        yield step_profile(kernels, work_s=work_s)
+        yield profile
 
-    monkeypatch.setattr(loop, "profiled", profiled)
+    monkeypatch.setattr("llm_fp8.observability.step_profile.profiled", profiled)
     monkeypatch.setattr(RunPlan, "certifies", property(lambda plan: plan.config.run.certify is not False))
 
 
@@ -406,33 +311,21 @@ def options(model: str, rows: str, folder, *more: str) -> list[str]:
 @pytest.mark.slow
 def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, BF16_STEP)
-    assert (
-        run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7", "--save_every=6"))) == 0
-    )
+    assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7"))) == 0
     printed = capsys.readouterr().out
     assert "certificate: bf16, none of 390 GEMM kernels in fp8, attention sdpa (math)" in printed
     stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert stored == summary["certificate"] and stored["verdict"] == "certified" and stored["num_micro_batches"] == 1
-    assert summary["recorded_step"]["gemm_kernels"] == {"bf16": 390}
-    waiting, median_s = summary["gpu_idle"], summary["throughput"]["median_step_time_s"]
-    assert waiting == {"work_s": 0.1, "step_time_s": median_s, "share": max(0.0, 1 - 0.1 / median_s)}
-    assert ("the GPU is idle during" in printed) == (waiting["share"] >= WORTH_A_WORD)
     assert ["num_gemm_kernels" in record for record in steps(tmp_path / "run")] == [
         number == 5 for number in range(1, 8)
     ]
-    # A process that continues the run records a step of its own, also where there are fewer steps than it would wait.
-    again = options(
-        tiny_model, rows, tmp_path / "run", "--max_steps=8", "--allow_changed=total_steps", "--resume_from=latest"
-    )
-    assert run_training(parse_config(again)) == 0
-    assert "num_gemm_kernels" in steps(tmp_path / "run")[-1]
 
 
 @pytest.mark.slow
 def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, FP8_STEP)
-    config = parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=9", "--save_every=2"))
+    config = parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=9"))
     with pytest.raises(SystemExit) as ended:
         run_script(lambda: run_training(config))
     assert ended.value.code == 1
@@ -444,12 +337,6 @@ def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_pat
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["certificate"]["verdict"] == "failed" and summary["failed"] in printed.err
     assert len(steps(tmp_path / "run")) == 5, "what was trained is reported"
-    assert json.loads((tmp_path / "run" / "certificate.json").read_text())["verdict"] == "failed"
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "latest",
-        "step-00000002",
-        "step-00000004",
-    ]
 
 
 def _break_rank_1() -> None:

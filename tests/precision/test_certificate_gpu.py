@@ -12,7 +12,7 @@ import torch
 import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.observability.kernel_trace import gemm_kernels, time_by_class
+from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.modules import ModuleState
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
@@ -70,16 +70,6 @@ def test_what_stays_in_bf16_is_not_expected_in_fp8(options, num_weights, device)
     assert certificate.verdict == "certified", certificate.reasons
     expected = MICRO_BATCHES * 3 * num_weights
     assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels == expected
-
-
-def test_every_kernel_has_a_class(device):
-    """What takes more than half a percent of a step is of a known kind, with and without Transformer Engine."""
-    for use_te in (True, False):
-        model, precision, _ = build(fp8(), device, use_te)
-        classes = time_by_class(recorded_step(model, precision, device))
-        total_s = sum(found.time_s for found in classes.values())
-        others = classes["other"].names if "other" in classes else {}
-        assert all(time_s < 0.005 * total_s for time_s in others.values()), others
 
 
 def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
@@ -172,13 +162,10 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
     # Three layers of four weights in two micro-batches.
     assert stored["num_fp8_gemm_kernels"] == 72 and stored["recipe_inside_modules"] == "DelayedScaling"
     assert f"certificate: fp8 delayed, 72 of {stored['num_gemm_kernels']} GEMM kernels in fp8" in done.stdout
-    assert "attention fused (cuDNN)" in done.stdout and "Profiler clears events" not in done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if "num_gemm_kernels" in r] == [5]
+    assert "attention fused (cuDNN)" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert "no_energy_because" in summary
-    assert "no current CUDA context" not in done.stdout + done.stderr
-    assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0 and "communication_s" not in summary["recorded_step"]
+    record_property("recording_time_s", summary["recorded_step"]["recording_time_s"])
+    assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0
 
 
 def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import recipe_names
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.precision import torchao as torchao_fp8
@@ -27,7 +26,7 @@ from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import uncompiled
 from tests.support.processes import run_ranks
-from tests.support.small import final_weights, records, run_json, steps, tiny_config, train
+from tests.support.small import final_weights, run_json, steps, tiny_config, train
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
@@ -87,26 +86,18 @@ def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_goes_together_with_it(tiny_model, rows, tmp_path):
-    """Packed rows, recomputation, bf16 parameters with their remainders, evaluation, resuming, layers left in bf16;
-    and the files are those of any run.
-    """
+def test_it_resumes_and_recomputes_exactly(tiny_model, rows, tmp_path):
+    """With packed rows, bf16 parameters with their remainders, and a layer left in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
     kept, again, resumed = tmp_path / "kept", tmp_path / "again", tmp_path / "resumed"
-    train(*options(tiny_model, rows, kept, *shared, "--save_every=2", "--validation_fraction=0.3"))
-    train(
-        *options(
-            tiny_model, rows, again, *shared, "--gradient_checkpointing", "--validation_fraction=0.3", "--no_export"
-        )
-    )
+    train(*options(tiny_model, rows, kept, *shared, "--save_every=2"))
+    train(*options(tiny_model, rows, again, *shared, "--gradient_checkpointing", "--no_export"))
     checkpoint = kept / "checkpoints" / "step-00000002"
-    train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}", "--validation_fraction=0.3"))
+    train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}"))
     assert losses(again) == losses(kept), "recomputed layers change nothing"
     assert losses(resumed) == losses(kept)[2:]
     one, other = final_weights(kept), final_weights(resumed)
-    assert one.keys() == AutoModelForCausalLM.from_config(tiny_config()).state_dict().keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert any("eval_loss" in record for record in records(kept))
     coverage = run_json(kept)["precision"]["coverage"]
     assert set(coverage["converted"].values()) == {1}
     assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
@@ -167,33 +158,21 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
 
 
 class Odd(nn.Module):
-    """Layers that stay out, and two that do not."""
+    """Layers that stay out, and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(64, 32)
-        self.q_proj = nn.Linear(32, 48, bias=True)
-        self.output_proj = nn.Linear(48, 32, bias=False)
-        self.odd_in, self.odd_out = nn.Linear(24, 32), nn.Linear(32, 8)
-        self.lm_head, self.embed_out, self.output_layer = (nn.Linear(32, 64) for _ in range(3))
-        self.score, self.classifier = nn.Linear(32, 16), nn.Linear(32, 16)
+        self.q_proj, self.odd = nn.Linear(32, 48), nn.Linear(24, 32)
+        self.lm_head, self.score = nn.Linear(32, 64), nn.Linear(32, 16)
 
 
-@pytest.mark.slow
 def test_the_filter_and_the_coverage():
     model = Odd()
-    parameters = dict(model.named_parameters())
     left = convert_with_torchao(model, torchao_fp8.build_config("rowwise", emulate=True))
-    assert list(torchao_fp8.converted_modules(model)) == ["q_proj", "output_proj"]
-    assert left == {
-        "odd_in": "size 24 x 32 is not a multiple of 16",
-        "odd_out": "size 32 x 8 is not a multiple of 16",
-        **dict.fromkeys(("lm_head", "embed_out", "output_layer", "score", "classifier"), "lm_head"),
-    }
-    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert left == {"odd": "size 24 x 32 is not a multiple of 16", "lm_head": "lm_head", "score": "lm_head"}
     coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
-    assert coverage.converted == {"q_proj": 1, "output_proj": 1}
-    assert coverage.skipped["odd_out"] == "1 bf16 (size 32 x 8 is not a multiple of 16)" and len(coverage.skipped) == 7
+    assert coverage.converted == {"q_proj": 1} and len(coverage.skipped) == 3
+    assert coverage.skipped["odd"] == "1 bf16 (size 24 x 32 is not a multiple of 16)"
 
 
 PATTERNS = {
@@ -263,16 +242,10 @@ FP8_KERNEL = "nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT"
 BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 
-def on_hardware(model: nn.Module) -> None:
+def on_hardware(model: nn.Module, scenario: str) -> None:
     """Let the modules be set up as on a GPU."""
     for module in torchao_fp8.converted_modules(model).values():
-        module.config = torchao_fp8.build_config(
-            next(n for n in recipe_names("torchao") if same_recipe(module.config, n)), emulate=False
-        )
-
-
-def same_recipe(config: object, name: str) -> bool:
-    return config == torchao_fp8.build_config(name, emulate=True)
+        module.config = torchao_fp8.build_config(scenario, emulate=False)
 
 
 @pytest.mark.parametrize(("scenario", "num_gemms"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
@@ -292,7 +265,7 @@ def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
         return certify(expected, kernels, precision.module_state(), num_micro_batches=2)
 
     assert "0 say that they are set up for fp8" in verdict(0).reasons[0], "emulated GEMMs do not run in fp8"
-    on_hardware(model)
+    on_hardware(model, scenario)
     state = precision.module_state()
     assert (state.library, state.num_modules, state.num_in_fp8, state.recipes) == ("torchao", 14, 14, {scenario: 14})
     assert verdict(num_expected).verdict == "certified" and not verdict(num_expected).remarks
@@ -316,7 +289,7 @@ def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
 
 def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     model, precision, plan = converted("rowwise")
-    on_hardware(model)
+    on_hardware(model, "rowwise")
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
     asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
