@@ -51,7 +51,7 @@ class ProgressDisplay:
         self._stream = stream or sys.stdout
         self._recent_s: deque[float] = deque(maxlen=50)  # their median gives the time left: no single slow step counts
         self._bar = tqdm(
-            desc="waiting for the first step",
+            desc="before the first step",
             total=total_steps,
             initial=first_step,
             bar_format="{bar:10} {desc}",

@@ -30,7 +30,7 @@ NUM_ROWS = 32
 size of context groups.
 """
 ROWS_PER_GPU = {"--packing": 4, "--no_packing": 8}
-"""Of a micro-batch, at least: 16 rows a step hold the packed documents."""
+"""A micro-batch has at least so many: 16 rows a step hold the packed documents."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def options(model, tmp_path) -> list[str]:
-    """Of a short run, but for its precision, rows and folder."""
+    """The options of a short run, but for its precision, rows and folder."""
     return [
         f"--model_name={model}",
         f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', NUM_ROWS)}",
@@ -81,7 +81,7 @@ def from_checkpoint(folder: Path) -> str:
 
 
 def figures(folder: Path, name: str = "loss") -> list[float]:
-    """Of every step."""
+    """The figure `name` of every step."""
     return [step[name] for step in steps(folder)]
 
 

@@ -24,7 +24,7 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 @pytest.fixture
 def options(models, tmp_path) -> list[str]:
-    """Of a short run in fp8, but for its folder."""
+    """The options of a short run in fp8, but for its folder."""
     return [
         f"--model_name={models['llama3_rope_gqa']}",
         f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', 64)}",

@@ -26,8 +26,8 @@ from tests.support.small import forget_accelerator
 
 pytestmark = pytest.mark.gpu
 
-ARMS = [("te", scenario) for scenario in [*SCENARIOS, None]] + [("swap", scenario) for scenario in SCENARIOS]
-"""Without fp8 nothing is swapped, so there is no such arm."""
+VARIANTS = [("te", scenario) for scenario in [*SCENARIOS, None]] + [("swap", scenario) for scenario in SCENARIOS]
+"""Without fp8 nothing is swapped, so there is no such variant."""
 NUM_MICRO_BATCHES = 4
 ADDITION = "CUDAFunctor_add"
 """In the name of the kernel with which autograd adds a gradient to another."""
@@ -100,9 +100,9 @@ def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision,
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, NUM_MICRO_BATCHES])
-@pytest.mark.parametrize(("kind", "scenario"), ARMS)
+@pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
 def test_all_gradients_are_there(kind, scenario, num_micro_batches, recomputed, device):
-    """Of every parameter and micro-batch, and no more than that."""
+    """Every parameter has those of every micro-batch, and no more than that."""
     batches = micro_batches(num_micro_batches, device)
     found = {}
     for summed_by in ("autograd", "gemms"):
@@ -119,7 +119,7 @@ def test_all_gradients_are_there(kind, scenario, num_micro_batches, recomputed, 
         assert relative_difference(gradient, found["autograd"][name]) < (0.05 if scenario is None else 0.15), name
 
 
-@pytest.mark.parametrize(("kind", "scenario"), ARMS)
+@pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
 def test_additions_are_gone_and_no_gemm_is_added(kind, scenario, device, record_property):
     batches = micro_batches(NUM_MICRO_BATCHES, device)
     additions, gemms = {}, {}
