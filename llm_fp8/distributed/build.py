@@ -1,4 +1,4 @@
-"""The accelerator of a run and the strategy of its mode."""
+"""The accelerator of a run and the strategy of its mode; what only one mode needs is imported for it alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
-from llm_fp8.distributed.deepspeed import DeepSpeedStrategy, accelerator_arguments
-from llm_fp8.distributed.deepspeed_config import deepspeed_settings
-from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.observability.reporter import accelerator_tracking
 from llm_fp8.precision.plan import PrecisionPlan
@@ -20,6 +17,9 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     """The run's only Accelerator. Precision is `precision.context`'s part, except for fp16's gradient scaler."""
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):
+        from llm_fp8.distributed.deepspeed import accelerator_arguments
+        from llm_fp8.distributed.deepspeed_config import deepspeed_settings
+
         arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
     else:
         # No rank changes buffers; gradients share the memory of the buckets that are all-reduced.
@@ -39,8 +39,12 @@ def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
     if mode.startswith("fsdp"):
+        from llm_fp8.distributed.fsdp import FsdpStrategy
+
         return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, ranks.local_world_size)
     if mode.startswith("deepspeed"):
+        from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
+
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
     if config.model.cuda_graphs:
         return PlainCopiesStrategy(mode, accelerator, config.parallel)

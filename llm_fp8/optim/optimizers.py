@@ -30,7 +30,6 @@ from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw import EightBitAdamW, GroupedAdamW, MasterAdamW
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE
-from llm_fp8.optim.offload import OffloadedMasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
@@ -95,9 +94,12 @@ def build_optimizer(
     groups, shared = parameter_groups(named_parameters, config.weight_decay), adamw_arguments(config)
     if kind == "adamw_fp32":
         return torch.optim.AdamW(groups, fused=True, **shared)
+    if kind == "adamw_master" and config.offload_optimizer:
+        from llm_fp8.optim.offload import OffloadedMasterAdamW
+
+        return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
     if kind == "adamw_master":
-        share = config.offload_optimizer
-        return OffloadedMasterAdamW(groups, share=share, **shared) if share else MasterAdamW(groups, **shared)
+        return MasterAdamW(groups, **shared)
     return EightBitAdamW(groups, seed=config.seed, **shared)
 
 

@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.optim.adamw import GroupedAdamW
-from llm_fp8.optim.offload import OffloadedMasterAdamW
 from llm_fp8.optim.optimizers import unwrap
 
 
@@ -40,8 +39,8 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
     Tied parameters appear under their first name. The steps of this project's AdamWs are in `optimizer_scalars`.
     """
     optimizer = unwrap(optimizer)
-    if isinstance(optimizer, OffloadedMasterAdamW):
-        optimizer.pipeline.synchronize()
+    if bytes_on_host(optimizer):
+        optimizer.pipeline.synchronize()  # type: ignore[attr-defined]  # of `OffloadedMasterAdamW`
     state = optimizer.state
     names: dict[Parameter, str] = {}
     for name, parameter in named_parameters:
@@ -51,8 +50,7 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
 
 def bytes_on_host(optimizer: Optimizer) -> int:
     """Bytes of state that --offload_optimizer keeps in host memory."""
-    optimizer = unwrap(optimizer)
-    return optimizer.host_bytes if isinstance(optimizer, OffloadedMasterAdamW) else 0
+    return getattr(unwrap(optimizer), "host_bytes", 0)
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
