@@ -21,13 +21,6 @@ set -euo pipefail
 # shellcheck source=scripts/_python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 
-# require_number NAME VALUE LOWEST HIGHEST: VALUE must be a whole number in that range.
-require_number() {
-    if ! [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3 || $2 > $4)); then
-        fail "$1 must be a whole number from $3 to $4, and is '$2'."
-    fi
-}
-
 dry_run=false
 if [[ ${1:-} == --dry_run ]]; then
     dry_run=true
@@ -41,36 +34,25 @@ if [[ -z ${NNODES:-} ]]; then
 fi
 
 num_nodes=${NNODES:-1}
-require_number NNODES "$num_nodes" 1 100000
+[[ $num_nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of hosts, and is '$num_nodes'."
 if ((num_nodes > 1)); then
     [[ -n ${NODE_RANK:-} ]] || fail "NODE_RANK is not set; with NNODES=$num_nodes it is this host's number, from 0 to $((num_nodes - 1))."
     [[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR is not set; with NNODES=$num_nodes it is the address of the host with NODE_RANK=0."
 fi
 node_rank=${NODE_RANK:-0}
-require_number NODE_RANK "$node_rank" 0 $((num_nodes - 1))
-max_restarts=${MAX_RESTARTS:-0}
-require_number MAX_RESTARTS "$max_restarts" 0 100000
-[[ -z ${MASTER_PORT:-} ]] || require_number MASTER_PORT "$MASTER_PORT" 1 65535
 
 train_script=${TRAIN_SCRIPT:-$repository/train_multi_gpu.py}
 [[ -f $train_script ]] || fail "TRAIN_SCRIPT $train_script: no such file."
 
 python=$(find_python)
 
-if [[ -n ${GLOO_SOCKET_IFNAME:-} && -d /sys/class/net ]]; then
-    for interface in ${GLOO_SOCKET_IFNAME//,/ }; do
-        [[ -e /sys/class/net/$interface ]] || fail "GLOO_SOCKET_IFNAME names $interface, which is not a network interface of this host; 'ls /sys/class/net' lists them."
-    done
-fi
-
 num_processes=${NPROC_PER_NODE:-}
 if [[ -z $num_processes ]]; then
     num_processes=$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)') ||
         fail "PYTHON=$python cannot import torch to count the GPUs; set PYTHON to the interpreter that has torch, or NPROC_PER_NODE."
 fi
-require_number NPROC_PER_NODE "$num_processes" 1 100000
 
-command=("$python" -m torch.distributed.run "--nnodes=$num_nodes" "--nproc_per_node=$num_processes" "--max_restarts=$max_restarts")
+command=("$python" -m torch.distributed.run "--nnodes=$num_nodes" "--nproc_per_node=$num_processes" "--max_restarts=${MAX_RESTARTS:-0}")
 if ((num_nodes == 1)) && [[ -z ${MASTER_PORT:-} ]]; then
     command+=(--standalone)
 else

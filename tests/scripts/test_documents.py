@@ -1,0 +1,121 @@
+"""What the documents point at is there: files, headings, options, and commands that parse."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from llm_fp8.__main__ import PROGRAMS
+from llm_fp8.config.parser import build_parser, parse_config
+from tests.support.documented_commands import README, RUN, config_of, training_commands
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TRAINING = ("train_fp8", "train_multi_gpu")
+TAKE_TRAINING_OPTIONS = ("llm_fp8.tools.diagnose.cli", "scripts.diagnose_fp8")
+PROGRAM = re.compile(
+    rf"((?:scripts|benchmarks|examples)/\w+|{'|'.join(TRAINING)})\.py|llm-fp8 ({'|'.join(PROGRAMS)})\b"
+)
+OTHERS = {"--nproc_per_node", "--max_restarts", "--config_file", "--mixed_precision", "--no-build-isolation", "--gpus"}
+"""Options of torchrun, accelerate, pip and docker that documents name."""
+
+
+def without_code(text: str) -> str:
+    """The text without the blocks between fences."""
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives the headings of a document: lower case, punctuation dropped, blanks as hyphens."""
+    headings = re.findall(r"^#{1,6} (.+)$", without_code(path.read_text()), re.M)
+    return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text())):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not re.match(r"[a-z]+:", link):
+            assert target.exists() and (not anchor or anchor in anchors(target)), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_program_that_is_named_is_there(document):
+    words = {word for code in re.findall(r"`([^`\n]+)`", document.read_text()) for word in code.split()}
+    files = r"(scripts|benchmarks|examples|tests|llm_fp8|configs)/[\w/.-]+\.\w+"
+    assert [word for word in sorted(words) if re.fullmatch(files, word) and not (ROOT / word).is_file()] == []
+
+
+class _Called(BaseException):
+    """A parser was called; its `args` are the parser and the words."""
+
+
+def parser_of(program: str, words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser that the main function of a program calls, and what it hands to it."""
+    if program in TRAINING:
+        return build_parser(parallel=program == "train_multi_gpu"), words
+
+    def called(parser, args=None, namespace=None):
+        raise _Called(parser, list(sys.argv[1:] if args is None else args))
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", called),
+        mock.patch.object(sys, "argv", [program, *words]),
+        pytest.raises(_Called) as found,
+    ):
+        importlib.import_module(program).main()
+    return found.value.args
+
+
+def dotted(program: re.Match[str]) -> str:
+    """What to import of a program."""
+    return PROGRAMS[program[2]][0] if program[2] else program[1].replace("/", ".")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_command_parses(document):
+    for command in training_commands(document):
+        config_of(command)
+    for block in re.findall(r"^ *```bash$(.*?)^ *```$", document.read_text().replace("\\\n", " "), re.M | re.S):
+        for line in block.splitlines():
+            command = shlex.join(shlex.split(line, comments=True))
+            found = PROGRAM.search(command)
+            if found is None or dotted(found) in TRAINING or "..." in command:
+                continue
+            parser, words = parser_of(dotted(found), shlex.split(command[found.end() :]))
+            _, rest = parser.parse_known_args(words)
+            assert not rest or dotted(found) in TAKE_TRAINING_OPTIONS, command
+            parse_config(rest)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_option_is_one_of_a_program(document):
+    text = document.read_text()
+    programs = {*TRAINING, *map(dotted, PROGRAM.finditer(text)), *(module for module, _ in PROGRAMS.values())} - {
+        "train"
+    }
+    known = set(OTHERS)
+    for program in programs:
+        known |= {name for action in parser_of(program, [])[0]._actions for name in action.option_strings}
+    scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.s*"))
+    named = re.findall(r"(?<![\w-])--[a-z]\w+(?![\w*-])", text)
+    assert [name for name in named if name not in known and name not in scripts] == []
+
+
+def test_the_gpu_test_runs_every_training_command_of_the_readme():
+    meant = [config_of(command) for command in RUN.values()]
+    assert [command for command in training_commands(README) if config_of(command) not in meant] == []
+
+
+def test_every_training_option_is_mentioned():
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    names = {name for action in build_parser(parallel=True)._actions for name in action.option_strings[:1]}
+    assert sorted(name for name in names if name not in text and name.replace("--no_", "--") not in text) == []
