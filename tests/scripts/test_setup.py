@@ -58,8 +58,8 @@ def test_requirements_are_pinned_say_why_and_cover_what_is_imported() -> None:
                 imported.add(node.module.split(".")[0])
     own = {"llm_fp8", "tests", "scripts", "benchmarks", "examples"}
     own |= {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")]}
-    # Looked for, and done without; triton comes with torch, axolotl loads its plugin, protobuf comes with wandb.
-    optional = {"flash-attn", "triton", "axolotl", "protobuf", "liger-kernel"}
+    # Looked for, and done without; or they come with torch, datasets and wandb; axolotl loads its plugin itself.
+    optional = {"flash-attn", "liger-kernel", "triton", "pandas", "protobuf", "axolotl"}
     known = metadata.packages_distributions()
     names = {known.get(name, [name])[0].lower().replace("_", "-") for name in imported - sys.stdlib_module_names - own}
     assert names - required - optional == set()
