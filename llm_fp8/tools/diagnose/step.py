@@ -49,9 +49,10 @@ from llm_fp8.precision.convert import lm_head_of, reason_to_leave
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.run import load_data
 from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
-from llm_fp8.train.setup import RunPlan, announce, build_setup, plan_run
+from llm_fp8.train.setup import build_setup
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 
