@@ -84,25 +84,8 @@ def test_train_on_prompt_supervises_everything() -> None:
     assert everything.input_ids == _encode(PROBLEM, tokenizer).input_ids and all(everything.supervised)
 
 
-def test_a_base_model_learns_the_end_of_a_turn_and_eos() -> None:
-    assert _learnt(CHAT, _tokenizer(CHATML, "<|eos|>")) == ["4<|im_end|>\n<|eos|>"]
-    assert _learnt(CHAT, _tokenizer(MARKED, "<|eos|>")) == ["4<|im_end|><|eos|>"]
-    assert _learnt(CHAT, _tokenizer(MARKED)) == ["4<|im_end|>"]
-
-
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "description": None}}
-
-
-def test_tools_may_be_json_text_and_what_arrow_fills_in_is_not_shown() -> None:
-    tokenizer = _tokenizer(TOOLS)
-    for tools in ([TOOL], json.dumps([TOOL])):
-        row = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": tools}
-        assert _learnt(row, tokenizer) == ['call{"name": "add", "arguments": {"a": 1}}<|im_end|>']
-        text = str(tokenizer.decode(_encode(row, tokenizer).input_ids))
-        assert text.startswith("tools: ") and "description" not in text
-    with pytest.raises(UserError, match="'tools' is neither a list nor the JSON text of one"):
-        _encode({**CHAT, "tools": "add, subtract"}, tokenizer)
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1, "b": null}', "a = 1", "[1, 2]"])
@@ -122,24 +105,6 @@ def test_an_answer_of_which_the_template_shows_a_part_is_refused(template: str |
     row = {"messages": [QUESTION, {"role": "assistant", "content": "4", **lost}]}
     with pytest.raises(UserError, match="the tokenizer has no chat template that shows"):
         _encode(row, _tokenizer(template))
-
-
-def test_reasoning_that_the_template_shows_is_learnt() -> None:
-    said = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m['content'] }}"
-    tokenizer = _tokenizer(CHATML.replace("{{ m['content'] }}", said))
-    row = {"messages": [QUESTION, {"role": "assistant", "content": "4", "reasoning_content": "Hm."}]}
-    assert _learnt(row, tokenizer) == ["<think>\nHm.\n</think>\n\n4<|im_end|>"]
-
-
-def test_weights_that_are_no_exclusion_or_cannot_be_kept_are_refused() -> None:
-    def row(weight: float) -> dict[str, Any]:
-        return {"messages": [QUESTION, {"role": "assistant", "content": "5", "weight": weight}, *CHAT["messages"]]}
-
-    assert _learnt(row(0), _tokenizer(CHATML)) == ["4<|im_end|>"]
-    with pytest.raises(UserError, match="a message has the weight 0.5; give 0 or 1"):
-        _encode(row(0.5), _tokenizer(CHATML))
-    with pytest.raises(UserError, match="weight 0, and the tokenizer's chat template itself marks"):
-        _encode(row(0), _tokenizer(MARKED))
 
 
 @pytest.mark.parametrize("body", [CHATML, MARKED], ids=["spans", "marked"])
@@ -199,40 +164,7 @@ def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     assert _learnt(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
 
 
-NOTHING = [
-    {"problem": "p", "generated_solution": None},
-    {"problem": "", "generated_solution": "s"},
-    {"messages": None},
-    {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
-    {"prompt": "p", "completion": None},
-    {"text": " "},
-]
-
-
-@pytest.mark.parametrize("row", NOTHING, ids=repr)
-@pytest.mark.parametrize("template", [None, CHATML, MARKED])
-def test_rows_with_nothing_to_learn(row: dict[str, Any], template: str | None) -> None:
-    tokenizer = _tokenizer(template)
-    other = {key: PROBLEM.get(key, CHAT.get(key, "x")) for key in row}
-    documents = encode_batch([row, other, row], detect_columns(list(row)), tokenizer)
-    assert documents[0] == documents[2] == Encoded([], []) and documents[1] == _encode(other, tokenizer)
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [[{"role": "assistant", "content": [{"type": "image"}]}], [{"from": "human", "value": "x"}], [1], [None], "hello"],
-    ids=repr,
-)
-def test_messages_are_lists_of_texts(messages: Any) -> None:
-    with pytest.raises(UserError, match="'messages' must be a list of messages with 'role' and 'content', both text"):
-        _encode({"messages": messages}, _tokenizer())
-    with pytest.raises(UserError, match=r"a message in 'conversations' is from 'bing'; understood are human, gpt,"):
-        _encode({"conversations": [{"from": "bing", "value": "x"}]}, _tokenizer())
-
-
-@pytest.mark.parametrize("value", [["x"], {"a": 1}, True], ids=repr)
-def test_text_columns_hold_text(value: Any) -> None:
-    for row in (PROBLEM, {"prompt": "a", "completion": "b"}, {"text": "a"}):
-        for column in row:
-            with pytest.raises(UserError, match=f"the column '{column}' must hold text, and a row has"):
-                _encode({**row, column: value}, _tokenizer())
+def test_rows_with_nothing_to_learn_leave_their_neighbours_alone() -> None:
+    row, other = {"problem": "p", "generated_solution": None}, PROBLEM
+    documents = encode_batch([row, other, row], "problem_solution", _tokenizer())
+    assert documents[0] == documents[2] == Encoded([], []) and documents[1] == _encode(other, _tokenizer())

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
-from llm_fp8.data.loader import EvalLoader, Share, TrainLoader, prefetch
+from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.sequences import MapSequences, sequence_readers
 from llm_fp8.data.tokenise import Document
@@ -190,21 +189,3 @@ def test_an_error_in_a_sequence_reaches_the_training_loop() -> None:
         for _ in loader:
             pass
     assert _threads() == 0
-
-
-def test_the_thread_stays_within_its_depth_and_ends() -> None:
-    made = []
-
-    def numbers() -> Iterator[int]:
-        for i in range(1000):
-            made.append(i)
-            yield i
-
-    ahead = prefetch(numbers(), 2)
-    assert next(ahead) == 0
-    time.sleep(0.2)
-    assert len(made) <= 1 + 2 + 1  # taken, waiting, and the one that does not fit
-    assert _threads() == 1
-    ahead.close()  # type: ignore[attr-defined]
-    assert _threads() == 0
-    assert list(prefetch(iter(range(50)), 2)) == list(range(50))

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_from_disk
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.config.parser import parse_config
@@ -86,20 +85,6 @@ def _small_buffer(data: PreparedData, buffer_rows: int = 64) -> PreparedData:
     if isinstance(data.train._sequences, StreamSequences):
         data.train._sequences.buffer_rows = buffer_rows
     return data
-
-
-@pytest.mark.slow
-@PACKED_OR_NOT
-def test_embedded(prepare: Any, packing: str) -> None:
-    data = prepare("embedded", packing, "--num_of_samples", "500")
-    report, batches = data.report, [batch for step in _take(data) for batch in step]
-    assert report.num_rows_read == 500 and len(_row_ids([data.eval])) == report.num_eval_rows > 200
-    assert len(_row_ids([batches])) == report.num_rows_used == len(set(_row_ids([batches])))
-    assert sum(batch.num_real_tokens for batch in batches) == report.num_tokens
-    assert sum(int((batch.labels != -100).sum()) for batch in batches) == report.num_supervised_tokens
-    assert report.padding_efficiency == report.num_tokens / (report.num_rows_of_batches * 128)
-    assert prepare("embedded", "--eval_batches=3", "--batch_size=5").eval is not None
-    json.dumps(report.to_dict())
 
 
 def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path) -> None:
@@ -275,14 +260,6 @@ def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, 
         fresh("0.4,0.6").train.load_state_dict(fresh("0.5,0.5").train.state_dict())
 
 
-def test_a_folder_from_save_to_disk_stays_as_it_is(prepare: Any, tmp_path: Path) -> None:
-    Dataset.from_list(MIXED).save_to_disk(tmp_path / "saved")
-    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert prepare(tmp_path / "saved").report.num_rows_read == 5
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
-    assert len(load_from_disk(tmp_path / "saved")) == 5
-
-
 @BOTH
 def test_ranks_share_the_work(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     _repeated_problems(tmp_path / "train.jsonl")
@@ -356,9 +333,3 @@ def test_a_refilled_buffer_is_counted_once(prepare: Any, tmp_path: Path) -> None
         data.train.load_state_dict({**data.train.state_dict(), "rows": data.train._sequences.start()})
         _take(data, 1)
         assert data.report.num_rows_read == len(rows)
-
-
-@pytest.mark.slow
-def test_a_stream_takes_its_validation_split(prepare: Any) -> None:
-    data = prepare("embedded", "--streaming", "--max_seq_length", "1024")
-    assert data.report.num_eval_rows == 300 == len(_row_ids([data.eval]))
