@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.fp8_checkpoint import fp8_format
-from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config, with_adapter
+from llm_fp8.models.lora_names import is_adapter
 from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
 from llm_fp8.utils.errors import UserError, reading
@@ -112,6 +112,8 @@ def export_adapter(
 
     `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
     """
+    from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config
+
     tensors = adapter_tensors(model, full_tensor)
     if not is_main:
         return
@@ -128,6 +130,8 @@ def export_adapter(
 def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
     """Approximate size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
+        from llm_fp8.models.lora import adapters_of
+
         return sum(
             matrix.numel() * matrix.element_size()
             for adapter in adapters_of(model).values()
@@ -171,7 +175,11 @@ def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) 
     """
     tensors = saved_tensors(model)
     parameters = dict(model.named_parameters())
-    adapters = adapters_of(model)
+    adapters: dict[str, Any] = {}
+    if any(is_adapter(name) for name in parameters):
+        from llm_fp8.models.lora import adapters_of, with_adapter
+
+        adapters = adapters_of(model)
     for name, parts in parts_of(model).items():
         full = full_tensor(parameters[name]) if name in parameters else tensors[name]
         for part in parts:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.models.layer_forward import wrap_forward
-from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.modules import (
     ModuleState,
     linear_weights,
@@ -104,7 +103,10 @@ class Precision:
         """Find the fp8 modules of `model`, converted already, and keep those in bf16 that options name."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
-        self._torchao_linears = torchao_fp8.converted_modules(model)
+        if "torchao" in sys.modules:
+            from llm_fp8.precision.torchao import converted_modules
+
+            self._torchao_linears = converted_modules(model)
         if self.plan.recipe is None:
             self._unseen = next(iter(self._caching_modules), None)
             return
@@ -167,7 +169,9 @@ class Precision:
     def module_state(self) -> ModuleState:
         """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
         if self._torchao_linears:
-            return torchao_fp8.read_state(self._torchao_linears.values())
+            from llm_fp8.precision.torchao import read_state
+
+            return read_state(self._torchao_linears.values())
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def keep_casts_of_frozen_weights(self) -> None:

@@ -17,7 +17,6 @@ from torch import nn
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.lora_names import is_adapter
 from llm_fp8.precision.modules import size_misfit
-from llm_fp8.precision.torchao import converted_modules
 from llm_fp8.utils.te_import import require_te
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
@@ -88,6 +87,8 @@ def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[n
 
     convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
     if config.emulate:
+        from llm_fp8.precision.torchao import converted_modules
+
         for module in converted_modules(model).values():
             module.register_forward_pre_hook(_cast_input)
     return left
