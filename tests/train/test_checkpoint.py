@@ -1,11 +1,7 @@
 """Checkpoints: exact round trips, what a kill or a full disk leaves behind, and what is refused."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import time
 
 import pytest
 import torch
@@ -205,84 +201,6 @@ def test_random_states_round_trip_and_those_of_other_ranks_may_stay(tmp_path):
     manager.find("latest").load(targets)
     restore_rng_state(targets)
     assert torch.equal(torch.rand(5), expected)
-
-
-# Kills
-
-NUM_TENSORS, ELEMENTS = 6, 1_000_000  # 24 MB
-
-
-def state_at(step):
-    return {f"tensor_{i}": torch.full((ELEMENTS,), float(step * 10 + i)) for i in range(NUM_TENSORS)}
-
-
-def resume_and_save_forever(output_dir, connection):
-    """A training run reduced to its checkpoints: resume from the latest, then save one step after the other."""
-    torch.set_num_threads(1)
-    manager, step = CheckpointManager(output_dir, limit=2), 0
-    manager.clean_up()
-    if (manager.folder / "latest").exists():
-        step = manager.find("latest").step
-    connection.send(step)
-    try:
-        while True:
-            step += 1
-            manager.save(step, state_at(step), {"value": step})
-            connection.send(step)
-    except KeyboardInterrupt:
-        connection.send(names_in(manager))
-
-
-def start_saving(folder):
-    receiver, sender = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=resume_and_save_forever, args=(str(folder), sender), daemon=True)
-    process.start()
-    sender.close()
-    return process, receiver
-
-
-@pytest.mark.slow
-def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
-    moments, manager = random.Random(0), CheckpointManager(tmp_path, limit=2)
-    reported, kills_inside_a_save = 0, 0
-    for kill in range(60):
-        if kill >= 6 and kills_inside_a_save:
-            break
-        process, receiver = start_saving(tmp_path)
-        assert receiver.poll(60), "the process did not come up"
-        assert receiver.recv() >= reported
-        if kill == 0:
-            assert receiver.poll(60), "no first checkpoint"
-        time.sleep(moments.uniform(0.0, 0.4))
-        process.kill()
-        process.join()
-        try:
-            while receiver.poll():
-                reported = max(reported, receiver.recv())
-        except EOFError:
-            pass
-        kills_inside_a_save += any(name.startswith(".tmp-step-") for name in names_in(manager))
-        found, tensors = manager.find("latest"), blank_like(state_at(0))
-        found.load(tensors)
-        assert found.step == found.meta["value"] >= reported
-        assert all(torch.equal(tensors[name], want) for name, want in state_at(found.step).items())
-    assert kills_inside_a_save >= 1 and reported > 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_during_a_save_is_an_interrupt_and_cleans_up(tmp_path):
-    process, receiver = start_saving(tmp_path)
-    assert receiver.poll(60) and receiver.recv() == 0
-    assert receiver.poll(60) and receiver.recv() == 1
-    os.kill(process.pid, signal.SIGINT)
-    message = 1
-    while isinstance(message, int):
-        assert receiver.poll(60)
-        message = receiver.recv()
-    process.join()
-    assert process.exitcode == 0
-    assert not [name for name in message if name.startswith(".tmp")]
-    CheckpointManager(tmp_path, limit=2).find("latest")
 
 
 # Several ranks

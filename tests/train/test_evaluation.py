@@ -89,13 +89,6 @@ def test_checkpoints_come_where_the_loss_is_the_lowest_so_far(tmp_path, options,
 
 
 @pytest.mark.slow
-def test_without_a_finite_loss_the_last_weights_are_exported(tmp_path, options, eval_losses):
-    eval_losses.update(dict.fromkeys(eval_losses, float("nan")))
-    train(*options, "--keep_best", f"--output_dir={tmp_path}")
-    assert "best" not in summary_json(tmp_path) and summary_json(tmp_path)["exported_step"] == 10
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stop", [5, 8])
 def test_a_resumed_run_knows_the_best_step(tmp_path, options, eval_losses, stop_after, stop):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -4,7 +4,6 @@ that it was captured with. What a GPU adds is in test_micro_batch_graphs_gpu.py.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 
@@ -173,25 +172,6 @@ def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypa
             assert relative_difference(ours, other) < 0.03, name
 
 
-@pytest.mark.slow
-def test_gradients_of_a_transposed_weight_begin_anew(stand_in):
-    """Its gradient would be transposed too, and no GEMM would overwrite it."""
-    training = Training(False)
-    layer = decoder_layers(training.model.model)[0]
-    layer.output.weight = torch.nn.Parameter(layer.output.weight.detach().t().contiguous().t())
-    assert not layer.output.weight.is_contiguous()
-    parameters = list(training.model.parameters())
-    weights = training.strategy.prepare(training.model, training.optimizer) and training.strategy.wgrad_accumulation
-    run = functools.partial(micro_batch, training.strategy, training.precision, training.model)
-    graphs = MicroBatchGraphs(run, parameters, weights.weights(), EmulatedCapture(parameters), lambda: None)
-    found = []
-    for _ in range(2):
-        graphs(batch(3), torch.tensor(100), True)
-        found.append(layer.output.weight.grad.clone())
-        training.model.zero_grad(set_to_none=True)
-    assert torch.equal(*found) and found[0].any()
-
-
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 GRAPHS = ("--use_te", "--cuda_graphs")
@@ -227,21 +207,3 @@ def test_a_run_that_evaluates_stops_and_goes_on_takes_the_same_steps(tmp_path, t
     assert all(capture.graphs for capture in captures) and len(captures) == 3
     assert [step["grad_norm"] for step in steps(parts)] == [step["grad_norm"] for step in steps(whole)]
     assert_same_tensors(final_weights(whole), final_weights(parts))
-
-
-@pytest.mark.slow
-def test_the_recorded_step_captures_nothing(tmp_path, tiny_model, rows, monkeypatch, stand_in):
-    asked = []
-
-    class Noting(MicroBatchGraphs):
-        def __call__(self, *arguments):
-            asked.append(self.may_capture)
-            return super().__call__(*arguments)
-
-    emulate_graphs(monkeypatch)
-    monkeypatch.setattr("tests.support.emulated_graphs.MicroBatchGraphs", Noting)
-    monkeypatch.setattr("llm_fp8.observability.step_profile.profiled", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr("llm_fp8.train.plan.RunPlan.certifies", property(lambda _: True))
-    train(f"--model_name={tiny_model}", f"--dataset_name={rows}", *GRAPHS, "--batch_size=4", "--max_steps=6",
-          "--max_seq_length=256", f"--output_dir={tmp_path}")  # fmt: skip
-    assert asked == [True] * 4 + [False] + [True]

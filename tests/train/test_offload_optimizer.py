@@ -9,7 +9,6 @@ from llm_fp8.optim import offload
 from llm_fp8.optim.offload import StatePipeline
 from llm_fp8.train import plan
 from llm_fp8.utils.errors import UserError
-from tests.support.processes import run_ranks
 from tests.support.small import assert_goes_on, final_weights, run_json, tiny_config, train, write_model
 
 pytestmark = pytest.mark.slow
@@ -72,14 +71,6 @@ def test_a_run_and_what_it_resumes_are_the_same_bits(options, pieces, tmp_path, 
         checkpoint = begun / "checkpoints" / "step-00000002"
         train(*options, f"--offload_optimizer={share}", f"--output_dir={resumed}", f"--resume_from={checkpoint}")
         assert_goes_on(plain, resumed, completed=2)
-
-
-def test_two_ranks_of_ddp(options, tmp_path, tiny_model):
-    folders = {share: tmp_path / f"share-{share}" for share in (0, 0.7)}
-    for share, folder in folders.items():
-        ranks = [f"--model_name={tiny_model}", *options, "--sharding_mode=ddp", f"--output_dir={folder}"]
-        run_ranks(2, folder, *ranks, f"--offload_optimizer={share}")
-    assert_goes_on(folders[0], folders[0.7], completed=0)
 
 
 def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, monkeypatch):

@@ -173,15 +173,6 @@ def test_ctrl_c_saves_and_exits_with_130(tmp_path, options):
     assert "Traceback" not in log.read_text() and (folder / "checkpoints" / "latest").exists()
 
 
-def test_before_there_is_anything_to_save_a_signal_ends_the_process_at_once(tmp_path, options):
-    log = tmp_path / "log"
-    process = start_training(log, *options, f"--output_dir={tmp_path / 'run'}")
-    assert wait_until(lambda: "precision:" in log.read_text(), process)
-    os.kill(process.pid, signal.SIGTERM)
-    assert exit_code(process) == -signal.SIGTERM
-    assert "Traceback" not in log.read_text() and not (tmp_path / "run" / "run.json").exists()
-
-
 def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
     """Every other kill comes while a checkpoint is being written, the others at random."""
     options = [*options, "--max_steps=30", "--save_every=1"]
@@ -310,29 +301,6 @@ def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options)
     assert train(*options, *longer, f"--output_dir={tmp_path}", "--resume_from=latest") == 0
     assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
     assert (tmp_path / "final" / "model.safetensors").read_bytes() == before
-
-
-@pytest.mark.parametrize("older", ["--save_minutes=0.0001", "--keep_best"])
-def test_a_finished_run_whose_checkpoint_is_older_than_its_end(tmp_path, options, tell_eval_losses, older):
-    """It does not repeat its last steps, nor change what it left; whoever names a checkpoint goes back to it."""
-    tell_eval_losses(dict(zip(range(1, 13), range(12), strict=True)))
-    asked = [*options, "--save_every=0", "--eval_every=4", "--log_every=4", older]
-    train(*asked, f"--output_dir={tmp_path}")
-    newest = (tmp_path / "checkpoints" / "latest").read_text()
-    assert int(newest.removeprefix("step-")) < 10
-    assert_refused(tmp_path, asked, "finished")
-    path = tmp_path / "checkpoints" / newest.strip()
-    assert train(*asked, f"--output_dir={tmp_path}", f"--resume_from={path}") == 0
-    assert [step["step"] for step in steps(tmp_path)] == list(range(1, 11))
-
-
-@pytest.mark.parametrize("found", ["metrics.jsonl", "final"])
-def test_a_folder_with_files_of_somebody_else_is_refused_and_kept(tmp_path, options, found):
-    path = tmp_path / "run" / found
-    path.mkdir(parents=True) if "." not in found else _write(path)
-    with pytest.raises(UserError, match=rf"--output_dir .*\({found}\)"):
-        train(*options, f"--output_dir={tmp_path / 'run'}")
-    assert [each.name for each in path.parent.iterdir()] == [found]
 
 
 def _write(path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +12,6 @@ from torch import nn
 from llm_fp8.precision.context import Precision
 from llm_fp8.train import scale_warmup
 from llm_fp8.train.scale_warmup import PASSES, warm_up_delayed_scales
-from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps, train
 
 WIDTH, NUM_TOKENS = 32, 64
@@ -237,47 +233,3 @@ def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixtee
     assert len(lagging) == 2 and other.keys() < same.keys()
     assert {scale for tensor in same.values() for scale in tensor.tolist()} == {1.0}, "those of the checkpoint"
     assert {scale for tensor in other.values() for scale in tensor.tolist()} == {2.0}
-
-
-def note_backward_losses(folder: Path) -> None:
-    """In a process: take the run for one with delayed scaling, and note for its rank what each of its backward
-    passes begins with.
-    """
-    Precision.scales_lag = property(lambda self: True)
-    Precision.state_tensors = lambda self: {}
-    backward = torch.Tensor.backward
-
-    def note(loss, *arguments, **named):
-        with (folder / os.environ["RANK"]).open("a") as file:
-            print(repr(float(loss)), file=file)
-        backward(loss, *arguments, **named)
-
-    torch.Tensor.backward = note
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_gradients_are_as_large_as_trainings_on_several_ranks(mode, tmp_path, tiny_model, sixteen_rows):
-    """Every rank begins its passes with the very loss that its first micro-batch has in training, whatever the
-    others have, and keeps no gradient.
-    """
-    log = tmp_path / "log"
-    options = [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={sixteen_rows}",
-        "--max_seq_length=256",
-        "--batch_size=2",
-        "--gradient_accumulation_steps=2",
-        "--max_steps=1",
-        "--no_export",
-        f"--sharding_mode={mode}",
-    ]
-    norms = []
-    for name, first in (("with", functools.partial(note_backward_losses, tmp_path)), ("without", None)):
-        processes = start_ranks(2, log, *options, f"--output_dir={tmp_path / name}", first=first)
-        assert [exit_code(process) for process in processes] == [0, 0], log.read_text()
-        norms += [step["grad_norm"] for step in steps(tmp_path / name)]
-    for rank in ("0", "1"):
-        found = [float(line) for line in (tmp_path / rank).read_text().splitlines()]
-        assert len(found) == PASSES + 2 and found[:PASSES] == pytest.approx([found[PASSES]] * PASSES, rel=1e-6)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)

@@ -51,17 +51,3 @@ def test_a_resumed_run_goes_on_with_the_lower_bits(rows, tmp_path):
     assert_same_bits(final_weights(whole), final_weights(resumed))
     rounded = {name: tensor.bfloat16().float() for name, tensor in final_weights(whole).items()}
     assert any(not torch.equal(rounded[name], tensor) for name, tensor in final_weights(whole).items())
-
-
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        (["--optimizer=adamw_8bit"], "; --optimizer adamw_master or adamw_fp32 keeps them exact"),
-        (["--optimizer=adamw_master", "--lora_rank=4"], ""),
-    ],
-    ids=["8bit", "lora"],
-)
-def test_rounding_is_said(options, advice, tiny_model, rows, tmp_path, capfd):
-    shared = [f"--model_name={tiny_model}", f"--dataset_name={rows}", *SHORT, "--max_steps=1", "--no_export"]
-    train(*shared, "--mixed_precision=bf16", *options, f"--output_dir={tmp_path}")
-    assert f"WARNING: stored weights are float32 and are rounded to bfloat16{advice}\n" in capfd.readouterr().out

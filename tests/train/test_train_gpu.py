@@ -39,24 +39,6 @@ def test_resume_continues_bit_for_bit_with_deterministic_attention(precision, mo
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_offloaded_state_trains_and_resumes_bit_for_bit(model_folder, tmp_path):
-    """The run without --offload_optimizer, stopped, continued with it, stopped, and continued without."""
-    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    options = [*PRECISIONS["delayed"], "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
-    whole = train(*common(model_folder, tmp_path / "whole", *options, "--max_steps", "9"), environment=environment)
-    assert whole.returncode == 0, whole.stderr
-    for end, share in ((3, "1"), (6, "0"), (9, "0.5")):
-        more = ["--max_steps", str(end), "--save_every", "3", "--offload_optimizer", share]
-        if end > 3:
-            more += ["--resume_from", "latest", "--allow_changed", "total_steps"]
-        part = train(*common(model_folder, tmp_path / "parts", *options, *more), environment=environment)
-        assert part.returncode == 0, part.stderr
-        assert ("GiB in host memory (--offload_optimizer)" in part.stdout) == (share != "0")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    ours, theirs = (load_file(tmp_path / side / "final" / "model.safetensors") for side in ("parts", "whole"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, tmp_path):
     """The same global batch as 8 x 2, 4 x 4 and 16 x 1 rows gives the same losses up to rounding, in training and
