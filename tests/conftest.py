@@ -7,11 +7,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,28 +108,9 @@ def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> str:
-    return sys.executable
-
-
-@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small Llama with weights and the embedded tokenizer, whose sizes fp8 takes."""
     return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")
-
-
-@pytest.fixture
-def started_processes(monkeypatch) -> list[subprocess.Popen]:
-    """The processes that measurements are started in, in order, as they come."""
-    started: list[subprocess.Popen] = []
-
-    def start(*arguments: Any, **options: Any) -> subprocess.Popen:
-        started.append(start_process(*arguments, **options))
-        return started[-1]
-
-    start_process = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", start)
-    return started
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def assert_in_fp8(folder: Path) -> None:
 @pytest.mark.parametrize("layout", ROWS_PER_GPU)
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout, options, tmp_path, record_property):
-    """And go on from a checkpoint. (Single gradients are held against unshared rows by context_parallel_check.py.)"""
+    """And go on from a checkpoint."""
     whole, shared, resumed = tmp_path / "whole", tmp_path / "shared", tmp_path / "resumed"
     common, rows = [*options, *PRECISIONS[precision], layout], ROWS_PER_GPU[layout]
     sharing = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]
@@ -148,7 +148,7 @@ def test_fp8_parameters(options, model, tmp_path, record_property):
     record_property("loss", figures(fp8))
     record_property("loss_without", figures(without))
     assert_in_fp8(fp8)
-    # Masters are rounded to fp8 at once and not by way of bf16: in fp8_params_check.py 7e-4 at most, in twenty steps.
+    # Masters are rounded to fp8 at once and not by way of bf16: 7e-4 at most in twenty steps.
     assert figures(fp8) != figures(without), "the option must do something"
     assert figures(fp8)[0] == pytest.approx(figures(without)[0], rel=2e-3)
     assert figures(fp8) == pytest.approx(figures(without), rel=5e-3)

@@ -1,7 +1,7 @@
 """Context parallelism without a GPU: how batches are split, that nothing is lost, and what is refused.
 
 Attention is emulated here: every rank of a group, all in this process, lets its own queries attend to the keys of all
-ranks. What Transformer Engine makes of it on GPUs is checked by tests/support/context_parallel_check.py.
+ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Transformer Engine needs a GPU, so a tensor stands in for its `Float8Tensor`: it has the same extension points for
 FSDP2, the same identity of its scale, and torch's own cast. FSDP2, DTensor, the optimizer and the collectives are the
-real ones. What TE makes of fp8 parameters is checked on GPUs (tests/support/fp8_params_check.py).
+real ones. What TE makes of fp8 parameters is tested on GPUs (test_command_line_multi_gpu.py).
 """
 
 from __future__ import annotations

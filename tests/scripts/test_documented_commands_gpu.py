@@ -87,7 +87,7 @@ def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, recor
     record_property("gemm_kernels", kernels)
     record_property("peak_memory_gib", max(step["peak_memory_gib"] for step in steps))
     record_property("tokens_per_s_of_steps", [step["tokens_per_s"] for step in steps])
-    record_property("fp8_linear_flop_share", recorded["precision"].get("census", {}).get("fp8_linear_flop_share"))
+    record_property("fp8_linear_flop_share", recorded["precision"]["coverage"]["fp8_linear_flop_share"])
 
 
 @pytest.mark.parametrize("name", ON_ONE_GPU)

@@ -17,7 +17,7 @@ RUN_SECTIONS = {
         "requested_scenario": "mxfp8",
         "effective_scenario": "delayed",
         "optimizer": "adamw_master",
-        "census": {"converted": {"layers.*.mlp": 2}},
+        "coverage": {"converted": {"layers.*.mlp": 2}},
     },
     "effective": {"sharding_mode": "fsdp_full", "num_processes": 4, "tokens_per_step": 4096},
     "model": {"location": "here", "num_parameters": 1234},
