@@ -252,15 +252,8 @@ def check_decoder(
     weights: Iterable[tuple[int, int]],
     num_shards: int,
 ) -> None:
-    """Raise `UserError` where options cannot take effect with this TE decoder.
-
-    Args:
-        config: passed `check_options`.
-        scenario: the fp8 recipe that runs; None outside fp8.
-        windows: sliding windows of the layers in tokens, None where a layer has none.
-        attention_dropout: that of the model's config.
-        weights: [rows, columns] of the linear weights of a layer.
-        num_shards: over how many GPUs they are split.
+    """Raise `UserError` where options cannot take effect with a TE decoder of these sliding `windows` (in tokens, None
+    where a layer has none), this dropout and these `weights` [rows, columns] of a layer, split over `num_shards` GPUs.
     """
     size = config.parallel.context_parallel_size
     if size > 1 and any(window is not None for window in windows):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm_fp8.config.parser import build_parser, parse_config
-from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, recipe_names, token_multiple
+from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
 from llm_fp8.precision.plan import recipe_available
 from llm_fp8.tools.compare.variants import parse_variants, variant_words
 from llm_fp8.utils.errors import UserError
@@ -46,8 +46,3 @@ def test_it_is_a_variant_of_a_comparison():
     assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
     words = variant_words("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
     assert words == ["--amax_history_len", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
-
-
-def test_default_is_a_recipe_of_each_backend():
-    for backend, name in DEFAULTS.items():
-        assert name in recipe_names(backend) and chosen("default", backend) == name

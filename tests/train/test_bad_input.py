@@ -65,10 +65,7 @@ OPTIONS = [
     ("--warmup_ratio=0.1", "--num_warmup_steps"),
     ("--bf16", "--mixed_precision bf16"),
     ("--sharding_mode=ddp", "train_multi_gpu.py"),
-    ("surplus", "surplus"),
     ("--batch_size=eight", "--batch_size"),
-    ("--batch_size", "--batch_size"),
-    ("--batch_size=0", "--batch_size"),
     ("--learning_rate=-1", "--learning_rate"),
     ("--validation_fraction=1", "--validation_fraction"),
     ("--mixed_precision=fp4", "--mixed_precision"),
@@ -78,7 +75,6 @@ OPTIONS = [
     ("--streaming", "--max_steps"),
     ("--keep_best", "--eval_every"),
     ("--early_stopping_patience=3", "--eval_every"),
-    ("--lora_alpha=8", "--lora_rank"),
     ("--lora_rank=4 --lora_targets=q_prj", "q_prj"),
     ("--fp8_format=E4M3 --mixed_precision=bf16", "--fp8_format"),
     ("--cuda_graphs", "--use_te"),
@@ -89,7 +85,6 @@ OPTIONS = [
     ("--output_dir=", "--output_dir"),
     ("--offload_optimizer=2", "--offload_optimizer"),
     ("--dataset_weights=a,b", "--dataset_weights"),
-    ("--columns=colour=x", "--columns"),
     # what only a look at the model, the data or the machine shows
     ("--model_name=/no/such/folder", "--model_name /no/such/folder"),
     ("--model_name=nobody/no-such-model", "--model_name nobody/no-such-model"),
@@ -141,7 +136,6 @@ LAUNCHES: list[tuple[dict[str, str], str, str]] = [
     ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", "dynamo_backend"),
     ({"ACCELERATE_USE_FSDP": "true"}, "", "train_multi_gpu.py"),
     ({"WORLD_SIZE": "2", "RANK": "0"}, "", "train_multi_gpu.py"),
-    ({"WORLD_SIZE": "two"}, "", "WORLD_SIZE"),
 ]
 
 
@@ -166,7 +160,6 @@ FILES = [
     ("--dataset_name", "rows.jsonl", GOOD_ROW + '{"problem": "2 + \n', "rows.jsonl"),
     ("--dataset_name", "rows.jsonl", '{"problem": "1 + 1?", "generated_solution": ""}\n', "rows.jsonl"),
     ("--dataset_name", "rows.jsonl", '{"messages": "hello"}\n', "messages"),
-    ("--dataset_name", "rows.json", "{", "rows.json"),
     ("--dataset_name", "rows.csv", "a,b\n1,2\n", "rows.csv"),
     ("--dataset_name", "rows.parquet", "no parquet", "rows.parquet"),
     ("--dataset_name", "rows.txt", "text\n", "rows.txt"),
