@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,34 +70,37 @@ def main() -> int:
     return code
 
 
+ADVICE = {
+    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); with --use_te and packing --cuda_graphs",
+    "cast": "more micro-batches a step (--gradient_accumulation_steps): weights are cast once a step",
+    "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
+    **dict.fromkeys(
+        ("norm", "activation", "rope", "copy", "elementwise"), "--use_te, where it is not given, fuses most"
+    ),
+}
+"""Kernel class -> the option that acts on it."""
+WORTH_A_WORD = 0.05
+"""Share of a step from which on there is advice."""
+
+
 def render(found: Mapping[str, Any]) -> None:
     """Print what was found; problems come last, where a reader's eye is."""
     certificate, step = found["certificate"], found["step"]
-    step_s = step["step_time_s"]
     print(f"\nattention: {found['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
-    print(
-        f"\none step: {step_s * 1e3:.1f} ms, {step['tokens_per_s']:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s"
-    )
-    rows: list[tuple[str, ...]] = [("", "kernels", "ms", "of step")]
+    step_s, tokens_per_s = step["step_time_s"], step["tokens_per_s"]
+    print(f"\none step: {step_s * 1e3:.1f} ms, {tokens_per_s:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s")
+    gemms = {f"  {kind} operands": taken for kind, taken in found["gemms"].items()}
     for name, taken in found["classes"].items():
-        rows.append(_time_row(name, taken, step_s))
-        if name == "gemm":
-            rows += [_time_row(f"  {kind}", gemms, step_s) for kind, gemms in found["gemms"].items()]
-    rows.append(_time_row("GPU idle", {"count": "", "time_s": step["gpu_idle_s"]}, step_s))
-    show(rows)
+        share = taken["time_s"] / step_s
+        print(_line(name, taken, step_s), ADVICE.get(name, "") if share >= WORTH_A_WORD else "")
+        for kind, of_kind in gemms.items() if name == "gemm" else ():
+            print(_line(kind, of_kind, step_s))
     print("\nmemory at the peak of a step, GiB")
-    show((kind.replace("_", " "), f"{gib:.2f}") for kind, gib in found["memory_gib"].items())
-    for sentence in found["advice"]:
-        print(f"to gain time: {sentence}")
+    for kind, gib in found["memory_gib"].items():
+        print(f"  {kind.replace('_', ' '):20}{gib:8.2f}")
     for problem in found["problems"]:
         print(f"PROBLEM: {problem}")
 
 
-def _time_row(name: str, taken: Mapping[str, Any], step_s: float) -> tuple[str, ...]:
-    return name, f"{taken['count']}", f"{taken['time_s'] * 1e3:.1f}", f"{taken['time_s'] / step_s:.1%}"
-
-
-def show(rows: Iterable[tuple[str, ...]]) -> None:
-    """Print a table whose first column is text and the others are figures."""
-    for first, *others in rows:
-        print(f"  {first:36}" + "".join(f"{word:>10}" if len(word) <= 10 else f"  {word}" for word in others))
+def _line(name: str, taken: Mapping[str, Any], step_s: float) -> str:
+    return f"  {name.replace('_', ' '):20}{taken['count']:>8}{taken['time_s'] * 1e3:>10.1f} ms{taken['time_s'] / step_s:>8.1%} "

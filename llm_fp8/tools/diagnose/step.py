@@ -58,8 +58,6 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 NUM_WARMUP_STEPS = 4
 NUM_TIMED_STEPS = 7
-WORTH_A_WORD = 0.05
-"""Share of a step from which on there is advice about it."""
 
 
 def plan_without_output(config: Config) -> RunPlan:
@@ -81,7 +79,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     with explained_failures(plan.config, plan.folder, plan.strategy.mode):
         loop = build_loop(plan)
         found = measure(loop, trace)
-    return found | {"problems": problems(found), "advice": advice(found, plan.config)}
+    return found | {"problems": problems(found)}
 
 
 def build_loop(plan: RunPlan) -> TrainingLoop:
@@ -143,11 +141,8 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         "coverage": setup.coverage.to_dict(),
         "certificate": certificate.to_dict(),
         "attention": attention,
-        "step": {
-            **speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
-            "gpu_idle_s": max(0.0, step_s - busy_s),
-        },
-        "classes": _plain(time_by_class(kernels)),
+        "step": speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
+        "classes": _plain(time_by_class(kernels)) | {"gpu_idle": {"count": 0, "time_s": max(0.0, step_s - busy_s)}},
         "gemms": _plain(gemm_kernels(kernels)),
         "memory_gib": memory,
     }
@@ -203,29 +198,6 @@ def problems(found: Mapping[str, Any]) -> list[str]:
         skipped = found["coverage"]["skipped"].items()
         wrong += [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
     return wrong
-
-
-def advice(found: Mapping[str, Any], config: Config) -> list[str]:
-    """For each large part of a step the option that acts on it, the largest first."""
-    step_s, in_fp8 = found["step"]["step_time_s"], found["precision"]["effective"] == "fp8"
-    own_kernels = ("norm", "activation", "rope", "copy", "elementwise")
-
-    def share(*names: str) -> float:
-        return sum(found["classes"].get(name, {"time_s": 0.0})["time_s"] for name in names) / step_s
-
-    low = sum(found["gemms"].get(name, {"time_s": 0.0})["time_s"] for name in ("fp8", "fp4")) / step_s
-    more = "more tokens in a micro-batch (--batch_size, --max_seq_length)"
-    recompute = config.model.gradient_checkpointing
-    parts = [
-        (found["step"]["gpu_idle_s"] / step_s, "the GPU is idle", f"{more}; with --use_te and packing --cuda_graphs"),
-        (share("cast"), "casts", "more micro-batches a step (--gradient_accumulation_steps): weights are cast once"),
-        (share("optimizer"), "the optimizer", "more tokens a step (--gradient_accumulation_steps, --batch_size)"),
-        (0 if config.model.use_te else share(*own_kernels), "pointwise kernels", "--use_te, which fuses most of them"),
-        (share("gemm") / 4 if recompute else 0, "recomputation", "no --gradient_checkpointing, if memory allows"),
-        (share("gemm") - low, "GEMMs outside fp8", "see the coverage" if in_fp8 else "--use_te --mixed_precision fp8"),
-    ]
-    listed = sorted((part for part in parts if part[0] >= WORTH_A_WORD), reverse=True)
-    return [f"{what}, {part:.0%} of a step: {help_}" for part, what, help_ in listed]
 
 
 def planned_coverage(config: Config, hf_config: PretrainedConfig) -> Fp8Coverage:

@@ -52,8 +52,8 @@ def test_a_bf16_run(diagnosed, tmp_path, capsys):
     assert found["attention"] == "sdpa (cuDNN)"
     assert found["coverage"]["fp8_linear_flop_share"] == 0
     assert found["gemms"] == {"bf16": {"count": 1, "time_s": pytest.approx(6e-4)}}
-    assert list(found["classes"]) == ["gemm", "attention", "optimizer"]
-    assert found["step"]["gpu_idle_s"] == pytest.approx(found["step"]["step_time_s"] - 9e-4)
+    assert list(found["classes"]) == ["gemm", "attention", "optimizer", "gpu_idle"]
+    assert found["classes"]["gpu_idle"]["time_s"] == pytest.approx(found["step"]["step_time_s"] - 9e-4)
     memory = found["memory_gib"]
     parts = [gib for kind, gib in memory.items() if kind not in ("peak", "reserved")]
     assert sum(parts) == pytest.approx(memory["peak"]) == 3
@@ -62,7 +62,7 @@ def test_a_bf16_run(diagnosed, tmp_path, capsys):
     capsys.readouterr()
     cli.render(found)
     printed = capsys.readouterr().out
-    assert "certified" in printed and "GPU idle" in printed and "activations" in printed
+    assert "certified" in printed and "--batch_size" in printed and "activations" in printed
 
 
 def test_fp8_kernels_in_a_bf16_run_are_a_problem(diagnosed, monkeypatch):
@@ -77,9 +77,6 @@ def made_up(**changes: Any) -> dict[str, Any]:
         "certificate": {"verdict": "certified", "reasons": []},
         "coverage": {"skipped": {"lm_head": "1 bf16 (lm_head)"}},
         "attention": "fused (cuDNN)",
-        "step": {"step_time_s": 0.1, "gpu_idle_s": 0.04},
-        "classes": {"gemm": {"time_s": 0.03}, "cast": {"time_s": 0.01}, "norm": {"time_s": 0.02}},
-        "gemms": {"fp8": {"time_s": 0.028}},
     }
     return found | changes
 
@@ -97,13 +94,6 @@ def test_problems(changes, word):
     (problem,) = step.problems(made_up(**changes))
     assert word in problem
     assert step.problems(made_up()) == []
-
-
-def test_advice_names_the_option_of_each_large_part():
-    parts = step.advice(made_up(), parse_config([]))
-    assert [next(word for word in part.split() if word.strip("(),:").startswith("--")) for part in parts] == [
-        "(--batch_size,", "--use_te,", "(--gradient_accumulation_steps):"
-    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
