@@ -103,4 +103,5 @@ def render(found: Mapping[str, Any]) -> None:
 
 
 def _line(name: str, taken: Mapping[str, Any], step_s: float) -> str:
-    return f"  {name.replace('_', ' '):20}{taken['count']:>8}{taken['time_s'] * 1e3:>10.1f} ms{taken['time_s'] / step_s:>8.1%} "
+    count, time_s = taken["count"], taken["time_s"]
+    return f"  {name.replace('_', ' '):20}{count:>8}{time_s * 1e3:>10.1f} ms{time_s / step_s:>8.1%} "
