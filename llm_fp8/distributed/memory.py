@@ -6,9 +6,8 @@
 The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the
 gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of
 recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
-micro-batch there are no such gradients yet, and the end of the backward pass, with all gradients and no activations,
-may be the peak instead; under fsdp_full so may the reduction of the outermost unit's gradients, the last. With CUDA
-graphs gradients always exist, and activations exist twice where a micro-batch runs eagerly.
+micro-batch there are no such gradients yet, and the end of the backward pass, or under fsdp_full the reduction of the
+outermost unit's gradients, may be the peak instead. With CUDA graphs gradients always exist, and activations twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
 in elements:
@@ -26,10 +25,9 @@ in elements:
 A frozen weight needs no input of its GEMM. Under LoRA a layer saves the inputs of its adapters instead, in bf16: the
 outputs of the norms, SwiGLU's output, and the low-rank products; in fp8 each LayerNormLinear its fp8 input as well.
 
-Under FSDP the allocator reserves more than that. It keeps memory by stream, and free memory of one stream serves no
-other: the buffer of the largest gather, on the stream of the gathers, is empty at the peak. The gradients' shards are
-allocated after the peak, in what the backward pass freed (llm_fp8/distributed/fsdp_internals.py). With a single
-micro-batch that is activations alone, whose gaps are too small for some of the shards.
+Under FSDP the allocator reserves more. It keeps memory by stream, and the buffer of the largest gather is empty at the
+peak. The gradients' shards come after the peak, in what the backward pass freed (fsdp_internals.py);
+with a single micro-batch that is activations alone, whose gaps are too small for some of the shards.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ _SHARDS_WITHOUT_ROOM = 0.4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a run takes on the GPU that needs most."""
+    """It says what a run takes on the GPU that needs most."""
 
     parts: dict[str, float]
     """GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts."""
@@ -92,9 +90,28 @@ class MemoryEstimate:
         return self.total_gib + self.beside_gib
 
 
+def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset(), lora_rank: int = 0) -> float:
+    """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
+    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
+    if spec.qk_norm:
+        always += _BF16 * (q + kv)
+    if adapted:
+        mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
+        always += _BF16 * lora_rank * len(adapted)
+        always += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
+        always += _BF16 * f * ("down_proj" in adapted)
+        return always + (0 if recipe == "bf16" else h * (2 if mlp else 1))
+    if recipe == "bf16":
+        return always + _BF16 * (2 * h + f)
+    if recipe == "block":
+        return always + (1 + _BLOCK_SCALE) * (3 * h + q + 2 * f)
+    return always + 3 * h + q + f
+
+
 @dataclass(frozen=True)
 class RunSize:
-    """A run as it is counted."""
+    """It is a run as `estimate` counts it, with what its options come to on a machine."""
 
     config: Config
     hf_config: PretrainedConfig
@@ -102,6 +119,8 @@ class RunSize:
     optimizer: OptimizerKind
     mode: str
     num_gpus: int
+    counted: list[int] = dataclasses.field(default_factory=list)
+    """The number of parameters, once it was counted: building a model for it takes long."""
 
     @cached_property
     def spec(self) -> DecoderSpec | None:
@@ -120,20 +139,16 @@ class RunSize:
         except UnsupportedArchitecture:
             return None
 
-    @cached_property
+    @property
     def num_parameters(self) -> int:
         """Tied ones once, adapters left out."""
-        if self.spec is None:
-            return count_parameters(self.hf_config)
-        return sum(math.prod(part.shape) for parts in parameter_map(self.spec).values() for part in parts)
+        if not self.counted:
+            self.counted.append(count_parameters(self.hf_config))
+        return self.counted[0]
 
     @property
     def sharded(self) -> bool:
         return self.mode.startswith("fsdp")
-
-    @property
-    def rows_in_step(self) -> int:
-        return self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
 
     @property
     def row_multiple(self) -> int:
@@ -168,7 +183,82 @@ class RunSize:
         return dataclasses.replace(self, config=config, mode=mode, optimizer=optimizer)
 
     def estimate(self) -> MemoryEstimate:
-        return estimate(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        """Count the memory by part."""
+        config, recipe, num_gpus, spec = self.config, self.recipe, self.num_gpus, self.spec
+        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # nothing is communicated
+        state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
+        if spec is None:
+            return MemoryEstimate({STATE: state / GIB}, is_whole=False)
+        h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
+        layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+        tokens = max(1, config.data.batch_size * config.data.max_seq_length)
+        outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)
+        """Bytes of embedding and head, FSDP's outermost unit."""
+        every = int(config.model.gradient_checkpointing)
+        recomputed = len(range(0, layers, every)) if every else 0
+        fp8_weights = layers * layer_linear if config.parallel.fp8_params and recipe != "bf16" else 0
+
+        per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
+        if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
+            per_layer = max(per_layer, saved_bytes(spec, "bf16", self.adapted, config.lora.lora_rank))
+        activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
+
+        chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
+        hidden = _BF16 * h * tokens
+        # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
+        gradient = (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
+        # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
+        head: float = _BF16 * min(tokens, chunk) * vocabulary + (0 if self.adapted else gradient) + 4 * hidden
+        if recomputed:  # one after the other, when what the head took is free
+            head = max(head, tokens * per_layer)
+
+        if self.sharded:
+            keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
+        else:
+            keeps_casts = not config.precision.fp8_recast_weights
+        casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
+
+        kept, unsharded = bytes_per_parameter(self.optimizer), keeps_unsharded_gradients(mode, config)
+        trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
+        shards = num_gpus if self.sharded else 1
+        if self.adapted:
+            state += kept.total / shards * trained
+        all_gradients = 0.0 if unsharded else kept.gradient / shards * trained
+        if unsharded:
+            state -= kept.gradient / num_gpus * trained  # the shards of gradients come with the reduction
+        if mode == "ddp" and not config.model.cuda_graphs:
+            state += kept.gradient * trained  # buckets
+        if config.optim.offload_optimizer:
+            state += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
+        state += fp8_weights / num_gpus  # beside their masters
+        if mode == "fsdp_grad":
+            state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
+        gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
+
+        one_micro_batch = config.optim.gradient_accumulation_steps == 1 and not config.model.cuda_graphs
+        parts: tuple[float, ...] = (state + gathered, activations, head)
+        if config.model.cuda_graphs:
+            parts = (state, 2 * activations, 2 * head)  # of the graphs, and of an eager micro-batch
+        if one_micro_batch:
+            ends = [
+                (state + gathered - all_gradients, activations, head),
+                (state + gathered, tokens * per_layer, 0.0),  # the end of the backward pass
+            ]
+            if mode == "fsdp_full" and not self.adapted:
+                # torch 2.11's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, drops them and
+                # allocates their shards; its loop variable still holds the last one, which is the head's.
+                in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
+                ends.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
+            parts = max(ends, key=sum)
+        beside = 0.0
+        if self.sharded:
+            beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
+            if one_micro_batch:
+                beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
+        elif mode == "ddp":
+            beside = 2 * trained
+        sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
+        return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
 
     def fits(self, gpu_gib: float) -> bool:
         """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
@@ -176,29 +266,11 @@ class RunSize:
 
     def fitted(self, gpu_gib: float) -> RunSize | None:
         """The run with the longest micro-batches that fit, at most its own, and as many rows in a step."""
-        size, in_step = self.config.data.batch_size, self.rows_in_step
+        size = self.config.data.batch_size
+        in_step = size * self.config.optim.gradient_accumulation_steps
         sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
         tried = (self.changed(batch_size=rows, gradient_accumulation_steps=in_step // rows) for rows in sizes)
         return next((run for run in tried if run.fits(gpu_gib)), None)
-
-
-def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset(), lora_rank: int = 0) -> float:
-    """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
-    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
-    if spec.qk_norm:
-        always += _BF16 * (q + kv)
-    if adapted:
-        mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
-        always += _BF16 * lora_rank * len(adapted)
-        always += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
-        always += _BF16 * f * ("down_proj" in adapted)
-        return always + (0 if recipe == "bf16" else h * (2 if mlp else 1))
-    if recipe == "bf16":
-        return always + _BF16 * (2 * h + f)
-    if recipe == "block":
-        return always + (1 + _BLOCK_SCALE) * (3 * h + q + 2 * f)
-    return always + 3 * h + q + f
 
 
 def estimate(
@@ -207,82 +279,7 @@ def estimate(
     """Count the memory of a run with a number for --batch_size and what its other options come to: recipe (or bf16,
     fp16, no), optimizer and sharding mode.
     """
-    if num_gpus == 1 and mode == "ddp":
-        mode = "single"  # nothing is communicated
-    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus)
-    spec, state = run.spec, state_bytes(mode, optimizer, num_gpus, config) * run.num_parameters
-    if spec is None:
-        return MemoryEstimate({STATE: state / GIB}, is_whole=False)
-    h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
-    layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
-    tokens = max(1, config.data.batch_size * config.data.max_seq_length)
-    outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)
-    """Bytes of embedding and head, FSDP's outermost unit."""
-    every = int(config.model.gradient_checkpointing)
-    recomputed = len(range(0, layers, every)) if every else 0
-    fp8_weights = layers * layer_linear if config.parallel.fp8_params and recipe != "bf16" else 0
-
-    per_layer = saved_bytes(spec, recipe, run.adapted, config.lora.lora_rank)
-    if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
-        per_layer = max(per_layer, saved_bytes(spec, "bf16", run.adapted, config.lora.lora_rank))
-    activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
-
-    chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
-    hidden = _BF16 * h * tokens
-    # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
-    gradient = (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
-    # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
-    head: float = _BF16 * min(tokens, chunk) * vocabulary + (0 if run.adapted else gradient) + 4 * hidden
-    if recomputed:  # one after the other, when what the head took is free
-        head = max(head, tokens * per_layer)
-
-    if run.sharded:
-        keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
-    else:
-        keeps_casts = not config.precision.fp8_recast_weights
-    casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
-
-    kept, unsharded = bytes_per_parameter(optimizer), keeps_unsharded_gradients(mode, config)
-    trained = run.num_adapter_parameters(spec) if run.adapted else run.num_parameters
-    shards = num_gpus if run.sharded else 1
-    if run.adapted:
-        state += kept.total / shards * trained
-    all_gradients = 0.0 if unsharded else kept.gradient / shards * trained
-    if unsharded:
-        state -= kept.gradient / num_gpus * trained  # the shards of gradients come with the reduction
-    if mode == "ddp" and not config.model.cuda_graphs:
-        state += kept.gradient * trained  # buckets
-    if config.optim.offload_optimizer:
-        state += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
-    state += fp8_weights / num_gpus  # beside their masters
-    if mode == "fsdp_grad":
-        state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
-    gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
-
-    one_micro_batch = config.optim.gradient_accumulation_steps == 1 and not config.model.cuda_graphs
-    parts: tuple[float, ...] = (state + gathered, activations, head)
-    if config.model.cuda_graphs:
-        parts = (state, 2 * activations, 2 * head)  # of the graphs, and of an eager micro-batch
-    if one_micro_batch:
-        ends = [
-            (state + gathered - all_gradients, activations, head),
-            (state + gathered, tokens * per_layer, 0.0),  # the end of the backward pass
-        ]
-        if mode == "fsdp_full" and not run.adapted:
-            # torch 2.11's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, drops them and
-            # allocates their shards; its loop variable still holds the last one, which is the head's.
-            in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
-            ends.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
-        parts = max(ends, key=sum)
-    beside = 0.0
-    if run.sharded:
-        beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
-        if one_micro_batch:
-            beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
-    elif mode == "ddp":
-        beside = 2 * trained
-    sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
-    return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
+    return RunSize(config, hf_config, recipe, optimizer, mode, num_gpus).estimate()
 
 
 def settle_memory(
@@ -360,7 +357,8 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
             words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
             words += [f"--{name}" for name in recompute]
             if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:
-                words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {run.rows_in_step // rows}"]
+                steps = fitted.config.optim.gradient_accumulation_steps
+                words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
             found.append((len(words), f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB)"))
     said = [told for _, told in sorted(found, key=lambda each: each[0])[:NUM_SUGGESTIONS]]
     for num_gpus in (2, 4, 8):

@@ -178,8 +178,10 @@ def rows_of(
             if mode.startswith("fsdp") and way not in SHARDED_WAYS:
                 continue
             run = RunSize(config, hf_config, recipe, default_optimizer(mode), mode, options.num_gpus).changed(**changes)
-            if run.spec is None:  # no TE decoder for this model
+            if run.spec is None:  # no TE decoder for this model, and so no count of its activations
                 run = run.changed(use_te=False)
+                if "gradient_checkpointing" in changes:
+                    continue
             # Shorter micro-batches are several, between which fsdp modes would keep whole gradients.
             reduced_at_once = run.changed(sync_every_micro_batch=True) if run.sharded else run
             rows.append(Row(way, mode, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
