@@ -16,13 +16,10 @@ from llm_fp8.distributed.process_group import largest
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_EXIT_CODE_BASE = 128
-"""A shell reports a process ended by signal n as 128 + n; so does a run that a signal ended early, though cleanly."""
-
 
 def exit_code(signal_name: str) -> int:
-    """Exit code of a run that stopped because of this signal: 143 for 'SIGTERM', 130 for 'SIGINT'."""
-    return _EXIT_CODE_BASE + signal.Signals[signal_name].value
+    """Exit code of a run that stopped because of this signal, as a shell's: 143 for 'SIGTERM', 130 for 'SIGINT'."""
+    return 128 + signal.Signals[signal_name].value
 
 
 class GracefulStop:
@@ -41,8 +38,7 @@ class GracefulStop:
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; if so, sets `requested` on all of them. Collective."""
-        number = 0 if self.requested is None else signal.Signals[self.requested].value
-        number = largest(number)
+        number = largest(0 if self.requested is None else signal.Signals[self.requested].value)
         if number and self.requested is None:
             self.requested = signal.Signals(number).name
         return number != 0

@@ -9,7 +9,7 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
                                 them. A first micro-batch begins them anew (`_begin`)
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
                                 place by every later one that is first
-    scales, amax histories      updated in place behind each micro-batch, outside the graph: several GPUs reduce amax
+    scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
                                 values for it, and one may replay a graph where another runs eagerly
 
 So a first and a later micro-batch differ, and have a graph each; one that is alone in its step is a first one. Eager
@@ -76,13 +76,13 @@ class MicroBatchGraphs:
         parameters: Sequence[Parameter],
         overwritten: Iterable[Tensor],
         capture: Callable[[Callable[[], None]], Graph],
-        behind: Callable[[], None],
+        after_each: Callable[[], None],
     ) -> None:
         """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
-        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `behind` is called behind every
+        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `after_each` is called after every
         micro-batch and never captured.
         """
-        self._run, self._capture, self._behind = run, capture, behind
+        self._run, self._capture, self._after_each = run, capture, after_each
         self._parameters = parameters
         self._gradients = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in parameters]
         by_gemms = {id(weight) for weight in overwritten}
@@ -105,7 +105,7 @@ class MicroBatchGraphs:
                 parameter.grad = gradient
         self._num_supervised.copy_(num_supervised)
         self._take(batch, first)
-        self._behind()
+        self._after_each()
         return self._loss
 
     def _take(self, batch: Batch, first: bool) -> None:

@@ -176,8 +176,14 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
 
 def _can_be_fp8(config: Config, device: torch.device) -> bool:
     """Whether --mixed_precision auto has something to measure; without a GPU that has fp8 the run is in bf16."""
-    if config.precision.fp8_backend == "torchao":
-        raise UserError("--mixed_precision auto measures Transformer Engine's fp8, not torchao's; give fp8 or bf16.")
+    refused = {
+        "--fp8_backend torchao": config.precision.fp8_backend == "torchao",
+        "--fp8_params": config.parallel.fp8_params,
+        "--context_parallel_size": config.parallel.context_parallel_size > 1,
+    }
+    for flag, is_asked in refused.items():
+        if is_asked:
+            raise UserError(f"--mixed_precision auto cannot measure a run with {flag}; give fp8 or bf16.")
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
 
 
