@@ -19,7 +19,7 @@ import errno
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,21 +64,10 @@ class DatasetSource:
 
     def training_split(self, wanted: str | None) -> str:
         """`wanted` (--split_name), or the default split; `UserError` where the dataset does not have it."""
-        return self._split(wanted, "--split_name", DEFAULT_SPLITS)
+        return self.split(wanted, "--split_name", DEFAULT_SPLITS)
 
-    def evaluation_split(self, wanted: str | None) -> str:
-        """The split of --eval_dataset_name: `wanted` (--validation_split_name), else the first that there is."""
-        return self._split(wanted, "--validation_split_name", EVALUATION_SPLITS)
-
-    def validation_split(self, wanted: str | None, train: str) -> str | None:
-        """`wanted` (--validation_split_name), else 'validation'; None where there is none beside the split `train`."""
-        if wanted is None and (VALIDATION_SPLIT not in self.files or train == VALIDATION_SPLIT):
-            return None
-        if wanted == train:
-            raise UserError(f"--validation_split_name {wanted} is the split that is trained on; name another.")
-        return self._split(wanted, "--validation_split_name", (VALIDATION_SPLIT,))
-
-    def _split(self, wanted: str | None, flag: str, defaults: Iterable[str]) -> str:
+    def split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> str:
+        """`wanted`, which `flag` names, or the first of `defaults` that there is."""
         for split in defaults if wanted is None else (wanted,):
             if split in self.files:
                 return split
@@ -120,21 +109,18 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
     """What to train on, and what to evaluate on: nothing where a share of the former is to be held out."""
     sources = [open_source(name) for name in _names(data.dataset_name)]
     train = [(source, source.training_split(data.split_name)) for source in sources]
-    wanted, evaluation = data.validation_split_name, list[SourceSplit]()
+    wanted, flag, evaluation = data.validation_split_name, "--validation_split_name", list[SourceSplit]()
     if data.eval_dataset_name is not None:
         sources = [open_source(name, "--eval_dataset_name") for name in _names(data.eval_dataset_name)]
-        evaluation = [(source, source.evaluation_split(wanted)) for source in sources]
-    elif data.validation_fraction is None:
-        found = [(source, source.validation_split(wanted, split)) for source, split in train]
-        if all(split is not None for _, split in found):
-            evaluation = [(source, str(split)) for source, split in found]
+        evaluation = [(source, source.split(wanted, flag, EVALUATION_SPLITS)) for source in sources]
+    elif data.validation_fraction is None and (wanted or all(VALIDATION_SPLIT in source.files for source in sources)):
+        found = [(source, source.split(wanted, flag, (VALIDATION_SPLIT,))) for source in sources]
+        evaluation = found if wanted or not any(part in train for part in found) else []
     seen: set[Any] = set()
     for source, split in (*train, *evaluation):
         own = {path.resolve() for path in source.local_files(split)} or {(source.path, source.config, split)}
         if seen & own:
-            raise UserError(
-                f"{source.flag} {source.name} has files that are named twice, or trained on; drop them once."
-            )
+            raise UserError(f"{source.flag} {source.name}: files of split {split} are named twice, or trained on.")
         seen |= own
     return train, evaluation
 

@@ -84,7 +84,7 @@ class TrainLoader:
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, negative behind it; not
+        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, negative after it; not
         when streaming. `UserError` if it belongs to other data.
         """
         position = self._sequences.start() if state is None else self._own_rows(state)
@@ -98,12 +98,11 @@ class TrainLoader:
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
-        self._position = self._own_rows(state)
-        self.epoch = state["progress"]
+        self._position, self.epoch = self._own_rows(state), state["progress"]
 
     def _own_rows(self, state: Position) -> Position:
         position, start = state["rows"], self._sequences.start()
-        if position.get("kind") != start["kind"] or position.get("data") != start["data"]:
+        if [position.get(name) for name in ("kind", "data")] != [start["kind"], start["data"]]:
             raise UserError(
                 "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, "
                 "max_seq_length, packing, held-out share or seed); resume with the options of that run."

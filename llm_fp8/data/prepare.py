@@ -63,20 +63,8 @@ class PreparedData:
 
     def describe(self) -> str:
         """Lines to print: origin, counts, prompt form and one sample, its supervised part between >>> and <<<."""
-        lines, report = [self.description], self.report
-        if report.num_rows_read:  # a stream has not been read yet
-            lines.append(f"  {report.summary()}{report.warning()}")
-        if report.padding_efficiency is not None:
-            lines.append(
-                f"  {report.num_tokens} tokens, {report.num_supervised_tokens} of them supervised, in "
-                f"{report.num_rows_of_batches} sequences of {report.max_seq_length}: "
-                f"{report.padding_efficiency:.1%} filled"
-            )
-        lines.append(f"  evaluation: {report.num_eval_rows} rows")
-        if report.num_eval_rows_seen_in_training:
-            lines[-1] += f" ({report.num_eval_rows_seen_in_training} left out because their problem is trained on)"
         sample = "\n".join("    " + line for line in self.sample.splitlines())
-        return "\n".join([*lines, "  a sample, >>>supervised<<<:", sample])
+        return f"{self.description}\n{self.report.describe()}\n  a sample, >>>supervised<<<:\n{sample}"
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -87,7 +87,7 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
         if not problem or not solution:
             return Conversation([])
         return Conversation([{"role": "user", "content": problem}, {"role": "assistant", "content": solution}])
-    messages = [_turn(message, form) for message in _messages_of(row, form)]
+    messages = _messages_of(row, form)
     while messages and not _is_learnt(messages[-1]):
         messages.pop()
     return Conversation(messages, _tools_of(row))
@@ -100,7 +100,7 @@ def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
         return "\n\n".join(part.strip() for part in parts if part.strip())
     if form not in CONVERSATIONS:
         return text_of(row, COLUMNS[form][0])
-    messages = [_turn(message, form) for message in _messages_of(row, form)]
+    messages = _messages_of(row, form)
     first = takewhile(lambda message: message["role"] != "assistant", messages)
     question = [message for message in first if message["role"] not in ("system", "developer")]
     # A conversation that the assistant begins is known by all of it.
@@ -126,45 +126,34 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> list[Any]:
-    messages = row[COLUMNS[form][0]] or []
-    if not isinstance(messages, list):
-        raise _no_messages(form, messages)
-    return messages
-
-
-def _turn(message: Any, form: ColumnForm) -> dict[str, Any]:
-    """A message with `role` and `content`, both text; a tool call needs no content."""
-    turn = _without_none(message)
-    if isinstance(turn, dict) and form == "sharegpt" and "from" in turn:
-        role = SHAREGPT_ROLES.get(str(turn["from"]))
-        if role is None:
+def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
+    """The row's messages, each with `role` and `content`, both text; a tool call needs no content."""
+    column, messages = COLUMNS[form][0], []
+    found = row[column] or []
+    for message in found if isinstance(found, list) else [found]:
+        turn = _without_none(message)
+        if isinstance(turn, dict) and form == "sharegpt" and "from" in turn:
+            turn = {"role": SHAREGPT_ROLES.get(str(turn["from"])), "content": turn.get("value", "")}
+            if turn["role"] is None:
+                raise UserError(
+                    f"--dataset_name: a message in 'conversations' is from {shown(message['from'])}; understood are "
+                    f"{', '.join(SHAREGPT_ROLES)}."
+                )
+        turn = {"content": "", **turn} if isinstance(turn, dict) else {}
+        if not isinstance(found, list) or not all(isinstance(turn.get(name), str) for name in ("role", "content")):
             raise UserError(
-                f"--dataset_name: a message in 'conversations' is from {shown(turn['from'])}; understood are "
-                f"{', '.join(SHAREGPT_ROLES)}."
+                f"--dataset_name: '{column}' must be a list of messages with 'role' and 'content', both text; a row "
+                f"has {shown(message)}."
             )
-        turn = {"role": role, "content": turn.get("value", "")}
-    if not isinstance(turn, dict) or not all(isinstance(turn.setdefault(k, d), str) for k, d in _TURN.items()):
-        raise _no_messages(form, message)
-    if turn.get("weight", 1) not in (0, 1):
-        raise UserError(f"--dataset_name: a message has the weight {shown(turn['weight'])}; give 0 or 1, or none.")
-    return turn
-
-
-_TURN = {"role": None, "content": ""}
-"""Entries of a message, and what one without them has."""
+        if turn.get("weight", 1) not in (0, 1):
+            raise UserError(f"--dataset_name: a message has the weight {shown(turn['weight'])}; give 0 or 1, or none.")
+        messages.append(turn)
+    return messages
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
     says_something = message["content"].strip() or message.get("tool_calls")
     return bool(message["role"] == "assistant" and message.get("weight", 1) and says_something)
-
-
-def _no_messages(form: ColumnForm, found: Any) -> UserError:
-    return UserError(
-        f"--dataset_name: '{COLUMNS[form][0]}' must be a list of messages with 'role' and 'content', both text; a row "
-        f"has {shown(found)}."
-    )
 
 
 def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:

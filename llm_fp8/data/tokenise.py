@@ -110,15 +110,24 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
-    def warning(self) -> str:
-        """A line where more than `MANY_DROPPED` of the rows are not used, else nothing."""
-        share = (self.num_overlong_dropped + self.num_empty) / max(1, self.num_rows_read)
-        if share <= MANY_DROPPED:
-            return ""
-        return (
-            f"\n  WARNING: {share:.1%} of the rows are not trained on; --max_seq_length or --overlong truncate keeps "
-            "long ones, and empty are those without text, an answer, or a turn of the role 'assistant'"
-        )
+    def describe(self) -> str:
+        """Lines to print, with a warning where more than `MANY_DROPPED` of the rows are not used."""
+        lines, dropped = [], self.num_overlong_dropped + self.num_empty
+        if self.num_rows_read:  # a stream has not been read yet
+            lines.append(f"  {self.summary()}")
+        if dropped > MANY_DROPPED * self.num_rows_read:
+            lines.append(
+                f"  WARNING: {dropped / self.num_rows_read:.1%} of the rows are not trained on; --max_seq_length or "
+                "--overlong truncate keeps long ones; those without text or an answer of an 'assistant' are empty"
+            )
+        if self.padding_efficiency is not None:
+            lines.append(
+                f"  {self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised, in "
+                f"{self.num_rows_of_batches} sequences of {self.max_seq_length}: {self.padding_efficiency:.1%} filled"
+            )
+        seen = f" ({self.num_eval_rows_seen_in_training} left out because their problem is trained on)"
+        lines.append(f"  evaluation: {self.num_eval_rows} rows{seen if self.num_eval_rows_seen_in_training else ''}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "padding_efficiency": self.padding_efficiency}

@@ -160,7 +160,7 @@ def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.Mo
         {"name": "a.jsonl,./a.jsonl"},
         {"name": "a.jsonl", "eval_dataset_name": "../" + tmp_path.name + "/a.jsonl"},
     ):
-        with pytest.raises(UserError, match="has files that are named twice, or trained on"):
+        with pytest.raises(UserError, match="are named twice, or trained on"):
             found(**names)
     with pytest.raises(UserError, match="--dataset_name has an empty name"):
         found("a.jsonl,")

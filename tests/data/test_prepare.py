@@ -112,7 +112,7 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
     assert prepare(tmp_path, "--validation_split_name", "test").report.num_eval_rows == 3
     assert prepare(tmp_path, "--validation_fraction", "0.2").report.num_rows_held_out > 0
     for split in ("dev", "train"):
-        with pytest.raises(UserError, match=f"--validation_split_name {split}"):
+        with pytest.raises(UserError, match=f" {split}"):
             prepare(tmp_path, "--validation_split_name", split)
     _write(tmp_path / "validation.jsonl", rows[:4])
     with pytest.raises(UserError, match="split validation can be evaluated on: 4 of 4 hold a problem that is trained"):
