@@ -70,8 +70,6 @@ def linear_cross_entropy_sum(
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}.")
     with torch.autocast(device_type, enabled=False):
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)

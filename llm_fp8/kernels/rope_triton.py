@@ -264,5 +264,4 @@ def split_rope(
         raise ValueError(f"angles are {angles.dtype} {tuple(angles.shape)}, not a contiguous fp32 table of even width")
     if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or not cu_seqlens.is_contiguous()):
         raise ValueError(f"cu_seqlens have to be contiguous int32; they are {cu_seqlens.dtype}")
-    q, k, v = _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)
-    return q, k, v
+    return _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

@@ -31,17 +31,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.fp8_checkpoint import fp8_format
-from llm_fp8.models.lora_names import is_adapter
-from llm_fp8.models.weight_shards import parts_of, saved_tensors, stored_names, to_stored_layout
+from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"
 """Largest safetensors file, unless a single tensor is larger."""
-_ADVICE = (
-    "Make room; if a checkpoint was saved, the same command with --resume_from latest then writes the model from it."
-)
+_ADVICE = "Make room; where a checkpoint was saved, --resume_from latest then writes the model from it."
 
 
 def export_hf(
@@ -62,7 +59,7 @@ def export_hf(
     collective. Raises `UserError`, with `advice`, on the main rank where the folder cannot be written; an earlier one
     is kept then.
     """
-    gathered = _gathered(model, full_tensor, dtype if is_main else None)
+    gathered = hf_tensors(model, full_tensor, dtype if is_main else None)
     if not is_main:
         deque(gathered, maxlen=0)
         return
@@ -132,11 +129,7 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
     if adapters_only:
         from llm_fp8.models.lora import adapters_of
 
-        return sum(
-            matrix.numel() * matrix.element_size()
-            for adapter in adapters_of(model).values()
-            for matrix in (adapter.a, adapter.b)
-        )
+        return sum(matrix.nbytes for adapter in adapters_of(model).values() for matrix in (adapter.a, adapter.b))
     return sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts) * dtype.itemsize
 
 
@@ -159,24 +152,16 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _gathered(
+def hf_tensors(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and CPU copy (`dtype`) of each Hugging Face tensor; with `dtype` None only takes part in the collectives."""
-    for name, tensor in hf_tensors(model, full_tensor):
-        if dtype is not None:
-            yield name, tensor.to("cpu", dtype, copy=True).contiguous()
-        del tensor  # before the next one takes memory
+    """Name and CPU copy (`dtype`) of each unsharded Hugging Face tensor, a weight with an adapter merged in fp32.
 
-
-def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each unsharded Hugging Face tensor: the model's own memory, or what `full_tensor` gathered. A
-    weight with an adapter is merged, in fp32. Keep no tensor while asking for the next: it takes the GPU's memory.
+    One parameter at a time takes the GPU's memory. With `dtype` None it only takes part in the collectives.
     """
-    tensors = saved_tensors(model)
-    parameters = dict(model.named_parameters())
+    tensors, parameters = saved_tensors(model), dict(model.named_parameters())
     adapters: dict[str, Any] = {}
-    if any(is_adapter(name) for name in parameters):
+    if any(map(is_adapter, parameters)):
         from llm_fp8.models.lora import adapters_of, with_adapter
 
         adapters = adapters_of(model)
@@ -184,8 +169,11 @@ def hf_tensors(model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor]) 
         full = full_tensor(parameters[name]) if name in parameters else tensors[name]
         for part in parts:
             tensor = (full if part.shape == full.shape else full[part.start : part.stop]).detach()
-            adapter = adapters.get(part.hf_name.removesuffix(".weight"))
-            yield part.hf_name, tensor if adapter is None else with_adapter(tensor, adapter, full_tensor)
+            if adapter := adapters.get(part.hf_name.removesuffix(".weight")):
+                tensor = with_adapter(tensor, adapter, full_tensor)
+            if dtype is not None:
+                yield part.hf_name, tensor.to("cpu", dtype, copy=True).contiguous()
+            del tensor
         del full
 
 
@@ -220,8 +208,6 @@ def _write_weights(
         if len(contents) == len(split.filename_to_tensors[file_name]):
             save_file(contents, folder / file_name, metadata={"format": "pt"})
             del pending[file_name], contents
-    if pending:
-        raise AssertionError(f"planned and not written: {', '.join(pending)}")
     if split.is_sharded:
         metadata = {"total_parameters": sum(tensor.numel() for tensor in planned.values()), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}

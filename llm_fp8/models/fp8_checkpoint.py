@@ -40,7 +40,7 @@ class Fp8Format:
     """How the fp8 weights of a checkpoint are scaled."""
 
     suffix: str
-    """A scale's name is that of its weight with this behind it."""
+    """A scale's name is that of its weight followed by this."""
     block: tuple[int | None, int | None]
     """Rows and columns of a weight that share a scale; None: all that it has."""
     has_input_scales: bool = False

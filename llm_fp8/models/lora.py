@@ -28,8 +28,7 @@ from transformers import PreTrainedModel
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, LoraConfig
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.lora_names import is_adapter
-from llm_fp8.models.weight_shards import is_te_model, local_shard
+from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
 from llm_fp8.utils.te_import import prefer_torchs_cudnn

@@ -31,9 +31,8 @@ class TrainingModel(nn.Module):
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise UserError(
-                f"--model_name {model.config.name_or_path} is of class {type(model).__name__}, whose lm_head is not "
-                "a linear layer without bias, which the loss needs; choose a model with such an lm_head, like the "
-                "Llama and Qwen families."
+                f"--model_name {model.config.name_or_path} is of class {type(model).__name__}, whose lm_head is not a "
+                "linear layer without bias; choose a model with one, like the Llama and Qwen families."
             )
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

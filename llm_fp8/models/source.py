@@ -25,7 +25,7 @@ _MIX_DOCUMENTS = frozenset(
     "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
     "qwen4_exp_text recurrent_gemma xglm zaya".split()
 )
-"""Decoder types of transformers 5.23 whose small models (eager attention) gave a document other hidden states behind
+"""Decoder types of transformers 5.23 whose small models (eager attention) gave a document other hidden states after
 another one than alone. Types of which no small model was made are not listed."""
 
 
@@ -72,10 +72,7 @@ def resolve_source(options: ModelConfig) -> ModelSource:
 
 def reading_model(what: str, name: str) -> contextlib.AbstractContextManager[None]:
     """`reading` of a part of the model that --model_name gives."""
-    advice = (
-        "Give a local folder with config.json, tokenizer and safetensors, or a hub id that this machine can reach (for "
-        "a gated model, log in with 'hf auth login')."
-    )
+    advice = "Give a local model folder or a hub id that this machine can reach (for a gated model: 'hf auth login')."
     return reading("--model_name", name, f"the {what}", advice)
 
 

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
-from llm_fp8.models.lora_names import is_adapter, name_without_adapter
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load
@@ -31,6 +30,16 @@ from te_llama import DecoderSpec, Part, UnsupportedArchitecture, parameter_map
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers stored in older checkpoints and computed by today's models."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter or module of this name belongs to an adapter, PEFT's or the TE decoder's."""
+    return ".lora_A." in name or ".lora_B." in name or name.endswith(".adapters")
+
+
+def name_without_adapter(name: str) -> str:
+    """The name in the model without adapters; PEFT's is `...q_proj.base_layer.weight`."""
+    return name.replace(".base_layer", "")
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
@@ -130,7 +139,7 @@ class LocalShard:
     data: Tensor
     start: int
     remainder: Tensor | None = None
-    """Of bf16 `data` whose fp32 values are kept: their lower bits (`llm_fp8.optim.adamw_master`)."""
+    """The lower bits of the fp32 values of bf16 `data`, where these are kept (`llm_fp8.optim.adamw_master`)."""
 
     def write(self, first: int, values: Tensor) -> None:
         """Copy rows of the parameter, from row `first` of it on, into place, cast to the shard's dtype."""

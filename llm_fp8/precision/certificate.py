@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -39,7 +39,6 @@ from llm_fp8.precision.coverage import Fp8Coverage
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, ModuleState, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
-_SEVERITY: tuple[Verdict, ...] = ("certified", "undetermined", "failed")
 
 UNRECOGNISED_SHARE = 0.01
 """From this share of the time of all GEMMs and kernels that no rule knows, a verdict may rest on the unrecognised ones.
@@ -49,15 +48,13 @@ One layer of 8B's 32 has 3% of its linear FLOPs. No step under benchmarks/result
 _NUM_LISTED, _LISTED_LENGTH = 3, 80
 """Kernels that a reason names, and the characters shown of each: template arguments take hundreds."""
 
-_ATTENTION_LIBRARIES = (("cudnn", "cuDNN"), ("flash", "flash"), ("fmha_cutlass", "memory-efficient"))
-
 
 @dataclass(frozen=True)
 class ExpectedKernels:
     """What each GPU has to compute in one optimizer step."""
 
     precision: str
-    """As in tables: 'bf16', 'fp8 delayed'."""
+    """Its name in tables: 'bf16', 'fp8 delayed'."""
     compute: str
     """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
     scenario: str | None = None
@@ -216,7 +213,7 @@ def certify(
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
     """The first with the worst verdict: that of the launch."""
-    return max(certificates, key=lambda certificate: _SEVERITY.index(certificate.verdict))
+    return max(certificates, key=lambda certificate: get_args(Verdict).index(certificate.verdict))
 
 
 def attention_library(kernels: KernelTimes) -> str:
@@ -227,7 +224,8 @@ def attention_library(kernels: KernelTimes) -> str:
     if attention is None:
         return "math"
     longest = next(iter(attention.names)).lower()
-    return next((words for part, words in _ATTENTION_LIBRARIES if part in longest), "a library of its own")
+    libraries = {"cudnn": "cuDNN", "flash": "flash", "fmha_cutlass": "memory-efficient"}
+    return next((words for part, words in libraries.items() if part in longest), "a library of its own")
 
 
 class _Evidence:
@@ -330,7 +328,7 @@ def _judge_fp8(expected: ExpectedKernels, seen: _Evidence, recipe_inside: str | 
     if others := {name: count for name, count in state.quantizers.items() if name in known - {row.quantizer}}:
         findings.failures.append(f"expected quantizers of the class {row.quantizer}, and there are {_listed(others)}")
     if state.num_without_amax:
-        empty = f"the amax history of {state.num_without_amax} of {state.num_modules} modules is empty after the step"
+        empty = f"{state.num_without_amax} of {state.num_modules} modules have an empty amax history after the step"
         findings.failures.append(f"{empty}, so their scales never move")
     modules = f"modules of {state.library} do not say"
     if state.num_unreadable:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -75,6 +75,14 @@ def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | 
     return list(decoder_layers[first:last])
 
 
+def _require_some(fp8_modules: Mapping[str, nn.Module], options: PrecisionConfig, otherwise: str) -> None:
+    """Raise a `UserError` where nothing is in fp8: because of --fp8_bf16_modules, or for the reason `otherwise`."""
+    kept = options.fp8_bf16_modules
+    if not fp8_modules:
+        why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16" if kept else otherwise
+        raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
+
+
 class Precision:
     """The autocast context of a forward pass, and what TE keeps between passes."""
 
@@ -112,7 +120,7 @@ class Precision:
             return
         if self.plan.backend == "torchao":
             self._fp8_modules = self._torchao_linears
-            self._require_fp8_modules("--fp8_backend torchao: no linear layer of the model could be converted")
+            _require_some(self._fp8_modules, self._options, "no linear layer of the model could be converted")
             return
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -130,18 +138,10 @@ class Precision:
             else:
                 self._fp8_modules[name] = module
         why = next(iter(self.misfits.values()), "the model holds no Transformer Engine module")
-        self._require_fp8_modules(f"--mixed_precision fp8: {why}")
+        _require_some(self._fp8_modules, self._options, why)
         self._unseen = next(iter(self._fp8_modules.values()))
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
-
-    def _require_fp8_modules(self, otherwise: str) -> None:
-        """Raise a `UserError` where nothing is in fp8: because of --fp8_bf16_modules, or for the reason `otherwise`."""
-        if self._fp8_modules:
-            return
-        kept = self._options.fp8_bf16_modules
-        why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16" if kept else otherwise
-        raise UserError(f"{why}, so nothing would run in fp8; use --mixed_precision bf16.")
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:

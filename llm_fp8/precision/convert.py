@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
-from llm_fp8.models.lora_names import is_adapter
+from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.modules import size_misfit
 from llm_fp8.utils.te_import import require_te
 
@@ -48,8 +48,7 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
     head = lm_head_of(model)
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, linear in linears:
-        reason = reason_to_leave(name, linear, head, size_multiple)
-        if reason:
+        if reason := reason_to_leave(name, linear, head, size_multiple):
             left[name] = reason
             continue
         swapped = SwappedLinear(
@@ -80,8 +79,7 @@ def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[n
     def is_converted(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear:
             return False
-        reason = reason_to_leave(name, module, head) or ("kept in bf16" if module in kept else None)
-        if reason:
+        if reason := reason_to_leave(name, module, head) or ("kept in bf16" if module in kept else None):
             left[name] = reason
         return reason is None
 

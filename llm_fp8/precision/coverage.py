@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from llm_fp8.models.lora_names import is_adapter
+from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.convert import HEAD_NAMES, lm_head_of
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
@@ -29,9 +29,9 @@ class Fp8Coverage:
     skipped: dict[str, str]
     """Name pattern -> number of modules, what they compute in, and why."""
     fp8_flops_per_token: float
-    """Of the GEMMs in fp8 of a micro-batch (3 per trained weight, fewer per frozen one)."""
+    """FLOPs of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)."""
     linear_flops_per_token: float
-    """Of all linear weights' GEMMs."""
+    """FLOPs of all linear weights' GEMMs."""
     num_head_weights: int = 0
     """Elements of lm_head's weight."""
 

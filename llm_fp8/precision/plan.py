@@ -14,8 +14,6 @@ from llm_fp8.utils.packages import TORCHAO, TRITON
 from llm_fp8.utils.te_import import require_te
 
 MIN_FP8_CAPABILITY = (8, 9)
-HOPPER = (9, 0)
-"""Compute capability. Later GPUs compute block scaling as MXFP8, whose scales are powers of two."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def build_recipe(options: PrecisionConfig, recipe: Recipe, capability: tuple[int
         if value is not None:
             keywords[keyword] = getattr(te_recipes.Format, value) if option == "fp8_format" else value
     built = getattr(te_recipes, recipe.recipe_class)(**keywords)
-    if recipe.fp32_scales_on_hopper and capability == HOPPER:
+    if recipe.fp32_scales_on_hopper and capability == (9, 0):  # later GPUs scale by powers of two, as in MXFP8
         for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
             setattr(built, f"fp8_quant_{operand}", te_recipes.QParams(power_2_scale=False))
     return built

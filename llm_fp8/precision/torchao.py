@@ -35,10 +35,7 @@ from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sh
 def require_c_compiler(why: str) -> None:
     """Raise a `UserError` that starts with `why` where Triton has no C compiler."""
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
-        raise UserError(
-            f"{why} compiles the decoder layers, for which Triton needs a C compiler, and none is found; install gcc, "
-            "or name one in the variable CC."
-        )
+        raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
 
 
 def build_config(scenario: str, emulate: bool) -> Any:

@@ -207,8 +207,8 @@ def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, t
     assert {name for name, p in te.named_parameters() if p.grad is not None} == {
         name for name, p in te.named_parameters() if "adapters" in name
     }
-    merged = dict(hf_tensors(te, torch.Tensor.detach))
-    reference = dict(hf_tensors(hf, torch.Tensor.detach))
+    merged = dict(hf_tensors(te, torch.Tensor.detach, torch.float32))
+    reference = dict(hf_tensors(hf, torch.Tensor.detach, torch.float32))
     assert merged.keys() == reference.keys()
     assert all(torch.allclose(merged[name], reference[name], atol=1e-6) for name in reference)
 
