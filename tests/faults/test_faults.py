@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -39,45 +40,49 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return kept, [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
 
 
-@pytest.fixture(scope="module", params=SCENARIOS)
-def undisturbed(request, tmp_path_factory, tiny_model, rows) -> tuple[str, Any]:
-    """A scenario, and what it comes to when nothing happens."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(*words(tiny_model, rows, request.param, folder)) == 0
-    return request.param, outcome(folder)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tiny_model, rows) -> Callable[[str], Any]:
+    """What a scenario comes to when nothing happens."""
+
+    @functools.cache
+    def of(scenario: str) -> Any:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert train(*words(tiny_model, rows, scenario, folder)) == 0
+        return outcome(folder)
+
+    return of
 
 
 def num_steps(folder: Path) -> int:
     return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-MOMENTS: dict[str, tuple[Callable[[Path], bool], signal.Signals, set[int]]] = {
-    "before the first checkpoint": (lambda folder: num_steps(folder) > 0, signal.SIGKILL, {-9}),
-    "in a save": (lambda folder: any(folder.glob("checkpoints/.tmp-*")), signal.SIGKILL, {-9}),
-    "between saves": (lambda folder: num_steps(folder) > 6, signal.SIGKILL, {-9}),
-    "stopped": (lambda folder: num_steps(folder) > 4, signal.SIGTERM, {143}),
-    "interrupted": (lambda folder: num_steps(folder) > 2, signal.SIGINT, {130}),
+MOMENTS: dict[str, tuple[str, Callable[[Path], bool], signal.Signals, int]] = {
+    "before the first checkpoint": ("packed", lambda folder: num_steps(folder) > 0, signal.SIGKILL, -9),
+    "in a save": ("packed", lambda folder: any(folder.glob("checkpoints/.tmp-*")), signal.SIGKILL, -9),
+    "between saves": ("lora", lambda folder: num_steps(folder) > 6, signal.SIGKILL, -9),
+    "stopped": ("packed", lambda folder: num_steps(folder) > 4, signal.SIGTERM, 143),
+    "interrupted": ("lora", lambda folder: num_steps(folder) > 2, signal.SIGINT, 130),
 }
-"""When a signal is sent, which, and the exit codes that it may come to."""
+"""The scenario, when a signal is sent, which, and the exit code that it comes to."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_goes_on_to_the_same_end(undisturbed, moment, tmp_path, tiny_model, rows):
-    scenario, expected = undisturbed
-    is_time, number, codes = MOMENTS[moment]
+    scenario, is_time, number, code = MOMENTS[moment]
     folder, log = tmp_path / "run", tmp_path / "log"
     options = words(tiny_model, rows, scenario, folder)
     process = start_training(log, *options)
     if wait_until(lambda: is_time(folder), process, poll_s=0):
         os.kill(process.pid, number)
-    assert exit_code(process) in codes | {0}, log.read_text()  # 0: it was done before the signal came
+    assert exit_code(process) in (code, 0), log.read_text()  # 0: it was done before the signal came
     if process.exitcode:
         has_saved = (folder / "checkpoints" / "latest").exists()
         resumed = [*options, "--resume_from=latest"] if has_saved else options
         if not has_saved:
             resumed = [*resumed[:-1], f"--output_dir={(folder := tmp_path / 'again')}"]
         assert train(*resumed) == 0
-    assert outcome(folder) == expected
+    assert outcome(folder) == undisturbed(scenario)
 
 
 @pytest.fixture
@@ -93,15 +98,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on(undisturbed, disk, tmp_path, tiny_model, rows):
-    scenario, expected = undisturbed
-    log, options = tmp_path / "log", words(tiny_model, rows, scenario, disk / "run")
+    log, options = tmp_path / "log", words(tiny_model, rows, "packed", disk / "run")
     assert exit_code(start_training(log, *options)) == 2
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in log.read_text()
     subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-    if (disk / "run" / "checkpoints" / "latest").exists():
-        options.append("--resume_from=latest")
-    else:
-        options.append(f"--output_dir={disk / 'again'}")
-    assert train(*options) == 0
-    assert outcome(Path(options[-1].partition("=")[2]) if "again" in options[-1] else disk / "run") == expected
+    has_saved = (disk / "run" / "checkpoints" / "latest").exists()
+    folder = disk / "run" if has_saved else disk / "again"
+    assert train(*options, f"--output_dir={folder}", *(["--resume_from=latest"] if has_saved else [])) == 0
+    assert outcome(folder) == undisturbed("packed")

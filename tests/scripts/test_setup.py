@@ -97,10 +97,11 @@ def test_the_command_that_quickstart_ends_with_can_be_copied(tmp_path: Path) -> 
 def test_requirements_are_installed_once_until_they_change_and_a_failure_is_not_remembered(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     file.write_text("# nothing yet\n")
+    write_program(tmp_path / "venv" / "bin" / "python", f'exec {sys.executable} "$@"')
     setup = f"make_venv; install_requirements {file} 'a test'"
-    environment = {"PYTHON": sys.executable, "VENV_DIR": str(tmp_path / "venv")}
+    environment = {"VENV_DIR": str(tmp_path / "venv")}
     first = run_bash(setup, **environment)
-    assert first.returncode == 0 and "making" in first.stdout and "installing" in first.stdout, first.stderr
+    assert first.returncode == 0 and "installing" in first.stdout, first.stderr
     again = run_bash(setup, **environment)
     assert (again.returncode, again.stdout) == (0, "")
     file.write_text("./no-such-folder-here\n")
