@@ -196,7 +196,11 @@ class RunSize:
         """Bytes of embedding and head, FSDP's outermost unit."""
         every = int(config.model.gradient_checkpointing)
         recomputed = len(range(0, layers, every)) if every else 0
-        fp8_weights = layers * layer_linear if config.parallel.fp8_params and recipe != "bf16" else 0
+        fp8_weights = (
+            layers * layer_linear
+            if config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
+            else 0
+        )
 
         per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
         if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
