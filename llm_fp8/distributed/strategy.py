@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
-from llm_fp8.optim.adamw import local_part
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
+from llm_fp8.utils.torch_internals import local_part
 
 
 class DistributedStrategy:

@@ -30,7 +30,6 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.progress import ProgressDisplay, format_evaluation
 from llm_fp8.observability.step_stats import throughput_summary
-from llm_fp8.observability.tracker_labels import flattened, run_labels, run_tags, wandb_login_state
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
 
@@ -42,6 +41,8 @@ WANDB_START_S, WANDB_END_S = 30.0, 60.0
 
 def require_wandb_login(flag: str) -> None:
     """Raise `UserError`, beginning with `flag`, where W&B is missing or has no login."""
+    from llm_fp8.observability.tracker_labels import wandb_login_state
+
     if wandb_login_state(flag) == "logged_out":
         raise UserError(
             f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "
@@ -81,6 +82,8 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
+    from llm_fp8.observability.tracker_labels import flattened
+
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
     flat = ((key, value) for key, value in flattened(parts, "/") if value is not None)
@@ -132,6 +135,8 @@ class RunReporter:
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
         import wandb
+
+        from llm_fp8.observability.tracker_labels import run_labels, run_tags
 
         labels = run_labels(record)
         options = self._config.run

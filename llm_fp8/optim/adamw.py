@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, Key, rounding_key
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
+from llm_fp8.utils.torch_internals import local_part
 
 
 class GroupedAdamW(Optimizer):
@@ -138,8 +139,3 @@ class EightBitAdamW(GroupedAdamW):
 
     def _key(self, step: int, number: int) -> Key:
         return rounding_key(self.seed, step, number)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

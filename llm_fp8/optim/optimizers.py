@@ -27,8 +27,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim.adamw import EightBitAdamW, GroupedAdamW, MasterAdamW
-from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
@@ -51,7 +49,7 @@ def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
         return BytesPerParameter(4, 4, 4 + 4)
     if kind == "adamw_master":
         return BytesPerParameter(2, 2, 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize)
-    return BytesPerParameter(2, 2, 2 * (1 + 4 / CODE_BLOCK))  # codes and their share of the block's fp32 scales
+    return BytesPerParameter(2, 2, 2 * (1 + 4 / 256))  # codes and their share of the fp32 scale of a block of 256
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
@@ -98,6 +96,8 @@ def build_optimizer(
         from llm_fp8.optim.offload import OffloadedMasterAdamW
 
         return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
+    from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
+
     if kind == "adamw_master":
         return MasterAdamW(groups, **shared)
     return EightBitAdamW(groups, seed=config.seed, **shared)
@@ -133,8 +133,8 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = unwrap(optimizer)
-        if isinstance(inner, GroupedAdamW):
-            inner.gradient_scale = factor  # applied as the gradients are read
+        if hasattr(inner, "gradient_scale"):  # this project's, which apply it as they read the gradients
+            inner.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
     optimizer.step()

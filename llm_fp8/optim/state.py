@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.optim.adamw import GroupedAdamW
 from llm_fp8.optim.optimizers import unwrap
 
 
 def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter before the first step, if there is none; after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
-    if isinstance(optimizer, GroupedAdamW):
+    if hasattr(optimizer, "initialize_state"):  # this project's
         optimizer.initialize_state()
     elif not optimizer.state:
         # As torch's fused AdamW does it in its first step; there is no public way.

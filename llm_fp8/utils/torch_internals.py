@@ -30,6 +30,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined]
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
     """A DTensor placed as `tensor`, of which this rank holds `local`."""
     return DTensor.from_local(
