@@ -73,7 +73,7 @@ def option(
         excludes: conditions that it cannot go with -> why.
         **bounds: at_least, at_most, above, below: what a number must be.
     """
-    aliases = [] if alias is None else [f"--{alias}", f"--{alias.replace('_', '-')}"]
+    aliases = [] if alias is None else [f"--{alias}"]
     declared = {"help": help, "aliases": aliases, "bare": bare, "needs": needs, "excludes": excludes, "bounds": bounds}
     return field(default=default, metadata=declared)
 

@@ -34,15 +34,7 @@ the YAML file. Those of datasets, which can be several, are `llm_fp8.data.load`'
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help that ends with the default, unless the text itself says it, as it must where the default is None; without
-    the spelling of a name with hyphens.
-    """
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        known = action.option_strings
-        names = [name for name in known if "-" not in name[2:] or f"--{name[2:].replace('-', '_')}" not in known]
-        value = self._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
-        return ", ".join(names) + (f" {value}" if value else "")
+    """Help that ends with the default, unless the text itself says it, as it must where the default is None."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -79,6 +71,12 @@ def _number_or_truth(word: str, on: int) -> int:
     return int(word) if word.isdecimal() else on * _truth(word)
 
 
+def _with_underscores(word: str) -> str:
+    """The word with underscores in an option's name."""
+    name, sign, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
+
+
 class _Parser(OneSentenceParser):
     """Takes an option for each field of the sections, which are dataclasses."""
 
@@ -93,7 +91,7 @@ class _Parser(OneSentenceParser):
             hints = get_type_hints(section)
             for each in dataclasses.fields(section):
                 self._add_option(each, hints[each.name])
-        self.add_argument("--help-all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
+        self.add_argument("--help_all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         for action in self._actions:
             if action.dest == "mixed_precision":
                 action.type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML reads no as False
@@ -103,13 +101,15 @@ class _Parser(OneSentenceParser):
                 action.choices = (DEFAULT, *recipe_names())
                 action.help = f"{describe_recipes()} {action.help}"
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, with hyphens in the names of options too."""
+        return super().parse_known_args([_with_underscores(word) for word in args], namespace)
+
     def _add_option(self, field: dataclasses.Field[Any], hint: Any) -> None:
-        """`--name value` with its spelling with hyphens and its aliases. A boolean can be a bare flag, and has
-        `--no_name` unless it is off by default.
-        """
-        name, hyphens = field.name, field.name.replace("_", "-")
+        """`--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
+        name = field.name
         kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
-        names = dict.fromkeys((f"--{name}", f"--{hyphens}", *field.metadata["aliases"]))
+        names = (f"--{name}", *field.metadata["aliases"])
         given: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
         if get_origin(kind) is Literal:
             self.add_argument(*names, **given, choices=get_args(kind))
@@ -121,7 +121,7 @@ class _Parser(OneSentenceParser):
             self.add_argument(*names, **given, type=_truth, nargs="?", const=True)
             if field.default is not False:
                 given = {"default": argparse.SUPPRESS, "help": f"Turn --{name} off."}
-                self.add_argument(f"--no_{name}", f"--no-{hyphens}", dest=name, action="store_false", **given)
+                self.add_argument(f"--no_{name}", dest=name, action="store_false", **given)
 
     def hint(self, option: str) -> str:
         name = option[2:].replace("-", "_")

@@ -120,7 +120,6 @@ class OneSentenceParser(argparse.ArgumentParser):
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in of)
-        message = re.sub(r"/--\w+(-\w+)+", "", message)  # the spelling with hyphens
         text = f"error: {self.origin}{message}; '{self.prog} {self.full_help}' lists the options.\n"
         self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
 
