@@ -12,8 +12,8 @@ The mask is true on documents' tokens. `cu_seqlens` says where each segment begi
 sequence of max_seq_length positions; in each `position_ids` start at 0. Context parallelism over C ranks pads every
 document, inside its segment, to a multiple of 2 C: attention is causal, so no token of it sees the padding.
 
-S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length; or
-max_seq_length with `pad_to_full`. Padding is known by position, never by token id: PAD and EOS may be the same token.
+S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length.
+Padding is known by position, never by token id: PAD and EOS may be the same token.
 
 Where fewer than batch_size sequences are left, the shape stays and the missing ones are padding. In a padded batch
 their first position is open to attention: some kernels give NaN for a sequence that attends to nothing.
@@ -151,7 +151,6 @@ class PaddedCollate:
     batch_size: int
     max_seq_length: int
     pad_token_id: int
-    pad_to_full: bool = False
     context_size: int = 1
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
@@ -163,9 +162,7 @@ class PaddedCollate:
         if longest > self.max_seq_length:
             raise ValueError(f"a document of {longest} tokens does not fit {self.max_seq_length}")
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
-        rounded = -(-longest // multiple) * multiple
-        width = self.max_seq_length if self.pad_to_full else min(rounded, self.max_seq_length)
-
+        width = min(-(-longest // multiple) * multiple, self.max_seq_length)
         input_ids = np.full((self.batch_size, width), self.pad_token_id, dtype=np.int64)
         labels = np.full((self.batch_size, width), IGNORE_INDEX, dtype=np.int64)
         attention_mask = np.zeros((self.batch_size, width), dtype=bool)

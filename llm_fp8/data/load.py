@@ -62,10 +62,6 @@ class DatasetSource:
     saved: DatasetDict | None = field(default=None, repr=False)
     """The opened dataset of a `save_to_disk` folder."""
 
-    def training_split(self, wanted: str | None) -> str:
-        """`wanted` (--split_name), or the default split; `UserError` where the dataset does not have it."""
-        return self.split(wanted, "--split_name", DEFAULT_SPLITS)
-
     def split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> str:
         """`wanted`, which `flag` names, or the first of `defaults` that there is."""
         for split in defaults if wanted is None else (wanted,):
@@ -108,7 +104,7 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
 def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:
     """What to train on, and what to evaluate on: nothing where a share of the former is to be held out."""
     sources = [open_source(name) for name in _names(data.dataset_name)]
-    train = [(source, source.training_split(data.split_name)) for source in sources]
+    train = [(source, source.split(data.split_name, "--split_name", DEFAULT_SPLITS)) for source in sources]
     wanted, flag, evaluation = data.validation_split_name, "--validation_split_name", list[SourceSplit]()
     if data.eval_dataset_name is not None:
         sources = [open_source(name, "--eval_dataset_name") for name in _names(data.eval_dataset_name)]

@@ -106,7 +106,7 @@ def prepare_data(
     steps = TrainLoader(made.train, collate, data.batch_size, config.optim.gradient_accumulation_steps, share)
     evals = EvalLoader(made.eval, collate, data.batch_size, share, config.run.eval_batches, made.eval_data)
     sample = mark_supervised(made.example, tokenizer)
-    return PreparedData(steps, evals if made.eval else None, made.report, job.describe(made), sample)
+    return PreparedData(steps, evals if made.eval else None, made.report, made.description, sample)
 
 
 def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -137,11 +137,9 @@ class _Made(NamedTuple):
     eval: Sequence[Reader]
     eval_data: str
     """Identifies what is evaluated on."""
-    eval_from: str
     report: DataReport
     example: Document
-    parts: Sequence[tuple[TokeniseOptions, str]]
-    """How each dataset is tokenised, and how much of it is trained on."""
+    description: str
 
 
 @dataclass(frozen=True)
@@ -194,18 +192,15 @@ class _Job:
         content = [*parts, self.config.packing, self.config.optim.seed, multiple]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def describe(self, made: _Made) -> str:
+    def describe(self, options: Sequence[TokeniseOptions], taken: Sequence[str], eval_from: str) -> str:
+        """Lines about the origin of the data; `taken` says how much of each dataset is trained on."""
         data, kind = self.config.data, "packed" if self.config.packing else "padded"
-        forms = dict.fromkeys(describe_prompt_form(options.form, self.tokenizer) for options, _ in made.parts)
-        lines = [
-            f"data: {data.dataset_name}, {self.named(self.train)}, evaluated on {made.eval_from}, {kind} sequences of "
-            f"{data.max_seq_length} tokens",
-            f"  prompt form: {'; '.join(forms)}",
-        ]
-        if len(self.train) > 1:
-            pairs = zip(self.train, made.parts, strict=True)
-            lines += [f"  {source.name}, split {split}: {taken}" for (source, split), (_, taken) in pairs]
-        return "\n".join(lines)
+        forms = "; ".join(dict.fromkeys(describe_prompt_form(each.form, self.tokenizer) for each in options))
+        parts = [f"\n  {s.name}, split {split}: {n}" for (s, split), n in zip(self.train, taken, strict=True)]
+        return (
+            f"data: {data.dataset_name}, {self.named(self.train)}, evaluated on {eval_from}, {kind} sequences of "
+            f"{data.max_seq_length} tokens\n  prompt form: {forms}{''.join(parts) if len(parts) > 1 else ''}"
+        )
 
 
 def _prepare_map(job: _Job) -> _Made:
@@ -246,17 +241,14 @@ def _prepare_map(job: _Job) -> _Made:
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
     identity = job.identify(content_key(figures["document_key"][train_set]))
+    taken = [f"{len(part)} of {len(every)} rows" for part, every in zip(datasets, whole, strict=True)]
     return _Made(
         train=MapSequences(plan, read, job.config.optim.seed, identity),
         eval=sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows)),
         eval_data=content_key(eval_figures["document_key"][eval_set]),
-        eval_from=eval_from,
         report=report,
         example=read(train_set[:1].tolist())[0],
-        parts=[
-            (each, f"{len(part)} of {len(every)} rows")
-            for each, part, every in zip(options, datasets, whole, strict=True)
-        ],
+        description=job.describe(options, taken, eval_from),
     )
 
 
@@ -329,10 +321,9 @@ def _prepare_stream(job: _Job) -> _Made:
             lambda indices: [held_out[i] for i in indices],
         ),
         eval_data=content_key([document_key(each.input_ids, each.supervised) for each in held_out]),
-        eval_from=eval_from,
         report=report,
         example=example,
-        parts=[(each, f"{share:.2%} of the rows") for each, share in zip(options, shares or [1.0], strict=True)],
+        description=job.describe(options, [f"{share:.2%} of the rows" for share in shares or [1.0]], eval_from),
     )
 
 

@@ -19,7 +19,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.load import find_splits, load_split, open_source, open_split_stream, reading_of
+from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source, open_split_stream, reading_of
 from llm_fp8.utils.errors import UserError
 
 ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
@@ -123,12 +123,12 @@ def test_splits(tmp_path: Path) -> None:
         Dataset.from_list(ROWS).to_parquet(tmp_path / f"{name}-00000-of-00001.parquet")
     splits = "".join(f"  - split: {s}\n    path: {s}-*\n" for s in ("train", "train_1M"))
     (tmp_path / "b" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n")
-    assert open_source(str(tmp_path / "a")).training_split(None) == "train"
-    assert open_source(str(tmp_path / "b")).training_split(None) == "train_1M"
+    assert open_source(str(tmp_path / "a")).split(None, "--split_name", DEFAULT_SPLITS) == "train"
+    assert open_source(str(tmp_path / "b")).split(None, "--split_name", DEFAULT_SPLITS) == "train_1M"
     with pytest.raises(UserError, match="--split_name train_2M: .* train"):
-        open_source(str(tmp_path / "a")).training_split("train_2M")
+        open_source(str(tmp_path / "a")).split("train_2M", "--split_name", DEFAULT_SPLITS)
     with pytest.raises(UserError, match="test; choose one with --split_name"):
-        open_source(str(tmp_path / "c")).training_split(None)
+        open_source(str(tmp_path / "c")).split(None, "--split_name", DEFAULT_SPLITS)
 
 
 def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ PROGRAM = """
 from llm_fp8.data.load import *
 for name in ("own/math", "own/math:default"):
     source = open_source(name)
-    split = source.training_split(None)
+    split = source.split(None, "--split_name", DEFAULT_SPLITS)
     print(split, len(load_split(source, split)), len(list(open_split_stream(source, split))))
 try:
     open_source("nobody/nothing")
