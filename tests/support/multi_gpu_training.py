@@ -39,6 +39,7 @@ def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list
         f"--max_steps={NUM_STEPS}",
         f"--output_dir={folder}",
         *options,
+        hosts=2 if "--sharding_mode=fsdp_hybrid" in options else 1,
     )
     codes = [exit_code(process, deadline_s=240) for process in processes]
     assert codes == [0] * num_gpus, log.read_text()
