@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset in this repository."""
@@ -359,7 +359,6 @@ class LoraConfig:
 ShardingMode = Literal[
     "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
 ]
-SHARDING_MODES = tuple(mode for mode in get_args(ShardingMode) if mode != "auto")
 
 
 @dataclass(frozen=True)

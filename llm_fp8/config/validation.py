@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 
 from llm_fp8.config.options import (
     ALL_LINEAR,
-    AUTO_BATCH_SIZE,
     COLUMN_NAMES,
     DECODER_LINEARS,
     SECTIONS,
@@ -181,16 +180,6 @@ def _refuse_tokens(config: Config, multiple: int, whose: str) -> None:
         f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} must be a multiple of {multiple} "
         f"tokens{shared}, as {whose}; choose a --max_seq_length that is a multiple of {multiple * size}."
     )
-
-
-def refuse_auto(config: Config) -> None:
-    """Raise `UserError` for an option that is `auto`, where nothing settles what it comes to."""
-    for flag, is_auto in (
-        ("--batch_size", config.data.batch_size == AUTO_BATCH_SIZE),
-        ("--mixed_precision", config.precision.mixed_precision == "auto"),
-    ):
-        if is_auto:
-            raise UserError(f"{flag} auto is settled by a training script on a GPU; give a value.")
 
 
 def check_machine(

@@ -8,7 +8,7 @@ import pytest
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_decoder, check_machine, refuse_auto
+from llm_fp8.config.validation import check_decoder, check_machine
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -145,9 +145,3 @@ def test_what_a_decoder_cannot_do(words, decoder, named):
     check_decoder(config(words), **able)
     with pytest.raises(UserError, match=named):
         check_decoder(config(words), **{**able, **decoder})
-
-
-def test_auto_needs_something_that_settles_it():
-    for flag in ("--batch_size", "--mixed_precision"):
-        with pytest.raises(UserError, match=f"{flag} auto"):
-            refuse_auto(config(f"{flag} auto"))
