@@ -268,7 +268,7 @@ def _broken_line(path: Path) -> str | None:
             try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError as error:
-                return f"line {number}: not valid JSON ({error})"
+                return f"line {number}: not valid JSON ({getattr(error, 'msg', error)})"
             if not isinstance(row, dict):
                 return f"line {number}: a {type(row).__name__}, not an object"
     return None
