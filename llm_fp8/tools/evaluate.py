@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
@@ -135,7 +135,7 @@ def generate(
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     ends = model.generation_config.eos_token_id
     with torch.no_grad():
-        whole = model.generate(
+        whole = cast(Any, model).generate(
             input_ids=ids,
             attention_mask=mask,
             do_sample=False,
@@ -182,12 +182,12 @@ def main() -> int:
     rows = itertools.islice(data.eval, options.num_problems)
     problems = [Problem(row.input_ids[0].tolist(), row.labels[0].tolist()) for row in rows]
     expected = [
-        tokenizer.decode([problem.labels[t] for t in problem.supervised], skip_special_tokens=True)
+        str(tokenizer.decode([problem.labels[t] for t in problem.supervised], skip_special_tokens=True))
         for problem in problems
     ]
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
-    model.to("cuda" if on_gpu else "cpu").eval()
+    torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
     loss, answers = eval_loss(model, problems), [""] * len(problems)
     order = sorted(range(len(problems)), key=lambda number: len(problems[number].prompt))
     for start in range(0, len(order), options.batch_size):

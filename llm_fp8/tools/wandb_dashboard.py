@@ -157,7 +157,11 @@ def _panel(panel: Panel) -> Any:
             title_y=METRICS[panel.key].unit,
             legend_template=f"${{run:displayName}} (${{config:{PRECISION}}})",
         )
-    grouping = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+    grouping: dict[str, Any] = {
+        "groupby": wr.Config(PRECISION),
+        "groupby_aggfunc": "mean",
+        "groupby_rangefunc": "minmax",
+    }
     return wr.BarPlot(
         title=panel.title,
         metrics=list(panel.keys),
@@ -177,7 +181,7 @@ def lay_out(options: argparse.Namespace) -> None:
         raise UserError(f"scripts/wandb_dashboard.py: {why}, or give --offline FOLDER.")
     advice = "Check --entity and --project, 'wandb login', the network and WANDB_BASE_URL."
     with reading("--view" if options.view else "--project", options.view or options.project, "W&B's answer", advice):
-        entity, project = options.entity or wandb.Api().default_entity, options.project
+        entity, project = str(options.entity or wandb.Api().default_entity), options.project
         if options.view:
             view = ws.Workspace.from_url(options.view)
             _, entity, project = urlparse(options.view).path.split("/")

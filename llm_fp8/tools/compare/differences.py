@@ -104,8 +104,8 @@ def _difference(field: str, values: Sequence[tuple[RunRecord, Any]], effect: Eff
     apart = by_value if len(of_reference) > 1 else by_value.keys() - of_reference
     variants = sorted({run.variant for text in apart for run in by_value[text]})
     labels = {text: [run.label for run in holders] for text, holders in by_value.items()}
-    effect = effect or next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
-    return [Difference(field, effect, labels, variants)]
+    found = effect or next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
+    return [Difference(field, found, labels, variants)]
 
 
 def _per_seed(first: RunRecord, run: RunRecord) -> list[Difference]:

@@ -28,6 +28,10 @@ class LossGap:
     by_seed: dict[int, float]
     """Seed -> loss of the variant minus loss of the reference."""
 
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.mean, self.low, self.high)
+
 
 State = Literal["certified", "missing", "undetermined", "failed"]
 _SEVERITY: tuple[State, ...] = get_args(State)
@@ -114,8 +118,8 @@ def variant_figures(
 
 def _energy(runs: Sequence[RunRecord]) -> float | None:
     """The mean over runs; None unless every run has it."""
-    known = [run.summary.get("median_energy_j_per_million_tokens") for run in runs]
-    return plain.mean(known) if known and None not in known else None
+    known = [run.summary.get("median_energy_j_per_million_tokens", math.nan) for run in runs]
+    return plain.mean(known) if known and all(map(math.isfinite, known)) else None
 
 
 def _loss_gap(own: dict[int, RunRecord], base: dict[int, RunRecord]) -> LossGap | None:

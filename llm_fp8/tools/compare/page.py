@@ -120,11 +120,7 @@ def render_page(comparison: Comparison) -> str:
     speed = bar_chart(
         comparison, "{:,.0f} tokens/s", lambda own: own.tokens_per_s, lambda own: quality(own, comparison)
     )
-    gap = bar_chart(
-        comparison,
-        "{:+.4f} nats/token",
-        lambda own: own.loss_gap and Interval(own.loss_gap.mean, own.loss_gap.low, own.loss_gap.high),
-    )
+    gap = bar_chart(comparison, "{:+.4f} nats/token", lambda own: own.loss_gap.interval if own.loss_gap else None)
     lines = [
         line_chart(comparison, "eval_loss", "Eval loss by step"),
         line_chart(comparison, "loss", "Training loss by step, trailing mean over a twentieth of the steps"),

@@ -101,7 +101,7 @@ def figure_rows(own: VariantFigures) -> dict[str, str]:
         "peak memory, GiB": _text(own.peak_memory_gib, "{:.1f}"),
         "energy, J per million tokens": _text(own.energy_j_per_million_tokens, "{:,.0f}"),
         "eval loss, nats/token": _text(statistics.mean(own.eval_loss.values()) if own.eval_loss else None, "{:.4f}"),
-        "gap to bf16, nats/token": _text(gap and Interval(gap.mean, gap.low, gap.high), "{:+.4f}"),
+        "gap to bf16, nats/token": _text(gap.interval if gap else None, "{:+.4f}"),
         "exact match, %": match,
         "certificate": ": ".join([certificate.state, *filter(None, ["; ".join(certificate.reasons)])]),
     }
