@@ -34,26 +34,17 @@ DATA_OPTIONS = ("dataset_name", "eval_dataset_name", "split_name", "validation_s
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--model_name",
-        "--model",
-        type=os.path.expanduser,
-        required=True,
-        help="exported folder, other Hugging Face folder, or hub id",
-    )
+    where = "exported folder, other Hugging Face folder, or hub id"
+    parser.add_argument("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
     fields = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
     for name in DATA_OPTIONS:
         kind = float if name == "validation_fraction" else str
         parser.add_argument(f"--{name}", type=kind, help=f"in place of the run's: {fields[name]}".replace("%", "%%"))
-    parser.add_argument(
-        "--max_seq_length", type=int, help="tokens of a row; longer ones are left out (default: the run's)"
-    )
+    parser.add_argument("--max_seq_length", type=int, help="in place of the run's: tokens of the longest rows")
     parser.add_argument("--num_problems", type=int, default=500, help="rows to answer at most (default 500)")
     parser.add_argument("--max_new_tokens", type=int, default=512, help="where an answer is cut off (default 512)")
     parser.add_argument("--batch_size", type=int, default=64, help="rows answered at a time (default 64)")
-    parser.add_argument(
-        "--output", type=Path, help="JSON file for the answers (default: exact_match.json in the folder of the run)"
-    )
+    parser.add_argument("--output", type=Path, help="JSON file (default: exact_match.json in the folder of the run)")
     return parser.parse_args(argv)
 
 

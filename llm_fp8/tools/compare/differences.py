@@ -71,6 +71,10 @@ def _facts(run: RunRecord) -> dict[str, Any]:
     }
 
 
+def _effect(field: str) -> Effect:
+    return next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
+
+
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """All differences among `runs`, the most severe first."""
     facts = [(run, _facts(run)) for run in runs]
@@ -104,8 +108,7 @@ def _difference(field: str, values: Sequence[tuple[RunRecord, Any]], effect: Eff
     apart = by_value if len(of_reference) > 1 else by_value.keys() - of_reference
     variants = sorted({run.variant for text in apart for run in by_value[text]})
     labels = {text: [run.label for run in holders] for text, holders in by_value.items()}
-    found = effect or next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
-    return [Difference(field, found, labels, variants)]
+    return [Difference(field, effect or _effect(field), labels, variants)]
 
 
 def _per_seed(first: RunRecord, run: RunRecord) -> list[Difference]:

@@ -40,8 +40,8 @@ class RunRecord:
     @property
     def effective_name(self) -> str:
         """What ran, as 'bf16' or 'fp8 delayed'."""
-        scenario = self.precision.get("effective_scenario")
-        return describe_variant(scenario if self.precision["effective"] == "fp8" else self.precision["effective"])
+        ran = self.precision["effective"]
+        return describe_variant(str(self.precision["effective_scenario"] if ran == "fp8" else ran))
 
     @property
     def seed(self) -> int:
@@ -83,8 +83,9 @@ def _record(
     metrics = [with_floats(entry) for entry in metrics]
     sections = ("config", "precision", "effective", "data", "provenance")
     model = {key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})}
+    kept: dict[str, Any] = {name: run.get(name) or {} for name in sections}
     record = RunRecord(
-        **{name: run.get(name) or {} for name in sections},
+        **kept,
         model=model,
         steps=[entry for entry in metrics if "loss" in entry],
         evaluations=[entry for entry in metrics if "eval_loss" in entry],
