@@ -1,4 +1,4 @@
-"""What NVML knows of a GPU: clocks and power while it works, and its energy counter.
+"""The energy that a GPU has used, which NVML counts.
 
 Data-centre GPUs since Volta count the energy of the board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`): of
 all processes on it, without the host or the network. A MIG slice has no counter.
@@ -7,8 +7,6 @@ all processes on it, without the host or the network. A MIG slice has no counter
 from __future__ import annotations
 
 import math
-import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +14,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-INTERVAL_S = 0.1
-"""Time between two samples, about as often as NVML's figures change."""
 MIN_INTERVAL_S = 1.0
 """Shortest interval with figures. The counter moves in jumps of about a tenth of a second."""
 
@@ -46,58 +42,6 @@ def open_nvml(device: torch.device) -> tuple[Any, Any]:
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError as error:
         raise NoNvml(f"NVML: {error}") from error
-
-
-class GpuStateSampler:
-    """Samples a GPU in a thread from entry to exit; without NVML it does nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._samples: list[tuple[float, float, float, bool]] = []
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        try:
-            self._nvml, self._handle = open_nvml(device)
-        except NoNvml:
-            return
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> GpuStateSampler:
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _sample(self) -> None:
-        nvml = self._nvml
-        while not self._ended.wait(INTERVAL_S):
-            try:
-                clock_mhz = nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)
-                power_w = nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
-                reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
-            except nvml.NVMLError:
-                return  # the earlier samples stand
-            capped = bool(reasons & nvml.nvmlClocksThrottleReasonSwPowerCap)
-            self._samples.append((time.perf_counter(), float(clock_mhz), power_w, capped))
-
-    def figures(self, last_s: float) -> dict[str, float] | None:
-        """Figures of the last `last_s` seconds before the last sample; None without samples.
-
-        sm_clock_mhz: median clock of the multiprocessors. power_w: mean power of the board. power_capped_share: share
-        of the samples at which the power limit held the clock down.
-        """
-        if not self._samples:
-            return None
-        since = self._samples[-1][0] - last_s
-        samples = [sample for sample in self._samples if sample[0] >= since]
-        return {
-            "sm_clock_mhz": statistics.median(sample[1] for sample in samples),
-            "power_w": statistics.mean(sample[2] for sample in samples),
-            "power_capped_share": statistics.mean(sample[3] for sample in samples),
-        }
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float]:
