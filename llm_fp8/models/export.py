@@ -127,9 +127,7 @@ def export_adapter(
 def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
     """Approximate size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
-        from llm_fp8.models.lora import adapters_of
-
-        return sum(matrix.nbytes for adapter in adapters_of(model).values() for matrix in (adapter.a, adapter.b))
+        return sum(parameter.nbytes for name, parameter in model.named_parameters() if is_adapter(name))
     return sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts) * dtype.itemsize
 
 

@@ -123,7 +123,7 @@ def _in_fp8(path: Path, weights: set[str], filler: WeightFiller) -> Iterator[tup
     with open_weights(path, torch.device("cpu")) as tensors:
         for name in tensors.offset_keys():
             tensor = tensors.get_tensor(name)
-            filler.fill(name, tensor)
+            filler.fill_rows(name, tuple(tensor.shape), tensor)
             if not tensor.isfinite().all():
                 raise ValueError(f"'{name}' holds values that are not finite")
             if name not in weights:

@@ -154,7 +154,7 @@ class LocalShard:
 class WeightFiller:
     """Fills parameters in place from the Hugging Face tensors they are made of, which arrive one by one in any order.
 
-    Call `fill_rows` (or `fill`, with the full tensor) once for each Hugging Face tensor, then `finish()`. Raises
+    Call `fill_rows` once for each Hugging Face tensor, then `finish()`. Raises
     `UnsupportedArchitecture` naming the tensor that is unexpected, doubled, missing, of another shape or no float.
 
     `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill. `resolve`: the name under
@@ -170,9 +170,6 @@ class WeightFiller:
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
         self._resolve = resolve
-
-    def fill(self, hf_name: str, tensor: Tensor) -> None:
-        self.fill_rows(hf_name, tuple(tensor.shape), tensor)
 
     def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
         """Copy what this rank needs of one Hugging Face tensor into place, cast to the parameter's dtype.

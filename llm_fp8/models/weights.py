@@ -48,9 +48,8 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
             index = fetch(WEIGHTS_INDEX)
         except EntryNotFoundError:  # a model of one file; where the hub cannot be asked too
             index = Path()
-        names = ["model.safetensors"]
-        if index.is_file():
-            names = sorted(set(read_json(index)["weight_map"].values()))
+        sharded = read_json(index)["weight_map"].values() if index.is_file() else ()
+        names = sorted(set(sharded)) or ["model.safetensors"]
         files = [fetch(name) for name in names]
     for path in files:
         if not path.is_file():
@@ -126,8 +125,7 @@ class StoredCheckpoint:
 
     def _scale(self, name: str, device: torch.device) -> torch.Tensor:
         with open_weights(self.stored[name].path, device) as tensors:
-            scale: torch.Tensor = tensors.get_tensor(name)
-        return scale
+            return tensors.get_tensor(name)
 
 
 @contextlib.contextmanager
@@ -167,8 +165,7 @@ def fill_weights(
     names = stored_names(model)
     if names is None:
         raise UserError(
-            f"--model_name {options.model_name}: its files hold tensors in another layout than its modules (a mixture "
-            "of experts does), which cannot be read as shards; use --sharding_mode ddp or a deepspeed mode."
+            f"--model_name {options.model_name}: a mixture of experts cannot be read as shards; use --sharding_mode ddp."
         )
     checkpoint = StoredCheckpoint(files, model)
     _fill(hf_filler(model, names, checkpoint.stored), checkpoint, next(model.parameters()).device)

@@ -42,11 +42,8 @@ Verdict = Literal["certified", "undetermined", "failed"]
 
 UNRECOGNISED_SHARE = 0.01
 """From this share of the time of all GEMMs and kernels that no rule knows, a verdict may rest on the unrecognised ones.
-
-One layer of 8B's 32 has 3% of its linear FLOPs. No step under benchmarks/results has a GEMM of unknown type.
-"""
-_NUM_LISTED, _LISTED_LENGTH = 3, 80
-"""Kernels that a reason names, and the characters shown of each: template arguments take hundreds."""
+One layer of 8B's 32 has 3% of its linear FLOPs."""
+_NUM_LISTED, _LISTED_LENGTH = 3, 80  # kernels that a reason names, and characters: template arguments take hundreds
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
 
     left: dict[str, str] = {}
     head = lm_head_of(model)
-    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    for name, linear in linears:
+    for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
         if reason := reason_to_leave(name, linear, head, size_multiple):
             left[name] = reason
             continue

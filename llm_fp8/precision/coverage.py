@@ -93,8 +93,7 @@ def measure_coverage(
             fp8_gemm_elements += size * min(num_gemms, most_in_fp8)
             converted[pattern] += 1
         else:
-            known = "adapter" if is_adapter(name) else "lm_head" if is_head else ""
-            why = reasons.get(name) or known
+            why = reasons.get(name) or ("adapter" if is_adapter(name) else "lm_head" if is_head else "")
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,

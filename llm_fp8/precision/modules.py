@@ -1,8 +1,7 @@
 """The linear modules of a model that can compute in fp8, how many GEMMs each takes, and what they say of their last
 step: whether it was in fp8, by which recipe, with which quantizers. The certificate compares that with the kernels.
 
-Of Transformer Engine's modules only attributes are read, so nothing is imported; where a later version lacks one, the
-module counts as unreadable, not as wrong.
+Only attributes of Transformer Engine's modules are read; where a later version lacks one, the module is unreadable.
 """
 
 from __future__ import annotations

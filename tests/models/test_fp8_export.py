@@ -40,14 +40,6 @@ def test_rows_are_the_nearest_fp8_to_the_stored_scale(scale_dtype):
     assert (values.double().abs().amax(1) == 448).all()
 
 
-def test_rows_without_a_scale_stay_zero_or_small():
-    weight = torch.tensor([[0.0, -0.0], [1e-40, -1e-41], [3e38, -1e38], [1e-30, 0.0]])
-    values, scale = fp8_rows(weight)
-    assert scale[:2].eq(1).all() and values[:2].float().eq(0).all()
-    assert values.float().isfinite().all() and scale.isfinite().all()
-    torch.testing.assert_close(values.float() * scale, weight, rtol=0.07, atol=1e-39)
-
-
 # --- The files --------------------------------------------------------------------------------------------------------
 
 

@@ -299,10 +299,3 @@ def test_frozen_weights_are_cast_once(monkeypatch):
             with torch.set_grad_enabled(number != 1), precision.context(first_microbatch=None):
                 seen.append(module.is_first_microbatch)
         assert seen == expected
-
-
-def test_a_missing_peft_is_said(tiny_model, monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="--lora_rank 4 needs PEFT, .*; run: pip install -r requirements.txt"):
-        add_adapters(model, LoraConfig(lora_rank=4), torch.float32)

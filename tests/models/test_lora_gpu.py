@@ -36,9 +36,9 @@ pytestmark = pytest.mark.gpu
 ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 
 
-def build(options, device, use_te: bool, targets: str, dropout: float = 0.0, keep_casts: bool = True):
+def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     """As `test_precision_gpu.build`, with adapters whose B are not zero; and the expected's gemms."""
-    lora = LoraConfig(lora_rank=8, lora_targets=targets, lora_dropout=dropout)
+    lora = LoraConfig(lora_rank=8, lora_targets=targets)
     plan = resolve_precision(options, device)
     config = family_config("llama3_rope_gqa")
     reasons: dict[str, str] = {}

@@ -39,7 +39,7 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     te_parameters = empty_te_parameters(spec)
     filler = te_filler(spec, in_one_shard(te_parameters))
     for name in reversed(tensors):  # any order
-        filler.fill(name, tensors[name])
+        filler.fill_rows(name, tuple(tensors[name].shape), tensors[name])
     filler.finish()
     assert not any(parameter.isnan().any() for parameter in te_parameters.values())
     back = hf_state_dict(spec, te_parameters)
@@ -65,7 +65,7 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
         fillers.append(te_filler(spec, blocks))
     for filler in fillers:
         for name, tensor in tensors.items():
-            filler.fill(name, tensor)
+            filler.fill_rows(name, tuple(tensor.shape), tensor)
         filler.finish()
     assert all(torch.equal(in_blocks[name], parameter) for name, parameter in whole.items())
 
@@ -102,7 +102,7 @@ def filled_but(config, change):
     change(tensors)
     filler = te_filler(spec, in_one_shard(empty_te_parameters(spec)))
     for name, tensor in tensors.items():
-        filler.fill(name, tensor)
+        filler.fill_rows(name, tuple(tensor.shape), tensor)
     filler.finish()
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
@@ -162,32 +161,18 @@ def test_renamed_kernels_are_unknown_and_never_bf16():
     assert short.verdict == "certified" and short.remarks == ["3 GEMM kernels of unknown type"]
     assert judge(BF16, BF16_STEP | {"a_gemm": (3, 0.001)}, NOT_IN_FP8).verdict == "undetermined"
     assert judge(BF16, {"a_gemm": (390, 0.1)}, NOT_IN_FP8).verdict == "undetermined"
-    few = {"nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (3, 0.005), "nvjet_sm100_xx_foo": (500, 0.1)}
-    assert judge(BF16, few, ModuleState()).reasons == [
-        "500 GEMM kernels of unknown type (95.2% of the time of GEMMs and kernels that no rule knows; the longest: "
-        "nvjet_sm100_xx_foo), which may be in fp8"
-    ]
 
 
 def test_kernels_that_no_rule_knows_may_be_gemms():
     certificate = judge(kernels=NO_RULE)
     assert certificate.verdict == "undetermined" and certificate.gemm_kernels_by_type == {"bf16": 6}
-    assert certificate.other_kernel_names == [f"device_kernel_{number}" for number in range(5)]
     assert certificate.unrecognised_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
-    assert certificate.reasons[0].startswith(
-        "384 kernels that no rule knows (68.7% of the time of GEMMs and kernels that no rule knows; the longest: "
-        "device_kernel_0, device_kernel_1, device_kernel_2): 0 of the 384 expected fp8 GEMM kernels were recognised"
-    )
     half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(NO_RULE.items())}
     assert judge(kernels=half).verdict == "undetermined", "of both kinds together"
     without_gemms = judge(kernels={"a_kernel<" + 200 * "x": (390, 0.1)})
     assert without_gemms.verdict == "undetermined" and len(without_gemms.reasons[0]) < 400
     # Outside fp8 nothing else would show them.
     assert judge(BF16, NO_RULE, ModuleState()).verdict == judge(BF16, NO_RULE, NOT_IN_FP8).verdict == "undetermined"
-    assert (
-        judge(BF16, {"device_kernel": (390, 0.1), "ampere_sgemm_128x64_tn": (2, 0.001)}, ModuleState()).verdict
-        == "undetermined"
-    )
     assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
     # A step with all the fp8 kernels that were expected is what was asked for, whatever else runs in it.
     beside = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
@@ -264,16 +249,6 @@ def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
     precision.attach(model, nn.ModuleList())
     state = precision.module_state()
     assert (state.num_modules, state.num_in_fp8, precision.count_fp8_weights()) == (2, 1, 0)
-
-
-def test_fp8_weights_are_counted_by_matrix_and_by_recomputed_layer():
-    layers = nn.ModuleList(nn.Sequential(te_linear(True), te_linear(True)) for _ in range(5))
-    layers[4][0].fc1_weight = layers[4][0].fc2_weight = layers[4][0].weight  # as in an MLP that is one module
-    precision = Precision(PrecisionPlan("bf16", "bf16"), PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
-    precision._fp8_modules = {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
-    assert precision.count_fp8_weights() == 11
-    assert precision.count_fp8_weights(within=layers[::2]) == 7
-    assert list(enable_gradient_checkpointing(layers, 2, uses_te=False)) == list(layers[::2])
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,18 +30,6 @@ def test_default_on_the_cpu_is_fp32():
     assert (plan.effective, plan.compute_dtype, plan.recipe) == ("no", torch.float32, None)
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "no"), ((8, 0), "bf16"), ((12, 0), "bf16")])
-def test_default_on_a_gpu_is_bf16_where_it_has_that_itself(capability, expected, monkeypatch):
-    """Turing has no bf16, which torch emulates there."""
-    major, minor = capability
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major, minor=minor))
-    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
-    assert resolve_precision(PrecisionConfig(), torch.device("cuda")).effective == expected
-
-
 def test_fp8_without_a_gpu_says_what_was_found():
     with pytest.raises(UserError, match="compute capability 8.9.*no CUDA GPU.*bf16"):
         resolve_precision(PrecisionConfig(mixed_precision="fp8"), CPU)
@@ -54,18 +42,6 @@ def test_bf16_with_fp32_parameters_computes_in_bf16():
     with precision.context(first_microbatch=None):
         assert linear(torch.ones(1, 8)).dtype == torch.bfloat16
     assert linear(torch.ones(1, 8)).dtype == torch.float32
-
-
-def test_micro_batch_position_reaches_the_modules():
-    options = PrecisionConfig()
-    precision = Precision(resolve_precision(options, CPU), options, CPU, torch.float32)
-    module = torch.nn.Linear(2, 2)
-    module.is_first_microbatch = None
-    model = torch.nn.Sequential(module)
-    precision.attach(model, torch.nn.ModuleList([module]))
-    for first in (True, False, None):
-        with precision.context(first_microbatch=first):
-            assert module.is_first_microbatch is first
 
 
 def install_te(monkeypatch):
