@@ -165,7 +165,7 @@ def fill_weights(
     names = stored_names(model)
     if names is None:
         raise UserError(
-            f"--model_name {options.model_name}: a mixture of experts cannot be read as shards; use --sharding_mode ddp."
+            f"--model_name {options.model_name}: a mixture of experts is not read as shards; use --sharding_mode ddp."
         )
     checkpoint = StoredCheckpoint(files, model)
     _fill(hf_filler(model, names, checkpoint.stored), checkpoint, next(model.parameters()).device)
