@@ -70,7 +70,7 @@ def _parsed(text: str, where: str, entries: Iterable[str] = ()) -> dict[str, Any
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid JSON ({error}); was it damaged?") from error
     require_entries(where, value, entries)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def require_entries(where: str, content: Any, entries: Iterable[str]) -> None:
@@ -91,7 +91,7 @@ def read_json(path: Path, entries: Iterable[str] = ()) -> dict[str, Any]:
     """The object of a JSON file, NaN and infinity as floats; `UserError` where it cannot be read, is none or lacks one
     of `entries`.
     """
-    return with_floats(_parsed(read_text(path), str(path), entries))  # type: ignore[no-any-return]
+    return with_floats(_parsed(read_text(path), str(path), entries))
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
