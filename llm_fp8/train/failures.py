@@ -28,7 +28,8 @@ def explained_failures(config: Config, folder: Path, mode: str) -> Iterator[None
     except OSError as error:  # of libraries that write to their caches it names no file
         written = Path(error.filename) if isinstance(error.filename, str) else folder
         if reason := reason_not_written(error, written):
-            raise UserError(f"{written}, or a folder for caches (HF_HOME, TMPDIR): {reason}. {intact}") from error
+            where = "--output_dir, or a folder of libraries: HF_HOME, TMPDIR"
+            raise UserError(f"{written} ({where}): {reason}. {intact}") from error
         raise
     except RuntimeError as error:
         if not is_loss_of_a_peer(error):

@@ -21,7 +21,14 @@ from tests.support.small import run_json, steps, train
 
 @pytest.fixture
 def options(small_run, tmp_path) -> list[str]:
-    return [*small_run, "--max_steps=2", "--no_export", "--mixed_precision=auto", f"--output_dir={tmp_path / 'run'}"]
+    return [
+        *small_run,
+        "--max_steps=2",
+        "--no_export",
+        "--mixed_precision=auto",
+        "--attn_implementation=eager",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
 
 
 @pytest.mark.slow

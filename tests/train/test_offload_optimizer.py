@@ -21,6 +21,7 @@ def options(rows) -> list[str]:
     return [
         f"--dataset_name={rows}",
         "--mixed_precision=bf16",
+        "--attn_implementation=eager",  # torch 2.x packs for AMX in sdpa whatever ATEN_CPU_CAPABILITY says
         "--optimizer=adamw_master",
         "--max_seq_length=128",
         "--batch_size=4",

@@ -75,10 +75,14 @@ def assert_same_run(whole: Path, resumed: Path, last_step: int = NUM_STEPS) -> N
     assert meta(whole, last_step) == meta(resumed, last_step)
 
 
+BF16 = (
+    "--mixed_precision=bf16",
+    "--attn_implementation=eager",
+)  # torch 2.x packs for AMX in sdpa whatever ATEN_CPU_CAPABILITY says
 SCENARIOS = {
     "padded": [],
     "packed": ["--packing", "--max_seq_length=256", "--batch_size=4"],
-    "accumulated": ["--batch_size=4", "--gradient_accumulation_steps=2", "--mixed_precision=bf16"],
+    "accumulated": ["--batch_size=4", "--gradient_accumulation_steps=2", *BF16],
     "streamed": ["--streaming", "--packing", "--batch_size=4", "--eval_every=0", "--validation_fraction=0"],
     "random init": ["--random_init", "--gradient_checkpointing"],
     "adapters with dropout": ["--lora_rank=2", "--lora_dropout=0.3"],

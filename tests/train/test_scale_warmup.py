@@ -222,7 +222,13 @@ def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixtee
     monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
     options = [
         *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
-        *("--mixed_precision=fp8", "--fp8_backend=torchao", "--no_export", f"--output_dir={tmp_path}"),
+        *(
+            "--mixed_precision=fp8",
+            "--fp8_backend=torchao",
+            "--no_export",
+            "--attn_implementation=eager",
+            f"--output_dir={tmp_path}",
+        ),
     ]
     train(*options, "--max_steps=2", "--save_every=2")
     more = ["--max_steps=3", "--save_every=3", "--resume_from=latest"]
