@@ -4,7 +4,7 @@ communication, certificate.
     python scripts/wandb_dashboard.py --entity my-team --project llm-fp8 --group llama32-1b
         makes a saved view of the project's workspace, and prints its address
     python scripts/wandb_dashboard.py --view 'https://wandb.ai/my-team/llm-fp8?nw=abc'
-        updates that view: its sections of these names; others stay
+        updates the sections of these names in that view; others stay
     python scripts/wandb_dashboard.py --offline runs
         what offline runs hold, and the commands that send them
 
@@ -61,7 +61,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Bars("Median tokens per second, by run", ("median_tokens_per_s",)),
         Bars("Median tokens per second, by precision", ("median_tokens_per_s",), by_precision=True),
         Curve("Seconds per step", "step_time_s"),
-        Bars("Median tokens per second and GPU, by run", ("median_tokens_per_s_per_gpu",)),
         Bars("Median tokens that are not padding per second, by run", ("median_real_tokens_per_s",)),
     ),
     "Loss": (
@@ -104,7 +103,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             "GEMM kernels in fp8, and how many were expected",
             ("certificate/num_fp8_gemm_kernels", "certificate/num_expected_fp8_gemm_kernels"),
         ),
-        Bars("GEMM kernels of unknown type", ("certificate/num_unknown_gemm_kernels",)),
         Bars("Share of GEMM time in fp8 kernels", ("certificate/fp8_gemm_time_share",)),
     ),
 }

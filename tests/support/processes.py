@@ -141,18 +141,6 @@ def processes_with(name: str, value: str) -> list[int]:
     return found
 
 
-def processes_of_group(group: int) -> list[int]:
-    """Those of this process group that have not ended."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended
-            # Behind the name, which may be anything.
-            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
-            if state != "Z" and int(its_group) == group:
-                found.append(int(stat.parent.name))
-    return found
-
-
 def wait_for_the_end_of_processes_with(name: str, value: str) -> None:
     """Wait until there are none of `processes_with`."""
     deadline = time.monotonic() + DEADLINE_S

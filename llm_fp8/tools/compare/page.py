@@ -68,19 +68,8 @@ def quality(own: VariantFigures, comparison: Comparison) -> tuple[str, bool]:
     return "; ".join(words), verdict.quality in ("worse", "not shown") or verdict.conclusion == "not certified"
 
 
-@dataclass(frozen=True)
-class LineChart:
-    """A polyline per run, in thousandths from the top left, and what stands at the ends of the axes."""
-
-    title: str
-    lines: list[tuple[int, str, str]]
-    """Style, name and points of each."""
-    x_ends: tuple[str, str]
-    y_ends: tuple[str, str]
-
-
-def line_chart(comparison: Comparison, key: str, title: str) -> LineChart | None:
-    """The losses under `key` of the runs' curves by optimizer step; None where no run has two."""
+def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] | None:
+    """The losses under `key` by step: a polyline per run, in thousandths from the top left; None without two steps."""
     styles = {own.variant: number for number, own in enumerate(comparison.variants)}
     curves = [(curve, _smooth(curve[key]) if key == "loss" else curve[key]) for curve in comparison.curves]
     points = [point for _, curve in curves for point in curve if math.isfinite(point[1])]
@@ -96,8 +85,8 @@ def line_chart(comparison: Comparison, key: str, title: str) -> LineChart | None
             if math.isfinite(loss)
         ]
         lines.append((styles[own["variant"]], f"{own['variant']}, seed {own['seed']}", " ".join(places)))
-    y_ends = (f"{bottom:.3f}", f"{bottom + height:.3f}")
-    return LineChart(title, lines, (f"step {left:.0f}", f"step {left + width:.0f}"), y_ends)
+    ends = {"x_ends": (f"step {left:.0f}", f"step {left + width:.0f}")}
+    return {"title": title, "lines": lines, **ends, "y_ends": (f"{bottom:.3f}", f"{bottom + height:.3f}")}
 
 
 def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
