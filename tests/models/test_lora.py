@@ -280,7 +280,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_checkpoints_hold_adapters_al
     ]
     one, other = adapter(tmp_path / "whole"), adapter(tmp_path / "again")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(UserError, match="the checkpoint does not belong to this run: .*lora"):
+    with pytest.raises(UserError, match="does not belong to this run: .*lora"):
         train(*options(tmp_path / "x", f"--resume_from={checkpoint}"), "--lora_alpha=3")
 
 
