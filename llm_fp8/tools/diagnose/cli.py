@@ -14,7 +14,7 @@ from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 from llm_fp8.config.parser import parse_launch
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 
@@ -23,8 +23,9 @@ def own_parser() -> OneSentenceParser:
     parser = OneSentenceParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
     group.add_argument("--json", type=Path, metavar="FILE", help="write what is found to this JSON file")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="keep the recorded step, for https://ui.perfetto.dev")
-    group.add_argument("--quality", action="store_true", help="measure instead what fp8 costs, by kind of module")
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("--trace", type=Path, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
+    either.add_argument("--quality", action="store_true", help="measure instead what fp8 costs, by kind of module")
     return parser
 
 
@@ -38,8 +39,6 @@ def main() -> int:
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
         if path is not None:
             require_writable(flag, path)
-    if own.quality and own.trace is not None:
-        raise UserError("--trace records a step, and --quality takes none; drop one of them.")
     # After the parser: --help and mistakes answer without loading these.
     import torch
 
@@ -48,35 +47,29 @@ def main() -> int:
     if own.quality:
         from llm_fp8.tools.diagnose.quality import describe, measure_quality
 
-        found = measure_quality(config)
+        found, code = measure_quality(config), 0
         print(describe(found))
-        code = 0
-    else:
-        from llm_fp8.models.source import load_config, resolve_source
-        from llm_fp8.tools.diagnose.step import diagnose, planned_coverage
+    elif torch.cuda.is_available():
+        from llm_fp8.tools.diagnose.step import diagnose
 
-        if torch.cuda.is_available():
-            found = diagnose(config, own.trace)
-            render(found)
-            code = EXIT_FAILED_CHECK if found["problems"] else 0
-        else:
-            coverage = planned_coverage(config, load_config(config.model, resolve_source(config.model)))
-            print(f"the Hugging Face decoder's {coverage.describe()}")
-            print("What runs, its time and its memory need an NVIDIA GPU; 'train_fp8.py --dry_run' counts the memory.")
-            found, code = {"coverage": coverage.to_dict()}, EXIT_NO_GPU
+        found = diagnose(config, own.trace)
+        render(found)
+        code = EXIT_FAILED_CHECK if found["problems"] else 0
+    else:
+        print("What a step does needs an NVIDIA GPU; --quality measures torchao's recipes on a CPU too.")
+        return EXIT_NO_GPU
     if own.json is not None:
         origin = {"config": config.to_dict(), "provenance": collect_provenance(sys.argv)}
         write_json_atomic(own.json, {"exit_code": code, **found, **origin})
     return code
 
 
+_FUSED = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most")
 ADVICE = {
     "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); with --use_te and packing --cuda_graphs",
     "cast": "more micro-batches a step (--gradient_accumulation_steps): weights are cast once a step",
     "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
-    **dict.fromkeys(
-        ("norm", "activation", "rope", "copy", "elementwise"), "--use_te, where it is not given, fuses most"
-    ),
+    **_FUSED,
 }
 """Kernel class -> the option that acts on it."""
 WORTH_A_WORD = 0.05

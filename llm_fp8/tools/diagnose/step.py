@@ -22,14 +22,12 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import Config, RunConfig
-from llm_fp8.config.recipes import chosen, size_multiple
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.distributed.process_group import start_process_group
-from llm_fp8.models.build import decoder_layers, decoder_size, model_on_meta
+from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.kernel_trace import (
     KernelTime,
@@ -44,9 +42,6 @@ from llm_fp8.observability.step_profile import covered, length
 from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.optim.schedule import build_scheduler
 from llm_fp8.precision.certificate import attention_library, certify
-from llm_fp8.precision.context import bf16_modules
-from llm_fp8.precision.convert import lm_head_of, reason_to_leave
-from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
@@ -198,22 +193,3 @@ def problems(found: Mapping[str, Any]) -> list[str]:
         skipped = found["coverage"]["skipped"].items()
         wrong += [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
     return wrong
-
-
-def planned_coverage(config: Config, hf_config: PretrainedConfig) -> Fp8Coverage:
-    """The coverage that the options would give a Hugging Face decoder on a GPU, from the model's structure alone."""
-    model = model_on_meta(hf_config)
-    name, scenario, backend = (
-        config.precision.mixed_precision,
-        config.precision.fp8_scenario,
-        config.precision.fp8_backend,
-    )
-    if name != "fp8":
-        return measure_coverage(model, (), name or "bf16", {})
-    multiple, head = size_multiple(chosen(scenario, backend)), lm_head_of(model)
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    left = {name: reason_to_leave(name, module, head, multiple) for name, module in linears.items()}
-    kept = bf16_modules(config.precision, model, decoder_layers(model))
-    in_bf16 = {inner for module in kept for inner in module.modules()}
-    in_fp8 = [module for name, module in linears.items() if left[name] is None and module not in in_bf16]
-    return measure_coverage(model, in_fp8, "bf16", {name: reason for name, reason in left.items() if reason})

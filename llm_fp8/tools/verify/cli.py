@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -58,6 +57,7 @@ CHECKS = (
 
 def run_check(check: Check, setup: Setup) -> Result:
     """The check's answer; failed where it raises."""
+    print(f"{check.name} ...", file=sys.stderr, flush=True)
     began = time.perf_counter()
     try:
         if setup.num_gpus < check.needs_gpus:
@@ -90,9 +90,6 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
     add("--output", "--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
     options = parser.parse_args(argv)
-    for name in ("max_seq_length", "batch_size"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} {getattr(options, name)}: give 1 or more.")
     if options.output is not None:
         require_writable("--output", options.output)
     if options.only is not None and (unknown := set(options.only.split(",")).difference(names)):
@@ -107,28 +104,25 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
     reports them, and the runs would take themselves for processes of a launch.
     """
     options, environ = parse(argv, description), dict(os.environ)
-    if "TORCHELASTIC_RUN_ID" in environ:
-        raise UserError("verify_fp8.py starts the processes that it needs; run it once, without torchrun.")
     for name in filter(is_left_over, environ):
         del os.environ[name]
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
-    scratch = Path(tempfile.mkdtemp(prefix="verify-fp8-"))
-    setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, scratch)
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the run under way is ended
-    results: list[Result] = []
-    try:
+    with tempfile.TemporaryDirectory(prefix="verify-fp8-") as scratch:
+        setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, Path(scratch))
         with contextlib.suppress(ImportError, OSError):  # which the check of the packages reports
             cut_model(setup)
-        for check in [check for check in CHECKS if check.name in wanted]:
-            print(f"{check.name} ...", file=sys.stderr, flush=True)
-            results.append(run_check(check, setup))
-            if options.output is not None:
-                write(options.output, results, vars(options), exit_code(results, setup.num_gpus > 0))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        print_table(results, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
-    return exit_code(results, setup.num_gpus > 0)
+        results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
+    code = exit_code(results, setup.num_gpus > 0)
+    if options.output is not None:
+        from llm_fp8.observability.provenance import collect_provenance
+
+        checks = [{"status": result.status, **asdict(result)} for result in results]
+        found = {"exit_code": code, "options": vars(options), "checks": checks}
+        write_json_atomic(options.output, found | {"provenance": collect_provenance(sys.argv)})
+    print_table(results, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    return code
 
 
 def print_table(results: list[Result], console: Console) -> None:
@@ -146,12 +140,3 @@ def print_table(results: list[Result], console: Console) -> None:
         console.print("\n[bold]What fixes it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
     counts = Counter(result.status for result in results)
     console.print("\n" + ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status]))
-
-
-def write(path: Path, results: list[Result], options: dict[str, Any], code: int) -> None:
-    """Write the JSON file, as far as the checks have come."""
-    from llm_fp8.observability.provenance import collect_provenance
-
-    checks = [{"status": result.status, **asdict(result)} for result in results]
-    record = {"exit_code": code, "options": options, "checks": checks, "provenance": collect_provenance(sys.argv)}
-    write_json_atomic(path, record)

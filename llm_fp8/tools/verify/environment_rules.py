@@ -17,15 +17,14 @@ Level = Literal["harmful", "slower", "no effect"]
 
 
 class Rule(NamedTuple):
-    """A setting that the check reports."""
+    """A setting that the check reports: regular expressions of the whole name and the whole value (in any case), and in
+    a finding the name and the value. `says` ends a sentence that begins with the setting.
+    """
 
     name: str
-    """Regular expression of the whole name; in a finding the name."""
     value: str
-    """Regular expression of the whole value, in any case; in a finding the value."""
     level: Level
     says: str
-    """What it does, as the end of a sentence that begins with the setting."""
 
 
 _LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
@@ -34,7 +33,6 @@ _ACCELERATE = (
     "|(FSDP|PARALLELISM_CONFIG)_.*"
 )
 """What a launcher sets for the processes it starts; it should not be in a shell."""
-_ATTENTION = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
@@ -59,15 +57,11 @@ RULES: tuple[Rule, ...] = (
 def judge(environ: Mapping[str, str]) -> list[Rule]:
     """The variables of `environ`, a shell's, that a run should not start with, the worst first."""
     findings = []
-    only_slow_attention = all(environ.get(name) == "0" for name in _ATTENTION)
     for name, value in environ.items():
         for rule in RULES:
             if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.IGNORECASE | re.DOTALL):
                 findings.append(rule._replace(name=name, value=value))
                 break
-        if only_slow_attention and name in _ATTENTION:
-            says = "with the other one at 0 leaves Transformer Engine only its slow attention"
-            findings[-1] = Rule(name, value, "harmful", says)
     return sorted(findings, key=lambda found: (get_args(Level).index(found.level), found.name))
 
 

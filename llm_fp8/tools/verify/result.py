@@ -13,12 +13,10 @@ class Result:
     """The answer of one check, to which `fail` and `warn` add what is wrong."""
 
     summary: str = ""
-    """One line: what was found."""
     details: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """The evidence, as plain JSON values."""
     skipped: bool = False
-    """It could not be checked here."""
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)
@@ -42,7 +40,7 @@ class Result:
 
 @dataclass
 class Setup:
-    """The user's shape, the environment at the start, and what several checks share."""
+    """What all checks get: the user's shape and the environment at the start."""
 
     model_name: str
     max_seq_length: int

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llm_fp8.config.recipes import Backend, recipe_names
 from llm_fp8.tools.verify.result import Result, Setup
@@ -24,9 +24,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_metrics
 from llm_fp8.utils.packages import GPU_REQUIREMENTS, REPOSITORY
 from llm_fp8.utils.subprocesses import Ended, run_program, torchrun
-
-if TYPE_CHECKING:
-    import torch
 
 TIMEOUT_S = 300.0
 BASELINE = "bf16"
@@ -44,15 +41,13 @@ MAX_LOSS_DIFFERENCE = 0.02
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended, and its records."""
+    """A run that has ended; the summary and the losses (nats per supervised token) are empty where it wrote none."""
 
     name: str
     command: list[str]
     ended: Ended
     summary: dict[str, Any]
-    """Empty where the run wrote none."""
     losses: list[float]
-    """Nats per supervised token, step by step."""
 
 
 def cut_model(setup: Setup) -> Path:
@@ -68,8 +63,7 @@ def cut_model(setup: Setup) -> Path:
         return folder
     options = ModelConfig(model_name=setup.model_name, random_init=True)
     config: Any = load_config(options, resolve_source(options))
-    embedded = ModelConfig()
-    config.vocab_size = load_config(embedded, resolve_source(embedded)).vocab_size
+    config.vocab_size = read_json(MODEL_DIR / "config.json")["vocab_size"]
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.num_hidden_layers = NUM_LAYERS
     if getattr(config, "layer_types", None) is not None:
@@ -150,31 +144,25 @@ def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
     return result
 
 
-def availability(device: torch.device) -> dict[str, str | None]:
-    """Transformer Engine's recipes -> why each cannot run on this GPU, None where it can; determined as in a run."""
-    from llm_fp8.config.options import PrecisionConfig
-    from llm_fp8.precision.plan import resolve_precision
-
-    found: dict[str, str | None] = {}
-    for name in recipe_names("te"):
-        options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name)
-        try:
-            found[name] = resolve_precision(options, device).fallback_reason
-        except UserError as error:
-            found[name] = str(error)
-    return found
-
-
 def check_steps(setup: Setup) -> Result:
     """bf16 and each of Transformer Engine's recipes that this GPU has; on the CPU bf16 alone."""
     if not setup.num_gpus:
         return train_in_each(setup, ())
     import torch
 
-    available = availability(torch.device("cuda", 0))
-    usable = [name for name, reason in available.items() if reason is None]
+    from llm_fp8.config.options import PrecisionConfig
+    from llm_fp8.precision.plan import resolve_precision
+
+    usable, lacking = [], []
+    for name in recipe_names("te"):
+        options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name, fp8_strict=True)
+        try:
+            resolve_precision(options, torch.device("cuda", 0))
+            usable.append(name)
+        except UserError as error:
+            lacking.append(f"{name}: {error}")
     result = train_in_each(setup, usable, "--use_te")
-    result.details += [f"{name}: {reason}" for name, reason in available.items() if reason is not None]
+    result.details += lacking
     if not usable:
         fix = f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}   # bf16 is for GPUs older than Ada"
         result.fail("no fp8 recipe of Transformer Engine runs on this GPU", fix)

@@ -50,15 +50,6 @@ class Pin:
         """The package, in normal form."""
         return self.requirement.name.lower().replace("_", "-")
 
-    def allows(self, version: str) -> bool:
-        return self.requirement.specifier.contains(version, prereleases=True)
-
-    @property
-    def install(self) -> str:
-        """The command that installs it."""
-        flags = "--no-build-isolation " if self.file == "requirements-gpu.txt" else ""
-        return f"{_PIP} install {flags}'{str(self.requirement).partition(';')[0]}'"
-
 
 def pins_of(text: str, file: str) -> list[Pin]:
     """The requirements of a file's text whose markers hold here."""
@@ -77,35 +68,24 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return {name: version for name in names if (version := package_version(name)) is not None}
 
 
-def judge(
-    pins: list[Pin], found: dict[str, str], errors: dict[str, str], has_gpu: bool, is_constrained: bool = False
-) -> Result:
+def judge(pins: list[Pin], found: dict[str, str], errors: dict[str, str], has_gpu: bool) -> Result:
     """A missing or broken package that every run needs fails; another version, or a broken package that only an option
-    needs, is a warning.
-
-    Args:
-        pins: what the requirements files say.
-        found: what is installed.
-        errors: package -> why it does not load.
-        has_gpu: whether runs here need Transformer Engine.
-        is_constrained: a container keeps the versions it has (PIP_CONSTRAINT).
+    needs, is a warning. `found`: what is installed. `errors`: package -> why it does not load.
     """
     result = Result()
     for pin in pins:
         there = found.get(pin.name)
+        # Transformer Engine builds against the torch that is installed; other packages do not mind.
+        fix = f"{_PIP} install --no-build-isolation '{str(pin.requirement).partition(';')[0]}'"
         if there is None and pin.name not in OPTIONAL and (has_gpu or pin.name != TE):
-            result.fail(f"{pin.name} is not installed", pin.install)
+            result.fail(f"{pin.name} is not installed", fix)
         elif there is None:
             result.details.append(f"{pin.name} is not installed ({OPTIONAL.get(pin.name, 'fp8 on a GPU')})")
-        elif not pin.allows(there) and not is_constrained:
-            result.warn(f"{pin.name} is {there}, {pin.file} pins {pin.requirement.specifier}", pin.install)
-    installs = {pin.name: pin.install.replace("install ", "install --force-reinstall --no-deps ", 1) for pin in pins}
+        elif not pin.requirement.specifier.contains(there, prereleases=True):
+            result.warn(f"{pin.name} is {there}, {pin.file} pins {pin.requirement.specifier}", fix)
     for name, error in errors.items():
-        fix = installs.get(name, f"{_PIP} uninstall -y {name}   # or install it again for this torch")
-        if name in OPTIONAL:
-            result.warn(f"{name} does not load: {error} ({OPTIONAL[name]})", fix)
-        else:
-            result.fail(f"{name} does not load: {error}", fix)
+        report = result.warn if name in OPTIONAL else result.fail
+        report(f"{name} does not load: {error}", f"{_PIP} uninstall -y {name}   # and install it again for this torch")
     return result
 
 
@@ -126,11 +106,13 @@ def import_error(name: str) -> str | None:
 def check_packages(setup: Setup) -> Result:
     """Compare versions with the pins; import what a run needs and what is installed of the rest."""
     pins = read_pins()
-    found = installed(dict.fromkeys([*(pin.name for pin in pins), *TE_PARTS, *IMPORTED]))
+    found = installed([*(pin.name for pin in pins), *TE_PARTS, *IMPORTED])
     to_import = [name for name in IMPORTED if name in found and (name != TE or setup.num_gpus)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         errors = {name: error for name in to_import if (error := import_error(name)) is not None}
-    result = judge(pins, found, errors, setup.num_gpus > 0, bool(setup.environ.get("PIP_CONSTRAINT")))
+    is_container = bool(setup.environ.get("PIP_CONSTRAINT"))  # which keeps the versions that it has
+    pinned = [pin for pin in pins if not (is_container and pin.name in found)]
+    result = judge(pinned, found, errors, setup.num_gpus > 0)
     result.summary = ", ".join(f"{name} {found[name]}" for name in to_import if name not in errors)
     result.facts = dict(found)
     return result

