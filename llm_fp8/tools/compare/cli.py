@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llm_fp8.tools.compare.launch import plan_runs, run_all
+from llm_fp8.tools.compare.launch import Failure, plan_runs, run_all
 from llm_fp8.tools.compare.page import render_page
 from llm_fp8.tools.compare.report import compare, print_comparison
 from llm_fp8.tools.compare.run_record import read_run_folder, read_wandb
@@ -30,34 +30,27 @@ PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. Raises `UserError` for options that exclude each other."""
+    """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--train", metavar="OPTIONS", help="train: options that all runs share, in quotes")
     source.add_argument("--runs", type=Path, nargs="+", metavar="FOLDER", help="read output folders of finished runs")
     source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     names = ", ".join(variants())
-    parser.add_argument("--variants", help=f"with --train: comma-separated, of {names} (default: bf16,fp8)")
-    parser.add_argument("--seeds", type=int, help="with --train: runs of each, with seeds 1, 2, ... (default: 3)")
-    parser.add_argument(
-        "--num_gpus", type=int, help="with --train: GPUs of each run; above 1 torchrun train_multi_gpu.py (default: 1)"
-    )
-    margin = f"nats of eval loss by which a variant may be worse and pass for as good (default {QUALITY_MARGIN})"
+    parser.add_argument("--variants", default="bf16,fp8", help=f"of a --train, of {names} (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of each run with --train (default: 1)")
+    margin = "nats of eval loss by which a variant may be worse and pass for as good (default: %(default)s)"
     parser.add_argument("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
-    parser.add_argument(
-        "--output", type=Path, help="folder for the results (default: with --train runs/compare-*, else comparison)"
-    )
+    parser.add_argument("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
     words = list(argv)
     if "--train" in words[:-1]:  # argparse takes a single word of options ('--use_te') for an option of its own
         at = words.index("--train")
         words[at : at + 2] = [f"--train={words[at + 1]}"]
     options = parser.parse_args(words)
-    for name in ("variants", "seeds", "num_gpus"):
-        value = getattr(options, name)
-        if value is not None and options.train is None:
-            raise UserError(f"--{name} has no effect without --train; drop it.")
-        if isinstance(value, int) and value < 1:
-            raise UserError(f"--{name} must be at least 1, not {value}.")
+    for name in ("seeds", "num_gpus"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     return options
 
 
@@ -65,10 +58,12 @@ def main() -> int:
     """Train or read, compare, report. Exit code 1 where a run failed."""
     options = parse(sys.argv[1:])
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    folder, failures = options.output or Path("comparison"), []
+    folder: Path = options.output or Path("comparison")
+    failures: list[Failure] = []
     if options.train is not None:
-        names, num_gpus = parse_variants(options.variants or "bf16,fp8"), options.num_gpus or 1
-        folder, plan = plan_runs(options.train, names, options.seeds or 3, num_gpus, options.output)
+        names, num_gpus = parse_variants(options.variants), options.num_gpus
+        folder = options.output or Path("runs") / "compare"
+        plan = plan_runs(options.train, names, options.seeds, num_gpus, folder)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run of the moment saves and stops first
         failures = run_all(plan, num_gpus, console.print)
         failed = {(failure.variant, failure.seed) for failure in failures}
@@ -76,12 +71,6 @@ def main() -> int:
     elif options.wandb:
         records = [read_wandb(run) for run in options.wandb]
     else:
-        if not options.runs and not all((run / "summary.json").is_file() for run in PAIR):
-            raise UserError(
-                "give --train OPTIONS, --runs or --wandb, or run scripts/train_bf16.sh and scripts/train_fp8.sh first."
-            )
-        if not options.runs:
-            folder = options.output or PAIR[0].with_name("compare_train")
         records = [read_run_folder(run) for run in options.runs or PAIR]
     if not records:
         console.print("every run failed, so there is nothing to compare")

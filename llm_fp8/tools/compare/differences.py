@@ -18,8 +18,8 @@ Effect = Literal["all", "quality", "speed", "note"]
 FIRST_LOSS_TOLERANCE = 0.05
 """Relative difference of the first step's loss, on the same weights and sequences, that rounding does not explain."""
 
-_OWN = ("output_dir", "wandb_run_name", "wandb_project", "use_wandb", "resume_from")
-_IGNORED = {*(f"config.run.{name}" for name in _OWN), "config.optim.seed"}
+_OWN: tuple[str, ...] = ("config.run.output_dir", "config.run.wandb_", "config.run.use_wandb", "config.run.resume_from")
+_OWN += ("config.optim.seed", "provenance.time_utc", "provenance.command", "provenance.gpu_uuids")
 _SECTIONS = ("effective", "data", "model", "provenance")
 """Sections that the source of a record may lack; then they are not compared."""
 _EFFECTS: tuple[tuple[str, Effect], ...] = (
@@ -34,6 +34,7 @@ _EFFECTS: tuple[tuple[str, Effect], ...] = (
     ("effective.sharding_mode", "speed"),
     ("effective.num_processes", "speed"),
     ("evaluation", "quality"),
+    ("first loss", "quality"),
     ("provenance.packages.wandb", "note"),
     ("provenance.packages", "all"),
     ("provenance.git.commit", "all"),
@@ -58,12 +59,10 @@ class Difference:
 
 def _facts(run: RunRecord) -> dict[str, Any]:
     """What should be the same in all runs."""
-    provenance = {k: v for k, v in run.provenance.items() if k not in ("time_utc", "command", "gpu_uuids")}
     last = run.evaluations[-1] if run.evaluations else {}
     config = {name: section for name, section in run.config.items() if name != "precision"}
-    sections = {"effective": run.effective, "data": run.data, "model": run.model, "provenance": provenance}
-    return {
-        **dict(flattened({"config": config, **sections})),
+    facts = dict(flattened({"config": config, **{name: getattr(run, name) for name in _SECTIONS}}))
+    return {name: value for name, value in facts.items() if not name.startswith(_OWN)} | {
         "optimizer": run.precision.get("optimizer"),
         "parameter_dtype": run.precision.get("parameter_dtype"),
         "num_steps": len(run.steps),
@@ -71,32 +70,30 @@ def _facts(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _effect(field: str) -> Effect:
-    return next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
-
-
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """All differences among `runs`, the most severe first."""
     facts = [(run, _facts(run)) for run in runs]
     not_kept = tuple(f"{name}." for name in _SECTIONS if not all(getattr(run, name) for run in runs))
     found = []
-    for name in sorted({name for _, entries in facts for name in entries} - _IGNORED):
-        if not name.startswith(not_kept or "\0"):
+    for name in sorted({name for _, entries in facts for name in entries}):
+        if not name.startswith(not_kept):
             found += _difference(name, [(run, entries.get(name)) for run, entries in facts])
     for variant in sorted({run.variant for run in runs}):  # every run of a variant computes in one precision
         own = [run for run in runs if run.variant == variant]
         found += _difference("precision in effect", [(run, run.effective_name) for run in own])
         found += _difference("config.precision", [(run, run.config.get("precision")) for run in own])
-    for seed in sorted({run.seed for run in runs}):
+    for seed in sorted({run.seed for run in runs}):  # it means the same sequences in the same order, the same weights
         own = [run for run in runs if run.seed == seed]
-        first = next((run for run in own if run.variant == REFERENCE), own[0])
-        for run in own:
-            found += _per_seed(first, run)
+        tokens = [(run, sum(step.get("tokens_seen", 0) for step in run.steps)) for run in own]
+        found += _difference(f"tokens seen with seed {seed}, summed over steps", tokens)
+        first_losses = [run.steps[0]["loss"] for run in own]
+        if not math.isclose(min(first_losses), max(first_losses), rel_tol=FIRST_LOSS_TOLERANCE):
+            found += _difference(f"first loss with seed {seed}", list(zip(own, first_losses, strict=True)))
     order = ("all", "quality", "speed", "note")
     return sorted(found, key=lambda difference: (order.index(difference.effect), difference.field))
 
 
-def _difference(field: str, values: Sequence[tuple[RunRecord, Any]], effect: Effect | None = None) -> list[Difference]:
+def _difference(field: str, values: Sequence[tuple[RunRecord, Any]]) -> list[Difference]:
     """The difference of one field, none where all runs agree."""
     by_value: dict[str, list[RunRecord]] = {}
     for run, value in values:
@@ -107,23 +104,8 @@ def _difference(field: str, values: Sequence[tuple[RunRecord, Any]], effect: Eff
     # Where the baseline's own runs differ, the difference concerns all variants.
     apart = by_value if len(of_reference) > 1 else by_value.keys() - of_reference
     variants = sorted({run.variant for text in apart for run in by_value[text]})
-    labels = {text: [run.label for run in holders] for text, holders in by_value.items()}
-    return [Difference(field, effect or _effect(field), labels, variants)]
-
-
-def _per_seed(first: RunRecord, run: RunRecord) -> list[Difference]:
-    """The same seed means the same sequences in the same order, and the same initial weights."""
-    found = []
-    for own, theirs in zip(run.steps, first.steps, strict=False):
-        if own.get("tokens_seen") != theirs.get("tokens_seen"):
-            field = f"tokens seen with seed {run.seed} after step {own['step']:.0f}"
-            found += _difference(field, [(first, theirs.get("tokens_seen")), (run, own.get("tokens_seen"))], "all")
-            break
-    losses = run.steps[0]["loss"], first.steps[0]["loss"]
-    if not math.isclose(*losses, rel_tol=FIRST_LOSS_TOLERANCE):
-        field = f"loss of the first step with seed {run.seed}"
-        found += _difference(field, [(first, f"{losses[1]:.4f}"), (run, f"{losses[0]:.4f}")], "quality")
-    return found
+    effect = next(effect for prefix, effect in _EFFECTS if field.startswith(prefix))
+    return [Difference(field, effect, {text: [run.label for run in by_value[text]] for text in by_value}, variants)]
 
 
 def concerning(differences: Sequence[Difference], variant: str, *effects: Effect) -> list[Difference]:

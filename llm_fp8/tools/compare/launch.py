@@ -6,7 +6,6 @@ goes on: a finished run is taken as it is, an interrupted one continues from its
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shlex
@@ -16,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare.run_record import why_unfinished
 from llm_fp8.tools.compare.variants import VARIANT_FIELDS, variant_words
@@ -49,17 +47,12 @@ class Failure:
     log: str
 
 
-def plan_runs(
-    train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, output: Path | None
-) -> tuple[Path, list[PlannedRun]]:
-    """The folder of the comparison, and its runs, seed by seed. Raises `UserError` for options that a variant cannot
-    run with or that are set here, and for a folder of another comparison.
+def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
+    """The runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot run with
+    or that are set here, and for a folder of another comparison.
     """
     with reading("--train", repr(train), "the options"):
         words = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), w) for w in shlex.split(train)]
-    shared = {"train": words, "num_gpus": num_gpus}
-    # Without --output the same options have the same folder.
-    folder = output or Path("runs") / f"compare-{hashlib.sha256(repr(shared).encode()).hexdigest()[:10]}"
     given = {word.partition("=")[0].removeprefix("--") for word in words}
     if taken := given.intersection(_SET_HERE):
         raise UserError(f"--train: --{min(taken)} is set by --variants, --seeds or --output; leave it out.")
@@ -68,20 +61,14 @@ def plan_runs(
         for variant in variants:
             name = f"{variant}-seed{seed}"
             own = [*variant_words(variant, words), "--seed", str(seed), "--output_dir", str(folder / "runs" / name)]
-            try:
-                config = parse_config(own, parallel=num_gpus > 1)
-            except UserError as error:
-                raise UserError(f"--train: {error}") from error
-            if config.data.batch_size == AUTO_BATCH_SIZE or config.run.dry_run:
-                raise UserError("--train: give a --batch_size in place of auto, and no --dry_run.")
-            if config.run.use_wandb:
+            if parse_config(own, parallel=num_gpus > 1).run.use_wandb:
                 own += ["--wandb_run_name", name]
             runs.append(PlannedRun(variant, seed, folder / "runs" / name, folder / "logs" / f"{name}.log", tuple(own)))
-    plan = folder / "plan.json"
+    plan, shared = folder / "plan.json", {"train": words, "num_gpus": num_gpus}
     if plan.is_file() and read_json(plan) != shared:
         raise UserError(f"--output {folder} holds a comparison with other options ({plan}); choose another folder.")
     write_json_atomic(plan, shared)
-    return folder, runs
+    return runs
 
 
 def run_all(runs: Sequence[PlannedRun], num_gpus: int, say: Callable[[str], None]) -> list[Failure]:
@@ -106,8 +93,5 @@ def _run(run: PlannedRun, num_gpus: int, say: Callable[[str], None]) -> Failure 
     run.log.parent.mkdir(parents=True, exist_ok=True)
     group = run.folder.parent.parent.resolve().name
     ended = run_program(command, log=run.log, environ={"WANDB_RUN_GROUP": group, **os.environ})
-    if ended.failure is None:
-        say(f"{name}: done in {ended.wall_s:.0f} s")
-        return None
-    say(f"{name}: FAILED after {ended.wall_s:.0f} s: {ended.failure} ({run.log})")
-    return Failure(run.variant, run.seed, ended.failure, str(run.log))
+    say(f"{name}: {f'FAILED: {ended.failure}' if ended.failure else 'done'} after {ended.wall_s:.0f} s ({run.log})")
+    return Failure(run.variant, run.seed, ended.failure, str(run.log)) if ended.failure else None

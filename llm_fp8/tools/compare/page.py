@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,12 @@ from llm_fp8.tools.compare.statistics import Interval, trailing_mean
 ASSETS = Path(__file__).parent / "assets"
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A variant's bar and its whisker, as places in percent of the drawing's width."""
-
-    style: int
-    name: str
-    text: str
-    start: float
-    length: float
-    whisker: tuple[float, float] | None
-    note: str = ""
-    is_doubtful: bool = False
-
-
 def bar_chart(
-    comparison: Comparison,
-    shape: str,
-    figure: Callable[[VariantFigures], Interval | None],
-    note: Callable[[VariantFigures], tuple[str, bool]] = lambda own: ("", False),
-) -> list[Bar]:
-    """A bar for each variant that has the figure; `shape` formats a number with its unit."""
+    comparison: Comparison, shape: str, figure: Callable[[VariantFigures], Interval | None]
+) -> list[dict[str, Any]]:
+    """A bar and its whisker for each variant that has the figure, as places in percent of the drawing's width; `shape`
+    formats a number with its unit.
+    """
     found = [(number, own, given) for number, own in enumerate(comparison.variants) if (given := figure(own))]
     ends = [end for *_, given in found for end in (given.value, given.low, given.high) if end is not None]
     low, high = min([0.0, *filter(math.isfinite, ends)]), max([1e-9, *filter(math.isfinite, ends)])
@@ -48,51 +32,48 @@ def bar_chart(
         return round(100 * (value - low) / (high - low), 2) if math.isfinite(value) else place(0)
 
     bars = []
-    for number, own, given in found:
+    for style, own, given in found:
         start, end = sorted((place(0), place(given.value)))
         whisker = None if given.low is None or given.high is None else (place(given.low), place(given.high))
-        bars.append(Bar(number, own.name, given.describe(shape), start, round(end - start, 2), whisker, *note(own)))
+        places = {"start": start, "length": round(end - start, 2), "whisker": whisker}
+        doubtful = comparison.verdicts[own.variant].quality in ("worse", "not shown")
+        words = {"name": own.name, "text": given.describe(shape), "note": _note(own, comparison)}
+        bars.append({"style": style, "is_doubtful": doubtful, **places, **words})
     return bars
 
 
-def quality(own: VariantFigures, comparison: Comparison) -> tuple[str, bool]:
-    """What stands beside a variant's speed, and whether the speed is of doubtful worth."""
+def _note(own: VariantFigures, comparison: Comparison) -> str:
+    """What must be read with a variant's speed."""
     verdict = comparison.verdicts[own.variant]
-    words = [verdict.quality if verdict.quality == "baseline" else f"quality {verdict.quality}"]
-    if verdict.conclusion in ("fell back", "not comparable", "not certified"):
-        words.insert(0, verdict.conclusion)
+    words = [f"{verdict.conclusion}, quality: {verdict.quality}"]
     if concerning(comparison.differences, own.variant, "speed"):
         words.insert(0, "speed not comparable")
     elif own.speedup:
         words.insert(0, f"{own.speedup.value:.2f} times bf16")
-    return "; ".join(words), verdict.quality in ("worse", "not shown") or verdict.conclusion == "not certified"
+    return "; ".join(words)
 
 
 def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] | None:
     """The losses under `key` by step: a polyline per run, in thousandths from the top left; None without two steps."""
     styles = {own.variant: number for number, own in enumerate(comparison.variants)}
-    curves = [(curve, _smooth(curve[key]) if key == "loss" else curve[key]) for curve in comparison.curves]
-    points = [point for _, curve in curves for point in curve if math.isfinite(point[1])]
+    points = [point for curve in comparison.curves for point in curve[key] if math.isfinite(point[1])]
     if len({step for step, _ in points}) < 2:
         return None
     steps, losses = zip(*points, strict=True)
     left, bottom, width, height = min(steps), min(losses), max(steps) - min(steps), max(losses) - min(losses)
     lines = []
-    for own, curve in curves:
+    for curve in comparison.curves:
+        values = [loss for _, loss in curve[key]]
+        if key == "loss":
+            values = trailing_mean(values, max(1, len(values) // 20))
         places = [
             f"{1000 * (step - left) / width:.0f},{1000 - 1000 * (loss - bottom) / (height or 1):.0f}"
-            for step, loss in curve
+            for (step, _), loss in zip(curve[key], values, strict=True)
             if math.isfinite(loss)
         ]
-        lines.append((styles[own["variant"]], f"{own['variant']}, seed {own['seed']}", " ".join(places)))
+        lines.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", " ".join(places)))
     ends = {"x_ends": (f"step {left:.0f}", f"step {left + width:.0f}")}
     return {"title": title, "lines": lines, **ends, "y_ends": (f"{bottom:.3f}", f"{bottom + height:.3f}")}
-
-
-def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The trailing mean over a twentieth of the steps."""
-    means = trailing_mean([loss for _, loss in curve], max(1, len(curve) // 20))
-    return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]
 
 
 def without_folders(text: Any) -> Any:
@@ -105,11 +86,7 @@ def render_page(comparison: Comparison) -> str:
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, finalize=without_folders
     )
-    provenance, columns = comparison.provenance, [figure_rows(own) for own in comparison.variants]
-    speed = bar_chart(
-        comparison, "{:,.0f} tokens/s", lambda own: own.tokens_per_s, lambda own: quality(own, comparison)
-    )
-    gap = bar_chart(comparison, "{:+.4f} nats/token", lambda own: own.loss_gap.interval if own.loss_gap else None)
+    provenance = comparison.provenance
     lines = [
         line_chart(comparison, "eval_loss", "Eval loss by step"),
         line_chart(comparison, "loss", "Training loss by step, trailing mean over a twentieth of the steps"),
@@ -124,9 +101,9 @@ def render_page(comparison: Comparison) -> str:
     }
     return environment.get_template("page.html").render(
         comparison=comparison,
-        columns=columns,
-        speed=speed,
-        gap=gap,
+        columns=[figure_rows(own) for own in comparison.variants],
+        speed=bar_chart(comparison, "{:,.0f} tokens/s", lambda own: own.tokens_per_s),
+        gap=bar_chart(comparison, "{:+.4f} nats/token", lambda own: own.loss_gap.interval if own.loss_gap else None),
         lines=[chart for chart in lines if chart],
         facts={name: text for name, text in facts.items() if text},
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),

@@ -22,7 +22,7 @@ from llm_fp8.utils.errors import UserError
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparison.json holds. `variants` has the reference first, `verdicts` last."""
+    """What comparison.json holds; the reference stands first."""
 
     variants: list[VariantFigures]
     verdicts: dict[str, Verdict]
@@ -47,43 +47,40 @@ def compare(
             raise UserError(f"{sources[run.label]} and {run.source} are both {run.label}; give one of them.")
         sources[run.label] = run.source
     names = dict.fromkeys([run.variant for run in runs] + [failure.variant for failure in failures])
-    by_variant = {
-        name: sorted((run for run in runs if run.variant == name), key=lambda run: run.seed)
-        for name in sorted(names, key=lambda name: name != REFERENCE)
-    }
+    in_order = sorted(runs, key=lambda run: (run.variant != REFERENCE, run.seed))
+    reference = [run for run in in_order if run.variant == REFERENCE]
     differences = find_differences(runs)
-    reference = by_variant.get(REFERENCE, [])
-    figures = [
-        variant_figures(name, own, reference, num_failed=sum(failure.variant == name for failure in failures))
-        for name, own in by_variant.items()
+    figures = []
+    for name in sorted(names, key=lambda name: name != REFERENCE):
+        own = [run for run in in_order if run.variant == name]
+        failed = sum(failure.variant == name for failure in failures)
+        figures.append(variant_figures(name, own, reference, num_failed=failed))
+    baseline = figures[0] if figures[0].variant == REFERENCE else None
+    curves = [
+        {
+            "variant": run.variant,
+            "seed": run.seed,
+            "loss": [(step["step"], step["loss"]) for step in run.steps],
+            "eval_loss": [(entry["step"], entry["eval_loss"]) for entry in run.evaluations],
+        }
+        for run in in_order
     ]
-    baseline = next((own for own in figures if own.variant == REFERENCE), None)
-    others_first = sorted(figures, key=lambda own: own.variant == REFERENCE)
     return Comparison(
         variants=figures,
-        verdicts={own.variant: judge(own, baseline, differences, quality_margin) for own in others_first},
+        verdicts={own.variant: judge(own, baseline, differences, quality_margin) for own in figures},
         differences=differences,
         failures=list(failures),
-        curves=[_curves(run) for own in by_variant.values() for run in own],
+        curves=curves,
         runs=sources,
         provenance={**runs[0].provenance, **runs[0].model},
         quality_margin=quality_margin,
     )
 
 
-def _curves(run: RunRecord) -> dict[str, Any]:
-    return {
-        "variant": run.variant,
-        "seed": run.seed,
-        "loss": [(step["step"], step["loss"]) for step in run.steps],
-        "eval_loss": [(entry["step"], entry["eval_loss"]) for entry in run.evaluations],
-    }
-
-
 def _text(value: Interval | float | None, shape: str) -> str:
-    if value is None:
-        return "-"
-    return value.describe(shape) if isinstance(value, Interval) else shape.format(value)
+    if isinstance(value, Interval):
+        return value.describe(shape)
+    return "-" if value is None else shape.format(value)
 
 
 def figure_rows(own: VariantFigures) -> dict[str, str]:
@@ -94,12 +91,12 @@ def figure_rows(own: VariantFigures) -> dict[str, str]:
         match += f" ({100 * answers.difference:+.1f}, p = {answers.p_value:.2g}, {answers.num_problems} answers)"
     return {
         "ran": " and ".join(own.effective) + (" (fell back)" if own.fallback_reasons else ""),
-        "options": ", ".join(f"{name}={value}" for name, value in own.options.items()) or "default",
         "runs": f"{own.num_seeds}" + (f", {own.num_failed} failed" if own.num_failed else ""),
         "tokens/s (95% interval)": _text(own.tokens_per_s, "{:,.0f}"),
         "speed-up over bf16": _text(own.speedup, "{:.3f}"),
         "peak memory, GiB": _text(own.peak_memory_gib, "{:.1f}"),
         "energy, J per million tokens": _text(own.energy_j_per_million_tokens, "{:,.0f}"),
+        "time to bf16's final loss, s": _text(own.time_to_reference_loss_s, "{:,.1f}"),
         "eval loss, nats/token": _text(statistics.mean(own.eval_loss.values()) if own.eval_loss else None, "{:.4f}"),
         "gap to bf16, nats/token": _text(gap.interval if gap else None, "{:+.4f}"),
         "exact match, %": match,

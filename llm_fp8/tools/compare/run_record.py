@@ -58,6 +58,15 @@ class RunRecord:
         last = self.steps[-1]["step"]
         return next((entry["eval_loss"] for entry in self.evaluations[::-1] if entry["step"] == last), None)
 
+    def seconds_to(self, eval_loss: float | None) -> float | None:
+        """Seconds of training until an evaluation found this loss or a lower one; None where none did."""
+        if eval_loss is None:
+            return None
+        reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= eval_loss), None)
+        if reached is None:
+            return None
+        return sum(step["step_time_s"] for step in self.steps if step["step"] <= reached)
+
     @property
     def peak_memory_gib(self) -> float | None:
         """The most memory that tensors held on any GPU; None on a CPU."""
@@ -72,29 +81,26 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
     return f"it failed: {summary['failed']}" if "failed" in summary else None
 
 
-def _record(
-    where: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], **more: Any
-) -> RunRecord:
-    """A run from what run.json, metrics.jsonl and summary.json hold. Raises `UserError`, beginning with `where`, for
-    one that did not finish.
-    """
+def _record(run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], **more: Any) -> RunRecord:
+    """A run from what run.json, metrics.jsonl and summary.json hold. Raises an error for one that did not finish."""
+    source = more["source"]
     if reason := why_unfinished(summary):
-        raise UserError(f"{where}: the run did not finish, {reason}; finish it with --resume_from latest.")
+        raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     metrics = [with_floats(entry) for entry in metrics]
-    sections = ("config", "precision", "effective", "data", "provenance")
-    model = {key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})}
-    kept: dict[str, Any] = {name: run.get(name) or {} for name in sections}
     record = RunRecord(
-        **kept,
-        model=model,
+        config=run["config"],
+        precision=run["precision"],
+        effective=run.get("effective") or {},
+        data=run.get("data") or {},
+        provenance=run.get("provenance") or {},
+        model={key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})},
         steps=[entry for entry in metrics if "loss" in entry],
         evaluations=[entry for entry in metrics if "eval_loss" in entry],
         summary={**summary, **summary.get("throughput", {})},
         **more,
     )
     if not record.steps:
-        raise UserError(f"{where} holds no optimizer step.")
-    assert record.label  # raises a KeyError here for what is no run of this project
+        raise UserError(f"{source} holds no optimizer step.")
     return record
 
 
@@ -105,7 +111,6 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         evaluated = folder / "exact_match.json"
         answers = read_json(evaluated)["answers"] if evaluated.is_file() else []
         return _record(
-            f"{flag} {folder}",
             read_json(folder / "run.json"),
             metrics,
             summary,
@@ -137,4 +142,4 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         stored["config"] = {name: config[name] for name in sections if name in config}
         flat = {key.removeprefix("certificate/"): summary[key] for key in summary if key.startswith("certificate/")}
         rows = [metrics[step] for step in sorted(metrics)]
-        return _record(f"--wandb {path}", stored, rows, summary, source=path, certificate=flat or None)
+        return _record(stored, rows, summary, source=path, certificate=flat or None)
