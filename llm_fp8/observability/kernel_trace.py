@@ -28,7 +28,7 @@ _Model = Literal["gemm", "attention", "cast", "norm", "activation", "rope", "los
 KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "other"]]
 """gemm: also the reductions of split-K GEMMs. cast: quantisation, its transposes, amax and scales. optimizer: also
 gradient norm and clipping. copy: also fills, concatenation and casts between floating-point types. elementwise: all
-other pointwise, reducing and indexing kernels of PyTorch.
+other pointwise, reducing and indexing kernels of PyTorch, and what torch.compile fuses.
 """
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
@@ -55,8 +55,10 @@ def _names(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE)
 
 
-_COMPILED = re.compile(r"^triton_(?:poi|red|per|for|mix|unk)_fused_(?P<operations>.*?)(?:_\d+)?$")
+_COMPILED = re.compile(r"^triton_(?:poi|red|per|for|mix|unk)_fused_")
 """A pointwise or reducing kernel of torch.compile; its name lists the fused operations."""
+_COMPILED_CAST = re.compile(r"_scaled_mm|_abs_(?:\w+_)?max_|_clamp_(?:\w+_)?reciprocal_")
+"""The operations that make it a quantisation."""
 _COMPILED_TEMPLATE = re.compile(r"^triton_(?:tem_|mm|bmm|addmm)")
 """A GEMM or attention of torch.compile."""
 
@@ -116,37 +118,11 @@ _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "b
 
 @functools.cache
 def kernel_class(name: str) -> KernelClass:
-    if compiled := _COMPILED.match(name):
-        return _class_of_compiled(compiled["operations"])
+    if _COMPILED.match(name):
+        return "cast" if _COMPILED_CAST.search(name) else "elementwise"
     if _COMPILED_TEMPLATE.match(name):
         return "attention" if re.search(r"attention|flex|sdpa", name) else "gemm"
     return next((found for found, pattern in _RULES if pattern.search(name)), "other")
-
-
-def _class_of_compiled(operations: str) -> KernelClass:
-    """The class of a fused kernel by the operations in its name, as '_to_copy_abs_max_mul_silu'."""
-
-    def has(*wanted: str) -> bool:
-        return all(re.search(rf"(?:^|_){operation}(?:_|$)", operations) for operation in wanted)
-
-    if has("rsqrt") or (has("div", "expand", "pow") and not has("neg")):
-        return "norm"
-    if has("[sg][ie]lu_backward"):
-        return "activation"
-    if has("_scaled_mm") or has("abs", "a?max") or has("clamp", "reciprocal"):
-        return "cast"
-    if has("_log_softmax(?:_backward_data)?") or has("nll_loss(?:_forward|_backward)?"):
-        return "loss"
-    if has("[sg][ie]lu"):
-        return "activation"
-    if has("neg", "slice(?:_backward)?"):
-        return "rope"
-    if has("_foreach_\\w+") or has("sqrt", "lerp"):
-        return "optimizer"
-    if re.search(r"attention|softmax", operations):
-        return "attention"
-    moves = r"_unsafe_view|_to_copy|transpose|unsqueeze|clone|view|copy_?|cat|slice|expand|(?<![a-z])t(?![a-z])"
-    return "elementwise" if re.sub(moves, "", operations).strip("_") else "copy"
 
 
 def gemm_kind(name: str) -> GemmKind | None:
@@ -164,11 +140,9 @@ def gemm_kind(name: str) -> GemmKind | None:
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
     """Record the CUDA kernels of the enclosed code, which ends with a synchronisation; readable afterwards."""
-    with contextlib.ExitStack() as recording:
-        with warnings.catch_warnings():
-            # About recordings of several cycles; its advice, acc_events=True, makes a Python object of every event.
-            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-            recorded = recording.enter_context(profile(activities=[ProfilerActivity.CUDA]))
+    # About recordings of several cycles; its advice, acc_events=True, makes a Python object of every event.
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         yield recorded
         torch.cuda.synchronize()
 

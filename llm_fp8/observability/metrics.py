@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+import statistics
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,19 +68,12 @@ class StepTokens:
     """Sum of l**2 over documents; for unpacked sequences of S positions `num_tokens * S`."""
 
 
-def model_flops_per_token(size: DecoderSize, mean_length: float) -> float:
-    """Model FLOPs of training on one token, forward and backward (formula: module docstring).
-
-    `mean_length` is the document length averaged over tokens, `sum(l**2) / sum(l)`.
-    """
+def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
+    """Model FLOPs of one optimizer step on all GPUs, forward and backward (formula: module docstring)."""
     per_linear_parameter = 4.0 if size.num_adapter_parameters else 6.0
     linear = per_linear_parameter * size.num_linear_parameters + 6.0 * size.num_adapter_parameters
-    return linear + 6.0 * size.num_layers * size.attention_width * mean_length
-
-
-def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
-    """Model FLOPs of one optimizer step on all GPUs."""
-    return tokens.num_tokens * model_flops_per_token(size, tokens.sum_squared_lengths / tokens.num_tokens)
+    attention = 6.0 * size.num_layers * size.attention_width * tokens.sum_squared_lengths
+    return linear * tokens.num_tokens + attention
 
 
 @dataclass(frozen=True)
@@ -127,32 +120,9 @@ def device_peak_tflops(device: torch.device) -> PeakTflops | None:
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """What the throughput of one optimizer step is computed from."""
-
-    tokens: StepTokens
-    time_s: float
-    size: DecoderSize
-    num_gpus: int  # training processes; 1 on a CPU
-    peak: PeakTflops | None
-    fp8: bool
-
-    @property
-    def tflops(self) -> float:
-        return step_flops(self.size, self.tokens) / self.time_s / self.num_gpus / 1e12
-
-    @property
-    def fp8_peak(self) -> float | None:
-        return self.peak.fp8 if self.peak is not None and self.fp8 else None
-
-
 class Metric(NamedTuple):
     unit: str
     description: str
-    of_step: Callable[[MeasuredStep], float | None] | None = None
-    """Computes it, None where the hardware has no such figure; its median is in the summary. A metric without is
-    computed where it is measured."""
 
 
 METRICS: dict[str, Metric] = {
@@ -162,25 +132,15 @@ METRICS: dict[str, Metric] = {
     "loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the step, on all GPUs."),
     "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
     "learning_rate": Metric("-", "Learning rate of the step."),
-    "step_time_s": Metric("s", "Wall time of the step, loading of its data included.", lambda s: s.time_s),
-    "tokens_per_s": Metric("tokens/s", "All positions, on all GPUs.", lambda s: s.tokens.num_tokens / s.time_s),
-    "tokens_per_s_per_gpu": Metric(
-        "tokens/s", "The same for one GPU.", lambda s: s.tokens.num_tokens / s.time_s / s.num_gpus
-    ),
-    "real_tokens_per_s": Metric("tokens/s", "Without padding.", lambda s: s.tokens.num_real_tokens / s.time_s),
-    "supervised_tokens_per_s": Metric(
-        "tokens/s", "Those that carry loss.", lambda s: s.tokens.num_supervised_tokens / s.time_s
-    ),
-    "packing_efficiency": Metric(
-        "share", "Real tokens over all positions.", lambda s: s.tokens.num_real_tokens / s.tokens.num_tokens
-    ),
-    "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU.", lambda s: s.tflops),
-    "mfu_bf16_peak": Metric(
-        "share", "model_tflops over the GPU's dense bf16 peak.", lambda s: s.tflops / s.peak.bf16 if s.peak else None
-    ),
-    "mfu_fp8_peak": Metric(
-        "share", "The same for its fp8 peak; fp8 runs.", lambda s: s.tflops / s.fp8_peak if s.fp8_peak else None
-    ),
+    "step_time_s": Metric("s", "Wall time of the step, loading of its data included."),
+    "tokens_per_s": Metric("tokens/s", "All positions, on all GPUs."),
+    "tokens_per_s_per_gpu": Metric("tokens/s", "The same for one GPU."),
+    "real_tokens_per_s": Metric("tokens/s", "Without padding."),
+    "supervised_tokens_per_s": Metric("tokens/s", "Those that carry loss."),
+    "packing_efficiency": Metric("share", "Real tokens over all positions."),
+    "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU."),
+    "mfu_bf16_peak": Metric("share", "model_tflops over the GPU's dense bf16 peak."),
+    "mfu_fp8_peak": Metric("share", "The same for its fp8 peak; fp8 runs."),
     "fp8_linear_flop_share": Metric("share", "Share of the linear layers' FLOPs that the fp8 recipe covers."),
     "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since this process began."),
     "peak_reserved_memory_gib": Metric("GiB", "Most memory that PyTorch's allocator took from the first GPU."),
@@ -194,8 +154,6 @@ METRICS: dict[str, Metric] = {
     "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
     "communication_share": Metric("share", "Share of that step in which the first GPU ran communication."),
     "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
-    "slowest_rank": Metric("-", "Number of the rank whose own work, communication left out, took longest."),
-    "slowest_rank_lag": Metric("share", "How much longer than the mean rank's its work took."),
     "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
     "eval_perplexity": Metric("-", "exp(eval_loss)."),
     "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
@@ -210,10 +168,48 @@ RECORDED_STEP = "num_gemm_kernels"
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """The throughput figures of one step under the keys of `METRICS`, as far as this hardware has them."""
-    step = MeasuredStep(tokens, step_time_s, size, num_gpus, peak, fp8)
-    figures = {key: metric.of_step(step) for key, metric in METRICS.items() if metric.of_step is not None}
-    return {key: value for key, value in figures.items() if value is not None}
+    """The throughput figures of one step under the keys of `METRICS`, as far as this hardware has them. `num_gpus`: the
+    training processes, 1 on a CPU.
+    """
+    tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
+    figures = {
+        "step_time_s": step_time_s,
+        "tokens_per_s": tokens.num_tokens / step_time_s,
+        "tokens_per_s_per_gpu": tokens.num_tokens / step_time_s / num_gpus,
+        "real_tokens_per_s": tokens.num_real_tokens / step_time_s,
+        "supervised_tokens_per_s": tokens.num_supervised_tokens / step_time_s,
+        "packing_efficiency": tokens.num_real_tokens / tokens.num_tokens,
+        "model_tflops": tflops,
+    }
+    if peak is not None:
+        figures["mfu_bf16_peak"] = tflops / peak.bf16
+        if fp8 and peak.fp8 is not None:
+            figures["mfu_fp8_peak"] = tflops / peak.fp8
+    return figures
+
+
+WARMUP_STEPS = 10
+"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator); at most half of all."""
+
+MEDIANS = (
+    *("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "real_tokens_per_s", "supervised_tokens_per_s"),
+    *("packing_efficiency", "model_tflops", "mfu_bf16_peak", "mfu_fp8_peak"),
+    *("energy_j_per_million_tokens", "gpu_power_w"),
+)
+"""Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
+
+
+def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
+    """`num_steps_measured`, `num_steps_left_out`, and `median_<key>` over the measured `steps` (of one process, in
+    order) for each of `MEDIANS` that they have. The first steps and the recorded one are not measured.
+    """
+    started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
+    measured = [record for record in started if RECORDED_STEP not in record]
+    summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
+    for key in MEDIANS:
+        if values := [record[key] for record in measured if key in record]:
+            summary[f"median_{key}"] = statistics.median(values)
+    return summary
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -15,63 +15,44 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-_SHOWN = {
+_STEP = {
     "loss": "loss {:.4f}",
     "grad_norm": "grad norm {:.3g}",
     "learning_rate": "lr {:.2e}",
     "tokens_per_s": "{:,.0f} tokens/s",
     "peak_memory_gib": "{:.1f} GiB",
 }
+_EVALUATION = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}", "eval_time_s": "{:,.1f} s"}
 
 
-def format_step(record: Mapping[str, float], total_steps: int, time_left_s: float | None) -> str:
-    """One step as a line; figures that `record` lacks are left out, and metrics.jsonl has more."""
-    texts = [f"step {int(record['step']):>{len(str(total_steps))}}/{total_steps}"]
-    texts += [template.format(record[key]) for key, template in _SHOWN.items() if key in record]
-    if time_left_s is not None:
-        texts.append(f"{timedelta(seconds=round(time_left_s))} left")
-    return "  ".join(texts)
-
-
-def format_evaluation(record: Mapping[str, float]) -> str:
-    """An evaluation as a line; metrics.jsonl has all of its figures."""
-    shown = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}", "eval_time_s": "{:,.1f} s"}
-    texts = [template.format(record[key]) for key, template in shown.items() if key in record]
-    return f"evaluation at step {int(record['step'])}: {'  '.join(texts)}"
+def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
+    return "  ".join(template.format(record[key]) for key, template in templates.items() if key in record)
 
 
 class ProgressDisplay:
-    """Shows the steps of one run on `stream` (default: standard output)."""
+    """Shows the steps of one run on `stream`; `first_step` of them were taken before this process."""
 
     def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
-        """`first_step` is the number of steps taken before this process (after a resume), else 0."""
-        self._total_steps = total_steps
-        self._first_step = first_step
-        self._log_every = log_every
-        self._stream = stream or sys.stdout
+        self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
+        self._stream = stream = stream or sys.stdout
         self._recent_s: deque[float] = deque(maxlen=50)  # their median gives the time left: no single slow step counts
-        self._bar = tqdm(
-            desc="before the first step",
-            total=total_steps,
-            initial=first_step,
-            bar_format="{bar:10} {desc}",
-            file=self._stream,
-            dynamic_ncols=True,
-            disable=not self._stream.isatty(),
-        )
+        layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "desc": "before the first step"}
+        self._bar = tqdm(total=total_steps, initial=first_step, file=stream, disable=not stream.isatty(), **layout)
 
     def step(self, record: Mapping[str, float]) -> None:
-        """Show one optimizer step; `record` has the keys of `metrics.METRICS`, `step` among them."""
-        step = int(record["step"])
-        if "step_time_s" in record:
-            self._recent_s.append(record["step_time_s"])
-        time_left_s = statistics.median(self._recent_s) * (self._total_steps - step) if self._recent_s else None
-        text = format_step(record, self._total_steps, time_left_s)
+        """Show one optimizer step; `record` has the keys of `metrics.METRICS`, `step` and `step_time_s` among them."""
+        step, total = int(record["step"]), self._total_steps
+        self._recent_s.append(record["step_time_s"])
+        left = timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))
+        text = f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}  {left} left"
         if not self._bar.disable:
             self._bar.set_description_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif step % self._log_every == 0 or step in (self._first_step + 1, self._total_steps):
+        elif step % self._log_every == 0 or step in (self._first_step + 1, total):
             self.print(text)
+
+    def evaluation(self, record: Mapping[str, float]) -> None:
+        self.print(f"evaluation at step {int(record['step'])}: {_figures(record, _EVALUATION)}")
 
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one."""

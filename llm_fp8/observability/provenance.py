@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -44,69 +45,50 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": changes != ""}
 
 
-def _gpus() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": properties.name,
-            "memory_gib": round(properties.total_memory / GIB, 1),
-            "compute_capability": f"{properties.major}.{properties.minor}",
-        }
-        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    ]
+def _gpu(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    capability = f"{found.major}.{found.minor}"
+    return {"name": found.name, "memory_gib": round(found.total_memory / GIB, 1), "compute_capability": capability}
 
 
 def _cpu_model() -> str | None:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or None)
+    named = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
+    return named[1] if named else platform.processor() or None
 
 
 def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and not any(word in name.upper() for word in _SECRET_WORDS)
-    }
-
-
-def recorded_command(argv: list[str]) -> list[str]:
-    """`argv` (`sys.argv`) as called in the repository's root; a script outside the repository keeps its name."""
-    if not argv:
-        return []
-    path = Path(argv[0]).resolve()
-    return [path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else argv[0], *argv[1:]]
+    steers = {name: value for name, value in sorted(environment.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
+    return {name: value for name, value in steers.items() if not any(word in name.upper() for word in _SECRET_WORDS)}
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Provenance of this process as JSON values, None for what this machine lacks; `argv` is `sys.argv`."""
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    script, gpus = Path(argv[0]).resolve(), range(torch.cuda.device_count())
+    # As called in the repository's root; a script outside of it keeps its name.
+    program = script.relative_to(REPOSITORY).as_posix() if script.is_relative_to(REPOSITORY) else argv[0]
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": recorded_command(argv),
+        "command": [program, *argv[1:]],
         "git": git_state(REPOSITORY),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": drivers.splitlines()[0] if drivers else None,
-        "gpus": _gpus(),
+        "gpus": [_gpu(index) for index in gpus],
         # Not within `gpus`: runs on several GPUs of one kind ran on the same hardware.
-        "gpu_uuids": [gpu_uuid(index) for index in range(torch.cuda.device_count())],
+        "gpu_uuids": [gpu_uuid(index) for index in gpus],
         "cpu": {"model": _cpu_model(), "num_cores": os.cpu_count()},
         "os": platform.platform(),
         "environment": relevant_environment(dict(os.environ)),
     }
 
 
-def gpu_names(num_gpus: int, visible_devices: str | None) -> list[str]:
-    """Numbers or UUIDs of the `num_gpus` GPUs that CUDA counts under CUDA_VISIBLE_DEVICES = `visible_devices`."""
-    if not visible_devices:
-        return [str(number) for number in range(num_gpus)]
-    # CUDA ignores what follows a name that it does not know.
-    return [name.strip() for name in visible_devices.split(",")][:num_gpus]
-
-
 def visible_gpus() -> list[str]:
-    """`gpu_names` of this process; none without a GPU."""
-    return gpu_names(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Numbers or UUIDs of the GPUs that CUDA counts, as CUDA_VISIBLE_DEVICES names them."""
+    numbers = [str(number) for number in range(torch.cuda.device_count())]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(numbers)
+    # CUDA ignores what follows a name that it does not know.
+    return [name.strip() for name in named.split(",")][: len(numbers)]

@@ -15,39 +15,21 @@ On W&B it continues the same run, which cannot take back steps: those that it ha
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from llm_fp8.config.options import Config
-from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.progress import ProgressDisplay, format_evaluation
-from llm_fp8.observability.step_stats import throughput_summary
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.observability.metrics import METRICS, throughput_summary
+from llm_fp8.observability.progress import ProgressDisplay
+from llm_fp8.observability.tracker_labels import flattened, run_labels
+from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
-
-logger = logging.getLogger(__name__)
-
-WANDB_START_S, WANDB_END_S = 30.0, 60.0
-"""How long a run waits for W&B: for its answer at the start, and at the end for what is not sent yet."""
-
-
-def require_wandb_login(flag: str) -> None:
-    """Raise `UserError`, beginning with `flag`, where W&B is missing or has no login."""
-    from llm_fp8.observability.tracker_labels import wandb_login_state
-
-    if wandb_login_state(flag) == "logged_out":
-        raise UserError(
-            f"{flag}: there is no W&B login on this machine; run 'wandb login', or set WANDB_MODE=offline in the "
-            "environment to keep the run's data in the output folder."
-        )
 
 
 def accelerator_tracking(config: Config) -> dict[str, Any]:
@@ -64,30 +46,21 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     step that it held, 0 for none. `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run
     that repeats it.
     """
-    lines = read_text(path).splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    lines = [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
-        records = [json.loads(line) for line in lines]
-        steps = [int(record["step"]) for record in records]
-    cut_at_last = ["eval_loss" in record and not keep_evaluation for record in records]
-    kept = [
-        line
-        for line, step, is_cut in zip(lines, steps, cut_at_last, strict=True)
-        if step < last_step or (step == last_step and not is_cut)
-    ]
-    write_text_atomic(path, "".join(kept))
-    return steps[-1] if steps else 0
+        steps = [(int(record["step"]), "eval_loss" in record) for record in map(json.loads, lines)]
+    # A step comes before its evaluation in this order too.
+    end = (last_step, keep_evaluation)
+    write_text_atomic(path, "".join(line for line, step in zip(lines, steps, strict=True) if step <= end))
+    return steps[-1][0] if steps else 0
 
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
-    from llm_fp8.observability.tracker_labels import flattened
-
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
-    flat = ((key, value) for key, value in flattened(parts, "/") if value is not None)
-    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat}
+    flat = {key: value for key, value in flattened(parts, "/") if value is not None}
+    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
 
 
 class RunReporter:
@@ -110,10 +83,9 @@ class RunReporter:
         """
         self._accelerator = accelerator
         self._config = config
-        self._resume_step = resume_step
+        self._resume_step = self._last_step = resume_step
         self._folder = Path(str(config.run.output_dir))
         self._total_steps = total_steps
-        self._last_step = resume_step
         self._known_step = 0  # the last one that an earlier start reported
         if not accelerator.is_main_process:
             return
@@ -127,43 +99,23 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start.
-
-        Its configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`. Without
-        an answer from W&B the run goes on offline: training does not depend on a tracker.
+        """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start. The W&B
+        configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`.
         """
         if not self._accelerator.is_main_process or not self._accelerator.log_with:
             return
-        import wandb
-
-        from llm_fp8.observability.tracker_labels import run_labels, run_tags
-
-        labels = run_labels(record)
         options = self._config.run
-        arguments: dict[str, Any] = {
+        arguments = {
             "dir": str(self._folder),
             "name": options.wandb_run_name,
             "group": os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
-            "tags": run_tags(labels),
             "job_type": "train",
-            "settings": wandb.Settings(init_timeout=WANDB_START_S, finish_timeout=WANDB_END_S),
             **self._wandb_run(),
         }
-        with reading("--use_wandb", options.wandb_project, "a W&B run of this project"):
-            try:
-                self._accelerator.init_trackers(options.wandb_project, init_kwargs={"wandb": arguments})
-            except wandb.errors.CommError as error:
-                wandb.teardown()  # its service holds on to the id
-                (tracker,) = self._accelerator.trackers  # made and not started
-                tracker.init_kwargs["mode"] = "offline"
-                tracker.start()
-                logger.warning(
-                    "W&B did not take the run, which goes on offline: send it later by 'wandb sync %s'. W&B said: %s",
-                    self._folder / "wandb" / "offline-run-*",
-                    str(error).splitlines()[0],
-                )
+        with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
+            self._accelerator.init_trackers(options.wandb_project, init_kwargs={"wandb": arguments})
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
-        stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
+        stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
         for tracker in self._accelerator.trackers:
             tracker.store_init_configuration(stored)
             for axis in ("step", "tokens_seen"):
@@ -196,11 +148,10 @@ class RunReporter:
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
-        if not self._accelerator.is_main_process:
-            return
-        assert record["step"] == self._last_step
-        self._write(record)
-        self._display.print(format_evaluation(record))
+        if self._accelerator.is_main_process:
+            assert record["step"] == self._last_step
+            self._write(record)
+            self._display.evaluation(record)
 
     def _write(self, record: dict[str, float]) -> None:
         assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"
@@ -248,18 +199,15 @@ class RunReporter:
         """The lines of metrics.jsonl, those of earlier processes included; none on other processes than the main one.
         Kept in memory they would grow with the run.
         """
-        if not self._accelerator.is_main_process:
-            return
-        self._file.seek(0)
-        yield from map(json.loads, self._file)
-        self._file.seek(0, os.SEEK_END)
+        if self._accelerator.is_main_process:
+            self._file.seek(0)
+            yield from map(json.loads, self._file)
+            self._file.seek(0, os.SEEK_END)
 
     def __enter__(self) -> RunReporter:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self._accelerator.is_main_process:
             self._display.close()
             self._file.close()

@@ -1,7 +1,6 @@
-"""One recorded step: its kernels, how long the GPU is idle, and on several GPUs communication and the slowest rank.
+"""One recorded step of this process's GPU: its kernels, how long it communicates and how long it is idle.
 
-NCCL's kernels are communication, all others work. A rank that waits for another waits inside a communication kernel, so
-the slowest rank is the one whose work takes longest.
+NCCL's kernels are communication, all others work. A rank that waits for another waits inside a communication kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
@@ -28,8 +26,7 @@ from llm_fp8.observability.kernel_trace import (
     record_kernels,
     time_by_class,
 )
-from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.step_stats import throughput_summary
+from llm_fp8.observability.metrics import throughput_summary
 
 WORTH_A_WORD = 0.2
 """Idle share of a step from which on a run reports it."""
@@ -52,26 +49,15 @@ def length(intervals: Iterable[Interval]) -> float:
 
 @dataclass
 class StepProfile:
-    """What the GPUs did in one step; times in seconds, of this rank unless said. Filled when `profiled` ends."""
+    """What the GPU did in one step; times in seconds. Filled when `profiled` ends."""
 
     span_s: float = 0.0  # from the first kernel's start to the last one's end
     communication_s: float = 0.0  # in which communication kernels ran
     exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
-    work_s_by_rank: list[float] = field(default_factory=list)  # in which other kernels ran
-    peak_memory_gib_by_rank: list[float] = field(default_factory=list)
+    work_s: float = 0.0  # in which other kernels ran
     gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)  # their number by operand type
-    gemm_time_s: dict[GemmKind, float] = field(default_factory=dict)
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)  # kernels that overlap count each
     kernels: KernelTimes = field(default_factory=dict)
-
-    @property
-    def slowest_rank(self) -> int:
-        return max(range(len(self.work_s_by_rank)), key=self.work_s_by_rank.__getitem__)
-
-    @property
-    def lag(self) -> float:
-        """How much longer than the mean rank's the slowest rank's work takes, as a share."""
-        return self.work_s_by_rank[self.slowest_rank] * len(self.work_s_by_rank) / sum(self.work_s_by_rank) - 1
 
     def figures(self) -> dict[str, float]:
         """Under the keys of `metrics.METRICS`; what the step did not show is left out."""
@@ -80,42 +66,34 @@ class StepProfile:
             "num_fp8_gemm_kernels": sum(self.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION),
             "num_unknown_gemm_kernels": self.gemm_kernels.get("unknown", 0),
         }
-        if gemm_s := sum(self.gemm_time_s.values()):
-            figures["fp8_gemm_time_share"] = sum(self.gemm_time_s.get(kind, 0.0) for kind in LOW_PRECISION) / gemm_s
-        if len(self.work_s_by_rank) > 1 and self.span_s > 0:
+        times = {kind: found.time_s for kind, found in gemm_kernels(self.kernels).items()}
+        if times:
+            figures["fp8_gemm_time_share"] = sum(times.get(kind, 0.0) for kind in LOW_PRECISION) / sum(times.values())
+        if self.communication_s:
             figures["communication_share"] = self.communication_s / self.span_s
             figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
-            figures["slowest_rank"] = float(self.slowest_rank)
-            figures["slowest_rank_lag"] = self.lag
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for summary.json, without what only several GPUs have where there is one, and the kernels."""
-        of_several = ("communication_s", "exposed_communication_s", "work_s_by_rank")
-        left_out = ("kernels", *(of_several if len(self.work_s_by_rank) == 1 else ()))
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        """Plain values for summary.json, without the single kernels."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "kernels"}
 
     def describe(self) -> str:
         total_s = sum(self.time_s_by_class.values())
         shares = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items()]
-        words = [
-            f"one step recorded: kernels by time: {', '.join(s for s in shares if not s.endswith(' 0%')) or 'none'}"
-        ]
+        by_time = ", ".join(share for share in shares if not share.endswith(" 0%"))
+        gemms = ", ".join(f"{count} {kind}" for kind, count in sorted(self.gemm_kernels.items()))
+        words = [f"one step recorded: kernels by time: {by_time or 'none'}", f"GEMM kernels: {gemms or 'none'}"]
         figures = self.figures()
         if "communication_share" in figures:
-            words += [
-                f"communication {figures['communication_share']:.0%} of the time, "
-                f"{figures['exposed_communication_share']:.0%} alone",
-                f"slowest rank {self.slowest_rank} ({self.lag:.1%} over the mean)",
-                f"peak memory by rank {', '.join(f'{gib:.1f}' for gib in self.peak_memory_gib_by_rank)} GiB",
-            ]
-        gemms = ", ".join(f"{count} {kind}" for kind, count in sorted(self.gemm_kernels.items()))
-        return "; ".join([*words, f"GEMM kernels: {gemms or 'none'}"])
+            shared, alone = figures["communication_share"], figures["exposed_communication_share"]
+            words.append(f"communication {shared:.0%} of the time, {alone:.0%} alone")
+        return "; ".join(words)
 
 
 @contextlib.contextmanager
-def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
-    """Record the CUDA kernels of the enclosed step; collective: gathers the ranks' times at the end."""
+def profiled() -> Iterator[StepProfile]:
+    """Record the CUDA kernels of the enclosed step."""
     result = StepProfile()
     torch.cuda.synchronize()
     with record_kernels() as recorded:
@@ -126,17 +104,11 @@ def profiled(accelerator: Accelerator) -> Iterator[StepProfile]:
     everything = covered([*communication, *work])
     if everything:
         result.span_s = everything[-1][1] - everything[0][0]
-    result.communication_s = length(communication)
+    result.communication_s, result.work_s = length(communication), length(work)
     result.exposed_communication_s = length(everything) - length(work)
     result.kernels = kernel_times(recorded)
-    gemms = gemm_kernels(result.kernels)
-    result.gemm_kernels = {kind: kernels.count for kind, kernels in gemms.items()}
-    result.gemm_time_s = {kind: kernels.time_s for kind, kernels in gemms.items()}
-    result.time_s_by_class = {name: kernels.time_s for name, kernels in time_by_class(result.kernels).items()}
-    own = [length(work), torch.cuda.max_memory_allocated() / GIB]
-    by_rank = accelerator.gather(torch.tensor(own, device=accelerator.device, dtype=torch.float64)).view(-1, 2)
-    result.work_s_by_rank = by_rank[:, 0].tolist()
-    result.peak_memory_gib_by_rank = by_rank[:, 1].tolist()
+    result.gemm_kernels = {kind: found.count for kind, found in gemm_kernels(result.kernels).items()}
+    result.time_s_by_class = {name: found.time_s for name, found in time_by_class(result.kernels).items()}
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
@@ -145,14 +117,14 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     A layer launches dozens of kernels, in fp8 more than in bf16. With small micro-batches the GPU finishes them before
     the host has launched the next; the step then takes the host's time and fp8 gains nothing.
 
-    work_s: kernels of the recorded step other than communication, on the GPU with most of them. step_time_s: median of
-    the measured steps, since recording slows the host. share: of the step in which no such kernel runs.
+    work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps, since
+    recording slows the host. share: of the step in which no such kernel runs.
     """
     step_time_s = throughput_summary(steps).get("median_step_time_s")
-    work_s = max(profile.work_s_by_rank, default=0.0)
-    if not work_s or not step_time_s:
+    if not profile.work_s or not step_time_s:
         return None
-    return {"work_s": work_s, "step_time_s": step_time_s, "share": max(0.0, 1 - work_s / step_time_s)}
+    share = max(0.0, 1 - profile.work_s / step_time_s)
+    return {"work_s": profile.work_s, "step_time_s": step_time_s, "share": share}
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None:

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig, TrainerCallback, TrainerState, Traini
 from llm_fp8.config.accelerate_env import PREFIX, is_default, is_on
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
-from llm_fp8.observability.nvml import NoNvml, open_energy_counter
+from llm_fp8.observability.nvml import energy_counter
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import lm_head_of, reason_to_leave
@@ -59,10 +59,7 @@ def can_record() -> bool:
 
 def open_counter() -> Callable[[], float] | None:
     """A function that reads the energy counter of this process's GPU in J; None without a GPU or its counter."""
-    if torch.cuda.is_available():
-        with contextlib.suppress(NoNvml):
-            return open_energy_counter(torch.device("cuda", torch.cuda.current_device()))
-    return None
+    return energy_counter(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
 class CertificateCallback(TrainerCallback):

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from llm_fp8.config.options import RunConfig
 from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.tracker_labels import LABELS, run_labels, wandb_login_state
+from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login, run_labels
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
 
@@ -96,7 +96,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Communication": (
         Bars("Share of a step in which the first GPU communicates", ("communication_share",)),
         Bars("Share of a step in which it does nothing else", ("exposed_communication_share",)),
-        Bars("How much longer the slowest rank works than the mean", ("slowest_rank_lag",)),
     ),
     "Certificate": (
         Bars(
@@ -174,9 +173,7 @@ def lay_out(options: argparse.Namespace) -> None:
     import wandb
     import wandb_workspaces.workspaces as ws
 
-    if (state := wandb_login_state("scripts/wandb_dashboard.py")) != "online":
-        why = "WANDB_MODE keeps W&B offline; unset it" if state == "offline" else "there is no login; run 'wandb login'"
-        raise UserError(f"scripts/wandb_dashboard.py: {why}, or give --offline FOLDER.")
+    require_wandb_login("scripts/wandb_dashboard.py")
     advice = "Check --entity and --project, 'wandb login', the network and WANDB_BASE_URL."
     with reading("--view" if options.view else "--project", options.view or options.project, "W&B's answer", advice):
         entity, project = str(options.entity or wandb.Api().default_entity), options.project

@@ -322,7 +322,7 @@ class TrainingLoop:
                 "learning_rate": taken.learning_rate,
                 **speed_metrics(tokens, seconds, self._size, num_processes, self._peak, fp8),
                 **memory,
-                **energy.get(taken.step, {}),
+                **energy,
                 **self._profile_figures.pop(taken.step, {}),
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share,
             }
@@ -352,7 +352,7 @@ class TrainingLoop:
     def _profiled(self) -> contextlib.AbstractContextManager[StepProfile]:
         from llm_fp8.observability.step_profile import profiled
 
-        return profiled(self.accelerator)
+        return profiled()
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""

@@ -31,7 +31,7 @@ from llm_fp8.models.build import count_parameters
 from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
 from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.reporter import require_wandb_login
+from llm_fp8.observability.tracker_labels import require_wandb_login
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.utils.errors import UserError

@@ -134,7 +134,6 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,
-        "no_energy_because": loop.energy.no_counter,
         "exported": None if exported is None else str(exported),
         "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
         "wall_time_s": time.time() - results.started_s,

@@ -128,20 +128,20 @@ NO_GEMMS = {
     "ln_tma_fwd_kernel": "norm",
     "ln_fwd_kernel": "norm",
     "ln_bwd_finalize_kernel": "norm",
-    "triton_red_fused__to_copy__unsafe_view_add_mean_mul_pow_rsqrt_3": "norm",
-    "triton_red_fused__to_copy_abs_add_max_mean_mul_pow_rsqrt_0": "norm",
-    "triton_per_fused__to_copy_add_div_expand_mul_pow_sum_view_20": "norm",
+    "triton_red_fused__to_copy__unsafe_view_add_mean_mul_pow_rsqrt_3": "elementwise",
+    "triton_red_fused__to_copy_abs_add_max_mean_mul_pow_rsqrt_0": "cast",
+    "triton_per_fused__to_copy_add_div_expand_mul_pow_sum_view_20": "elementwise",
     "void transformer_engine::gated_act_kernel<16, true, float, transformer_engine::Empty, &(float "
     "transformer_engine::silu<float, float>(float)), __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*, "
     "__nv_fp8_e4m3*, float const*)": "activation",
     "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous "
     "namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}>()": "activation",
-    "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_silu_silu_backward_t_view_7": "activation",
-    "triton_poi_fused__unsafe_view_mul_silu_4": "activation",
+    "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_silu_silu_backward_t_view_7": "cast",
+    "triton_poi_fused__unsafe_view_mul_silu_4": "elementwise",
     "void transformer_engine::fused_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float "
     "const*)": "rope",
     "_split_rope_kernel": "rope",
-    "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "rope",
+    "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "elementwise",
     "cross_entropy_backward_kernel": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous "
     "namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
@@ -168,7 +168,7 @@ NO_GEMMS = {
     "void (anonymous namespace)::indexing_backward_kernel<c10::BFloat16, 4>(long const*, long const*, c10::BFloat16 "
     "const*, c10::BFloat16*, long, long, long, long, bool)": "elementwise",
     "triton_poi_fused_add_view_20": "elementwise",
-    "triton_poi_fused__to_copy_view_21": "copy",
+    "triton_poi_fused__to_copy_view_21": "elementwise",
     "a_kernel_of_no_known_library": "other",
     "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, "
     "false>(cublasSplitKParams<float>)": "gemm",

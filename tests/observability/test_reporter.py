@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.observability.progress import ProgressDisplay, format_step
-from llm_fp8.observability.reporter import require_wandb_login, truncate_metrics
-from llm_fp8.observability.step_stats import throughput_summary
-from llm_fp8.observability.tracker_labels import LABELS, run_tags
+from llm_fp8.observability.metrics import throughput_summary
+from llm_fp8.observability.progress import ProgressDisplay
+from llm_fp8.observability.reporter import truncate_metrics
+from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login
 from llm_fp8.utils.errors import UserError
 from tests.support.reports import PROVENANCE, RUN_SECTIONS, TOTAL_STEPS, a_config, a_reporter, a_step
 from tests.support.small import forget_accelerator, records
@@ -108,7 +108,6 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
     assert numbers == records(folder)
 
     assert (stored.project, stored.name, stored.group, stored.job_type) == ("project", "a name", "first", "train")
-    assert stored.tags == ("fp8 delayed", "embedded", "fsdp_full", "NVIDIA H200")
     options = json.loads(json.dumps(config.to_dict()))
     assert {section: stored.config[section] for section in options} == options
     assert stored.config["effective"] == {
@@ -194,7 +193,7 @@ def test_a_log_file_gets_a_plain_line_every_log_every_steps() -> None:
         "step 20/25",
         "step 25/25",
     ]
-    assert lines[1] == format_step(a_step(10), 25, 15 * 0.25) and lines[-1] == "a line"
+    assert lines[1].endswith("0:00:04 left") and lines[-1] == "a line"
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
@@ -221,9 +220,3 @@ def test_medians_leave_the_first_steps_out() -> None:
     assert (short["num_steps_measured"], short["num_steps_left_out"]) == (2, 2)
     assert short["median_tokens_per_s"] == pytest.approx(350.0)
     assert throughput_summary([]) == {"num_steps_measured": 0, "num_steps_left_out": 0}
-
-
-def test_tags_are_unique_short_and_end_with_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_TAGS", "paper,ddp")
-    labels = {"precision_name": "bf16", "model_short_name": "m" * 80, "sharding_mode": "ddp", "gpu_name": "CPU"}
-    assert run_tags(labels) == ["bf16", "m" * 64, "ddp", "CPU", "paper"]

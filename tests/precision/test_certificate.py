@@ -256,12 +256,12 @@ def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
     """Let a run on the CPU record these kernels, as if they were those of its step."""
-    profile = StepProfile(span_s=0.1, work_s_by_rank=[0.1], peak_memory_gib_by_rank=[1.0])
+    profile = StepProfile(span_s=0.1, work_s=0.1)
     profile.kernels = kernels
     profile.gemm_kernels = {kind: found.count for kind, found in gemm_kernels(kernels).items()}
 
     @contextlib.contextmanager
-    def profiled(_):
+    def profiled():
         yield profile
 
     monkeypatch.setattr("llm_fp8.observability.step_profile.profiled", profiled)

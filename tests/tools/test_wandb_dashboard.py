@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import wandb
 
-from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.step_stats import INTERVAL_MEDIANS, MEDIANS
+from llm_fp8.observability.metrics import MEDIANS, METRICS
 from llm_fp8.observability.tracker_labels import LABELS
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.tools import wandb_dashboard
@@ -33,7 +32,7 @@ def the_spec(group: str | None = None) -> dict[str, Any]:
 def test_every_figure_of_the_layout_is_one_that_runs_have() -> None:
     in_summary = {
         *METRICS,  # the last of each
-        *(f"median_{key}" for key in (*MEDIANS, *INTERVAL_MEDIANS)),
+        *(f"median_{key}" for key in MEDIANS),
         *(f"certificate/{field.name}" for field in dataclasses.fields(Certificate)),
     }
     panels = [panel for section in SECTIONS.values() for panel in section]
@@ -103,7 +102,7 @@ def test_an_offline_run_holds_every_key_and_is_listed_with_the_command_that_send
     wandb.teardown()  # waits for W&B's own process, which writes the file
     run = the_wandb_run(tmp_path / "first")
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
-    assert run.tags == ("bf16", "embedded", "single", "CPU", "nightly", "h200")
+    assert run.tags == ("nightly", "h200")
     assert set(LABELS) <= set(run.config) and run.config[PRECISION] == "bf16"
     assert [entry["step"] for entry in run.history if "loss" in entry] == [1, 2, 3, 4] and run.exit_code == 0
     assert [entry["step"] for entry in run.history if "eval_loss" in entry] == [2, 4]
@@ -182,13 +181,7 @@ def test_the_view_is_sent_and_updated_and_what_others_added_stays(
     assert list(views.kept) == [name] and [section["name"] for section in again] == ["Mine", *SECTIONS]
 
 
-def test_what_the_server_refuses_and_no_login_are_one_sentence(
-    server: type[StandIn], call: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_server_refuses_is_one_sentence(server: type[StandIn], call: Callable[..., int]) -> None:
     server.answers = {"upsertView": REFUSED, "allViews": Views().find({"variables": {}}), **server.answers}
     with pytest.raises(UserError, match="--project llm-fp8: .*permission denied"):
-        call()
-    wandb.teardown()  # its settings
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="unset it, or give --offline"):
         call()
