@@ -50,15 +50,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
+from llm_fp8.utils.parts import Part, UnsupportedArchitecture, random_
 from llm_fp8.utils.te_internals import attention_backends
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the sequence length; one table serves the whole run."""
-
-
-class UnsupportedArchitecture(ValueError):
-    """The configuration asks for something that the TE decoder cannot express; the message names the entry."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +142,6 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
     if layer_types is not None and layer_types[layer] != "sliding_attention":
         return None
     return window
-
-
-@dataclass(frozen=True)
-class Part:
-    """A Hugging Face tensor inside a TE tensor: `start` to `stop` of dim 0, of shape `shape`."""
-
-    hf_name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
@@ -543,17 +530,6 @@ def initialize_weights_(model: PreTrainedModel, generator: torch.Generator) -> N
     """Hugging Face's random weights for these families: normal(0, initializer_range), norms one, biases zero."""
     for name, parameter in model.named_parameters():
         random_(parameter, name, model.config.initializer_range, generator)
-
-
-@torch.no_grad()
-def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator) -> None:
-    """One unsharded parameter of `initialize_weights_`; `std` is the standard deviation of a matrix."""
-    if name.endswith("bias"):
-        parameter.zero_()
-    elif parameter.ndim == 1:
-        parameter.fill_(1.0)
-    else:
-        parameter.normal_(0.0, std, generator=generator)
 
 
 def te_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

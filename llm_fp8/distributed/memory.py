@@ -51,7 +51,8 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
 from llm_fp8.utils.errors import UserError
-from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
+from llm_fp8.utils.parts import UnsupportedArchitecture
+from te_llama import DecoderSpec, decoder_spec, parameter_map
 
 RECIPES_COUNTED = ("bf16", "delayed", "current", "block")
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.subprocesses import end_with_parent
 
 T = TypeVar("T")
 
@@ -34,6 +33,8 @@ def start_process_group(ranks: LaunchRanks) -> None:
     """
     if not ranks.launched or dist.is_initialized():
         return
+    from llm_fp8.utils.subprocesses import end_with_parent
+
     end_with_parent()
     backend = "gloo"
     if torch.cuda.is_available():

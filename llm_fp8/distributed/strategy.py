@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,21 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
 from llm_fp8.utils.torch_internals import local_part
+
+if TYPE_CHECKING:
+    from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+
+
+def fused_wgrad_accumulation(model: nn.Module) -> FusedWgradAccumulation | None:
+    """What lets the wgrad GEMMs of Transformer Engine's modules accumulate; None for a model without such modules."""
+    if not any(hasattr(module, "fuse_wgrad_accumulation") for module in model.modules()):
+        return None
+    from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+
+    return FusedWgradAccumulation(model)
 
 
 class DistributedStrategy:
@@ -46,7 +57,7 @@ class DistributedStrategy:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
-        self.wgrad_accumulation: FusedWgradAccumulation | None = None  # None before `prepare`, and for DeepSpeed
+        self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
 
     @property
     def num_shards(self) -> int:
@@ -71,7 +82,7 @@ class DistributedStrategy:
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
         prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
-        self.wgrad_accumulation = FusedWgradAccumulation(prepared[0])
+        self.wgrad_accumulation = fused_wgrad_accumulation(prepared[0])
         return prepared[0], prepared[1]
 
     @contextlib.contextmanager
@@ -128,7 +139,7 @@ class PlainCopiesStrategy(DistributedStrategy):
     """
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        self.wgrad_accumulation = FusedWgradAccumulation(model)
+        self.wgrad_accumulation = fused_wgrad_accumulation(model)
         return model, self.accelerator.prepare(optimizer, device_placement=[False])
 
     @contextlib.contextmanager

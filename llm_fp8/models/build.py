@@ -22,10 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.fp8_checkpoint import fp8_format
-from llm_fp8.models.source import ModelSource, has_random_weights, load_generation_config, reading_model
+from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, load_generation_config, reading_model
 from llm_fp8.models.weight_shards import stored_names
 from llm_fp8.models.weights import fill_weights
 from llm_fp8.observability.metrics import DecoderSize
@@ -119,6 +117,8 @@ def build_structure(
     It has the stop tokens and sampling of its source, for the exported checkpoint.
     """
     if options.use_te:
+        import te_llama
+
         require_te("--use_te")
         # Transformer Engine would choose an installed flash-attn 4, a beta whose dQ was wrong for heads of 80 elements.
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -158,7 +158,7 @@ def _load_by_transformers(
 ) -> PreTrainedModel:
     """A model whose files hold tensors in another layout than its modules (a mixture of experts)."""
     with reading_model("weights", options.model_name):
-        if fp8_format(built_config) is not None:
+        if fp8_format_of(built_config) is not None:
             raise ValueError("a mixture of experts in fp8 is not dequantised here")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
@@ -189,8 +189,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
     """The dimensions of a decoder of any architecture, without experts of which a router chooses some."""
-    if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES:
-        return DecoderSize.from_config(hf_config, num_adapter_parameters)
     model = model_on_meta(hf_config)
     matrices = [
         weight.numel()

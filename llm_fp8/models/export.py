@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
-from llm_fp8.models.fp8_checkpoint import fp8_format
+from llm_fp8.models.source import fp8_format_of
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names, to_stored_layout
 from llm_fp8.models.weights import WEIGHTS_INDEX
 from llm_fp8.utils.errors import UserError, reading
@@ -78,7 +78,7 @@ def _save_but_weights(
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     config.dtype = dtype
-    if fp8_format(config) is not None:
+    if fp8_format_of(config) is not None:
         del config.quantization_config  # the weights were dequantised
     config.save_pretrained(folder)
     if model.can_generate():

@@ -31,6 +31,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
+from llm_fp8.utils.parts import Part
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 
@@ -154,9 +155,7 @@ class FusedAdapters(nn.Module):
     `parts`: the Hugging Face weights that get an adapter, as parts of the fused weight.
     """
 
-    def __init__(
-        self, parts: Iterable[te_llama.Part], options: LoraConfig, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.columns: list[tuple[int, int]] = []

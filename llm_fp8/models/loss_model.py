@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import te_llama
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 
@@ -27,7 +27,7 @@ class TrainingModel(nn.Module):
         self.model = model
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
-        self.uses_te_decoder = isinstance(decoder_layers(model)[0], te_llama.TEDecoderLayer)
+        self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise UserError(

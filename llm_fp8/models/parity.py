@@ -24,7 +24,7 @@ import dataclasses
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,6 +40,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.parts import Part
 
 FP32_LIMIT = 4e-4
 MEAN_LIMIT = 1.25
@@ -196,12 +197,14 @@ def compare_layers(
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     spec = dataclasses.replace(te_llama.spec_of(model), attention_dropout=0.0)
-    angles, embedding = model.base_model.rotary_emb.angles, model.get_input_embeddings().weight
+    base: Any = model.base_model
+    angles, embedding = base.rotary_emb.angles, model.get_input_embeddings().weight
     hidden = F.embedding(input_ids, full_tensor(embedding).to(dtype))
     generator = torch.Generator(device=hidden.device).manual_seed(0)
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons, parts = [], te_llama.layer_map(spec)
-    for layer, own in enumerate(decoder_layers(model)):
+    layers: Iterable[Any] = decoder_layers(model)
+    for layer, own in enumerate(layers):
         weights = {name: full_tensor(own.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
@@ -267,9 +270,7 @@ def _run(
     return {"output": output.detach(), "input gradient": hidden.grad}, gradients
 
 
-def _joined(
-    parts_of_layer: Mapping[str, Sequence[te_llama.Part]], gradients: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The gradients with the biases of q, k and v as one vector.
 
     Softmax is invariant to a shift of all keys, so the gradient of k's bias alone is nothing but rounding.

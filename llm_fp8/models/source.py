@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models.architectures import bundled_config
-from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.utils.errors import UserError, reading
+
+if TYPE_CHECKING:
+    from llm_fp8.models.fp8_checkpoint import Fp8Format
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head."""
@@ -70,7 +71,7 @@ def resolve_source(options: ModelConfig) -> ModelSource:
     return ModelSource(name, name, architecture_only=False)
 
 
-def reading_model(what: str, name: str) -> contextlib.AbstractContextManager[None]:
+def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:
     """`reading` of a part of the model that --model_name gives."""
     advice = "Give a local model folder or a hub id that this machine can reach (for a gated model: 'hf auth login')."
     return reading("--model_name", name, f"the {what}", advice)
@@ -81,17 +82,22 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
     with reading_model("model's config.json", options.model_name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         hf_config.get_text_config(decoder=True)
-    fp8_format(hf_config)
+    fp8_format_of(hf_config)
     return hf_config
+
+
+def fp8_format_of(hf_config: PretrainedConfig) -> Fp8Format | None:
+    """How the weights are stored in fp8; None where they are not quantised. `UserError` for another quantisation."""
+    if getattr(hf_config, "quantization_config", None) is None:
+        return None
+    from llm_fp8.models.fp8_checkpoint import fp8_format
+
+    return fp8_format(hf_config)
 
 
 def load_generation_config(options: ModelConfig, source: ModelSource) -> GenerationConfig | None:
     """The settings for generating text that a model's folder or page has, None where it has none."""
     with reading_model("generation_config.json", options.model_name), contextlib.suppress(OSError):  # there is none
-        return GenerationConfig.from_pretrained(source.location)
-    return None
-    none_on_the_hub = () if source.is_local else (OSError,)  # raised for a damaged file too
-    with reading_model("model's generation_config.json", options.model_name), contextlib.suppress(*none_on_the_hub):
         return GenerationConfig.from_pretrained(source.location)
     return None
 
@@ -138,6 +144,8 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
             "rows; give the tokenizer that belongs to the model."
         )
     if config.model.use_te:
+        import te_llama
+
         advice = "Drop --use_te to train it with its linear layers swapped."
         with reading("--use_te with", flag, "its architecture into the TE decoder", advice):
             te_llama.decoder_spec(hf_config)

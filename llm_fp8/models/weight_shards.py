@@ -1,7 +1,7 @@
 """Which shard of a model's parameters this rank holds, and which Hugging Face tensors it belongs to.
 
 FSDP shards every parameter along dim 0: of R rows over n ranks each rank holds ceil(R / n), the last ranks fewer or
-none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`), so a rank's shard of a
+none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`parts.Part`), so a rank's shard of a
 checkpoint is a range of rows of some tensors, and both directions are slicing:
 
     in     a rank reads its rows from the safetensors files and nothing else (`WeightFiller`)
@@ -11,9 +11,10 @@ checkpoint is a range of rows of some tensors, and both directions are slicing:
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-import te_llama
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load
+from llm_fp8.utils.parts import Part, UnsupportedArchitecture, random_
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
-from te_llama import DecoderSpec, Part, UnsupportedArchitecture, parameter_map
+
+if TYPE_CHECKING:
+    from te_llama import DecoderSpec
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers stored in older checkpoints and computed by today's models."""
@@ -63,7 +66,9 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 def is_te_model(model: nn.Module) -> bool:
-    return any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
+    """Whether `model` has decoder layers of te_llama.py, which a process without it cannot have."""
+    te_llama = sys.modules.get("te_llama")
+    return te_llama is not None and any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -80,6 +85,8 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     """Name in `saved_tensors` -> the Hugging Face tensors it is made of."""
     if is_te_model(model):
+        import te_llama
+
         return te_llama.parameter_map(te_llama.spec_of(model))
     return {name: (_as_part(name_without_adapter(name), tensor),) for name, tensor in saved_tensors(model).items()}
 
@@ -127,7 +134,7 @@ def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> No
         if is_adapter(name):
             continue
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
-        te_llama.random_(full, name, std, generator)
+        random_(full, name, std, generator)
         shard = local_shard(parameter)
         shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
 
@@ -204,13 +211,14 @@ class WeightFiller:
 
 def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFiller:
     """Fills this rank's shards of a TE decoder."""
+    import te_llama
 
     def resolve(hf_name: str) -> str | None:
         # Some checkpoints store the tied matrix a second time.
         is_tied = hf_name == "lm_head.weight" and spec.tied_embeddings
         return None if is_tied or re.search("|".join(_PASSED_OVER), hf_name) else hf_name
 
-    return WeightFiller(parameter_map(spec), blocks, resolve)
+    return WeightFiller(te_llama.parameter_map(spec), blocks, resolve)
 
 
 def hf_filler(model: PreTrainedModel, names: Mapping[str, str], checkpoint_names: Iterable[str]) -> WeightFiller:

@@ -14,10 +14,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-import te_llama
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, scales_of
-from llm_fp8.models.source import ModelSource, has_random_weights, reading_model
+from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, reading_model
 from llm_fp8.models.weight_shards import (
     WeightFiller,
     hf_filler,
@@ -29,6 +27,7 @@ from llm_fp8.models.weight_shards import (
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.parts import StoredTensor
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """Lists the shards of a checkpoint of more than one file."""
@@ -74,6 +73,8 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
+    import te_llama
+
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
     _fill(te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model), next(model.parameters()).device)
 
@@ -105,8 +106,12 @@ class StoredCheckpoint:
                 for name in tensors.keys():
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
-        self.fp8 = None if model is None else fp8_format(model.config)
-        self._scales = scales_of(self.fp8, self.stored)
+        self.fp8 = None if model is None else fp8_format_of(model.config)
+        self._scales: dict[str, str] = {}
+        if self.fp8 is not None or any(entry.dtype.startswith("F8") for entry in self.stored.values()):
+            from llm_fp8.models.fp8_checkpoint import scales_of
+
+            self._scales = scales_of(self.fp8, self.stored)
 
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """Tensor `name`, whole; `UserError` where no file holds it."""
@@ -121,6 +126,8 @@ class StoredCheckpoint:
         rows = tensors.get_slice(name)
         if self.fp8 is None or name not in self._scales:
             return rows
+        from llm_fp8.models.fp8_checkpoint import DequantisedRows
+
         return DequantisedRows(rows, self.fp8, lambda: self._scale(self._scales[name], device))
 
     def _scale(self, name: str, device: torch.device) -> torch.Tensor:

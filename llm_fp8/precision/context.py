@@ -37,7 +37,6 @@ from llm_fp8.precision.modules import (
 )
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_internals import keep_weight_casts, put_off_scale_updates, update_scales
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
@@ -141,6 +140,8 @@ class Precision:
         _require_some(self._fp8_modules, self._options, why)
         self._unseen = next(iter(self._fp8_modules.values()))
         if self._options.fp8_recast_weights:
+            from llm_fp8.utils.te_internals import keep_weight_casts
+
             keep_weight_casts(model, keep=False)
 
     @property
@@ -218,11 +219,17 @@ class Precision:
 
     def put_off_scale_updates(self) -> contextlib.AbstractContextManager[None]:
         """Encloses forward and backward passes that update no scale of delayed scaling; `update_scales` does."""
-        return put_off_scale_updates() if self.scales_lag else contextlib.nullcontext()
+        if not self.scales_lag:
+            return contextlib.nullcontext()
+        from llm_fp8.utils.te_internals import put_off_scale_updates
+
+        return put_off_scale_updates()
 
     def update_scales(self) -> None:
         """Update the scales by what the passes since the last update have seen, on all ranks."""
         if self.scales_lag:
+            from llm_fp8.utils.te_internals import update_scales
+
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -16,17 +16,8 @@ from torch import nn
 
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.weight_shards import is_adapter
-from llm_fp8.precision.modules import size_misfit
+from llm_fp8.precision.modules import HEAD_NAMES, lm_head_of, size_misfit
 from llm_fp8.utils.te_import import require_te
-
-HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
-"""Last name components of modules that produce logits, beside what `lm_head_of` finds."""
-
-
-def lm_head_of(model: nn.Module) -> nn.Module | None:
-    """lm_head: what transformers calls the model's output embeddings; None where `model` has none."""
-    get = getattr(model, "get_output_embeddings", None)
-    return None if get is None else get()
 
 
 def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from llm_fp8.models.weight_shards import is_adapter
-from llm_fp8.precision.convert import HEAD_NAMES, lm_head_of
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, HEAD_NAMES, linear_weights, lm_head_of
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,16 @@ GEMMS_PER_WEIGHT = 3
 """GEMMs of a trained weight in a micro-batch: fprop, dgrad, wgrad."""
 
 
+HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
+"""Last name components of modules that produce logits, beside what `lm_head_of` finds."""
+
+
+def lm_head_of(model: nn.Module) -> nn.Module | None:
+    """lm_head: what transformers calls the model's output embeddings; None where `model` has none."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
+
+
 def linear_weights(module: nn.Module) -> list[Tensor]:
     """The GEMM weights [out, in] that this module itself holds: torch's and TE's linear modules, and adapters."""
     if hasattr(module, "base_layer"):

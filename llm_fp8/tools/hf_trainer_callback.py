@@ -34,12 +34,13 @@ from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_counter
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
-from llm_fp8.precision.convert import lm_head_of, reason_to_leave
+from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.modules import (
     GEMMS_PER_WEIGHT,
     ModuleState,
     linear_weights,
+    lm_head_of,
     note_recipe_inside,
     read_te_state,
     te_linears,

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-import te_llama
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.process_group import largest
@@ -340,6 +339,8 @@ class TrainingLoop:
         """After the first step: print the attention backend, and warn of the slow one."""
         if not self.setup.plan.config.model.use_te:
             return
+        import te_llama
+
         backend = self.results.attention_backend = te_llama.attention_backend()
         warning = ""
         if backend == "unfused":

@@ -14,13 +14,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from transformers import PretrainedConfig
 
-import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.validation import check_decoder, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
@@ -28,8 +27,14 @@ from llm_fp8.distributed.process_group import decided_by_main, own_device, small
 from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
-from llm_fp8.models.fp8_checkpoint import Fp8Format, fp8_format
-from llm_fp8.models.source import ModelSource, has_random_weights, load_config, resolve_source, stored_dtype
+from llm_fp8.models.source import (
+    ModelSource,
+    fp8_format_of,
+    has_random_weights,
+    load_config,
+    resolve_source,
+    stored_dtype,
+)
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.tracker_labels import require_wandb_login
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
@@ -39,6 +44,9 @@ from llm_fp8.utils.host_memory import free_host_bytes
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_import import require_te
+
+if TYPE_CHECKING:
+    from llm_fp8.models.fp8_checkpoint import Fp8Format
 
 HOST_RESERVE_GIB = 4.0
 """Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
@@ -167,7 +175,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
         optimizer_kind=optimizer_kind,
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
-        stored_fp8=None if has_random_weights(config.model, source) else fp8_format(hf_config),
+        stored_fp8=None if has_random_weights(config.model, source) else fp8_format_of(hf_config),
         say=say or (functools.partial(print, flush=True) if accelerator.is_main_process else silent),
         measures_precision=measures_precision,
         notes=tuple(notes),
@@ -237,6 +245,8 @@ def _check_run(
                 f"are left for it; use {fitting:g} or less, or adamw_8bit."
             )
     if config.model.use_te:
+        import te_llama
+
         with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
             spec = te_llama.decoder_spec(hf_config)
             check_decoder(
