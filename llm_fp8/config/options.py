@@ -31,9 +31,7 @@ LORA_LEARNING_RATE = 2e-4
 ALL_LINEAR = "all-linear"
 """Value of --lora_targets for every linear layer but the lm_head."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Hugging Face's names of a decoder layer's linear layers in the order in which they compute (q, k and v at once,
-gate and up at once).
-"""
+"""Hugging Face's names of a decoder layer's linear layers, in the order in which they compute."""
 
 COLUMN_NAMES = (
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
@@ -87,24 +85,19 @@ class ModelConfig:
         "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository.",
         alias="model_name_or_path",
     )
-    use_te: bool = option(
-        False, "Build the decoder layers from Transformer Engine modules (te_llama.py). Needs an NVIDIA GPU."
-    )
+    use_te: bool = option(False, "Decoder layers of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
-        "Attention without --use_te; 'auto': flash-attn 2 where it is installed, else sdpa, or eager where neither is.",
+        "Attention without --use_te; auto: flash-attn 2 where it is installed, else sdpa or eager.",
         excludes={"use_te": "its attention is Transformer Engine's choice"},
     )
-    random_init: bool = option(
-        False, "Start from random weights of the model's architecture; hub ids with a bundled config need no hub then."
-    )
+    random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: int = option(
-        0, "Recompute every n-th decoder layer backward (no number: all): less memory, slower.", bare=1, at_least=0
+        0, "Recompute every n-th decoder layer backward (no number: all).", bare=1, at_least=0
     )
     cuda_graphs: bool = option(
         False,
-        "Replay forward and backward of a micro-batch as CUDA graphs (one GPU or ddp): for models so small that the "
-        "host launches kernels too slowly. Takes memory for more activations.",
+        "Replay micro-batches as CUDA graphs, for models so small that they are launch-bound; takes more memory.",
         needs=("use_te", "packing", WHOLE_MODEL),
         excludes={
             "gradient_checkpointing": "recomputation reads the random state on the host",
@@ -122,12 +115,12 @@ class PrecisionConfig:
 
     mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
         None,
-        "no (fp32), bf16, fp16, fp8, or auto: the faster one of bf16 and fp8, which the run measures. Default: the "
-        "launcher's, else bf16 on a GPU that has it, else fp32.",
+        "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as the run measures. Default: the launcher's, else bf16 on "
+        "a GPU that has it, else fp32.",
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
-        "Transformer Engine, or torchao without --use_te (compiled on a GPU, emulated on a CPU).",
+        "Transformer Engine, or torchao without --use_te (emulated on a CPU).",
         needs=(IN_FP8,),
         excludes={
             "use_te": "torchao cannot convert Transformer Engine's modules",
@@ -139,29 +132,26 @@ class PrecisionConfig:
         "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
-        None, "HYBRID: E4M3 forward, E5M2 gradients (default of delayed and current). E4M3: both.", needs=(IN_FP8,)
+        None, "E4M3, or HYBRID: E5M2 for gradients (default of delayed and current).", needs=(IN_FP8,)
     )
     amax_history_len: int | None = option(
-        None, "Length of the amax history of delayed scaling, in passes (default: 1024).", needs=(IN_FP8,), at_least=1
+        None, "Passes in the amax history of delayed scaling (default: 1024).", needs=(IN_FP8,), at_least=1
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
-        None, "Scale of delayed scaling: from the maximum of the amax history (default) or the newest.", needs=(IN_FP8,)
+        None, "The amax of that history that sets the scale (default: max).", needs=(IN_FP8,)
     )
     fp8_bf16_modules: str = option(
         "",
-        "Decoder layers and modules that stay in bf16, separated by commas: layers.0, layers.2:5 or layers.-4: "
-        "(slices), names like qkv or 0.mlp, patterns like layers.2?.*; llm-fp8 diagnose --quality measures them.",
+        "Layers and modules in bf16, with commas: layers.0, layers.-4: (slices), qkv or 0.mlp, patterns layers.2?.*.",
         needs=(IN_FP8,),
     )
     fp8_recast_weights: bool = option(
         False,
-        "Cast weights to fp8 in every pass and keep no casts: two bytes per weight less, slower (one GPU and ddp).",
+        "Keep no fp8 casts of weights: two bytes per weight less, slower (one GPU and ddp).",
         needs=(IN_FP8, WHOLE_MODEL),
         excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
     )
-    fp8_strict: bool = option(
-        False, "Stop with an error where an fp8 recipe would fall back to another.", needs=(IN_FP8,)
-    )
+    fp8_strict: bool = option(False, "Stop where an fp8 recipe would fall back to another.", needs=(IN_FP8,))
 
     @property
     def may_be_fp8(self) -> bool:
@@ -180,21 +170,21 @@ class DataConfig:
 
     dataset_name: str = option(
         EMBEDDED,
-        "Hub id (nvidia/OpenMathInstruct-2; openai/gsm8k:main with a configuration), folder, jsonl/json/parquet/csv "
-        "file, pattern of files ('data/train-*.jsonl'), 'embedded', or several of these, separated by commas.",
+        "Hub id (openai/gsm8k:main with a configuration), folder, jsonl/json/parquet/csv file, pattern of files, "
+        "'embedded', or several of these, with commas.",
     )
     dataset_weights: str | None = option(
         None,
-        "Shares of the rows that several datasets have (0.7,0.3); an epoch ends with the first that is used up, no row "
-        "comes twice. Default: every dataset whole.",
+        "Shares of the rows that several datasets have (0.7,0.3); an epoch ends with the first that is used up. "
+        "Default: every dataset whole.",
     )
     eval_dataset_name: str | None = option(
         None, "One dataset to evaluate on, named as in --dataset_name. Default: see --validation_split_name."
     )
     columns: str | None = option(
         None,
-        "The dataset's columns under our names: problem=question,generated_solution=answer (ours are "
-        f"{', '.join(COLUMN_NAMES)}). Default: they have our names.",
+        "The dataset's columns by our names: problem=question,generated_solution=answer. Default: the same names. Ours "
+        f"are {', '.join(COLUMN_NAMES)}.",
     )
     split_name: str | None = option(None, "Split to train on. Default: train_1M where the dataset has it, else train.")
     validation_split_name: str | None = option(
@@ -202,8 +192,7 @@ class DataConfig:
     )
     validation_fraction: float | None = option(
         None,
-        "Share of the training problems held out for evaluation; 0: none. Default, without a validation split: 0.01, "
-        "but at least 100 rows, or a tenth of fewer than 1,000.",
+        "Share of the training problems held out for evaluation; 0: none. Default: 0.01, but at least 100 rows.",
         excludes={
             "eval_dataset_name": "evaluation is on that dataset",
             "validation_split_name": "evaluation is on that split",
@@ -212,7 +201,7 @@ class DataConfig:
         below=1,
     )
     num_of_samples: int | None = option(None, "Use only the first rows of the split (default: all).", at_least=1)
-    streaming: bool = option(False, "Read the dataset as a stream instead of preparing all of it first.")
+    streaming: bool = option(False, "Read the dataset as a stream, without preparing all of it first.")
     max_seq_length: int = option(1024, "Tokens of a sequence; see --overlong for longer samples.", at_least=1)
     batch_size: int = option(
         8, "Sequences of a micro-batch per GPU, or auto: as many as fit.", alias="per_device_train_batch_size"
@@ -242,9 +231,7 @@ class OptimConfig:
     """Optimizer, schedule and length of the training."""
 
     num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs", at_least=1)
-    max_steps: int | None = option(
-        None, "Stop after this many optimizer steps (default: after --num_epochs).", at_least=1
-    )
+    max_steps: int | None = option(None, "Optimizer steps to stop after (default: --num_epochs).", at_least=1)
     learning_rate: float = option(
         1e-5,
         f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, {SCRATCH_LEARNING_RATE} for "
@@ -261,14 +248,12 @@ class OptimConfig:
     max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: never.", at_least=0)
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
-        "adamw_fp32: fp32 parameters (16 bytes each). adamw_master: bf16 parameters with fp32 master weights, as "
-        "16-bit remainders (12 bytes). adamw_8bit: bf16 parameters, stochastic rounding, 8-bit moments (6 bytes). "
-        "auto: adamw_master on a GPU in bf16 or fp8, else (and under FSDP and DeepSpeed) adamw_fp32.",
+        "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
+        "rounding, 8-bit moments, 6; auto: adamw_master on GPUs in bf16 or fp8 without FSDP, else adamw_fp32.",
     )
     offload_optimizer: float = option(
         0.0,
-        "Share of adamw_master's state (8 of its 12 bytes) that lies in host memory and passes through the GPU in each "
-        "step, 0 to 1; on one GPU, or under ddp.",
+        "Share of adamw_master's state that lies in host memory, 0 to 1; on one GPU, or under ddp.",
         needs=("optimizer=auto|adamw_master", WHOLE_MODEL),
         excludes={"lora_rank": "frozen weights have no optimizer state"},
         at_least=0,
@@ -284,24 +269,17 @@ class RunConfig:
     output_dir: str | None = option(
         None, "Folder of the run. Default: a new one under runs/, named after time, model and precision."
     )
-    dry_run: bool = option(
-        False, "Prepare the data, print its counts, the number of steps and the memory that the run takes, and end."
-    )
-    resume_from: str | None = option(
-        None, "'latest' (of --output_dir) or a checkpoint folder to continue from (default: start anew)."
-    )
+    dry_run: bool = option(False, "Prepare the data, print counts, steps and the memory that a run takes, and end.")
+    resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
     allow_changed: str | None = option(
         None,
-        "Options that decide what is trained and may differ from the checkpoint's run (learning_rate,total_steps). "
-        "Default: none, and a difference is an error.",
+        "Options that may differ from the checkpoint's run: learning_rate,total_steps (default: none).",
         needs=("resume_from",),
     )
     save_every: int = option(
         0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps", at_least=0
     )
-    save_minutes: float = option(
-        30.0, "Save a checkpoint too when the last is this many minutes old, seen every --log_every steps.", at_least=0
-    )
+    save_minutes: float = option(30.0, "Save a checkpoint too when the last is this many minutes old.", at_least=0)
     save_total_limit: int = option(2, "Checkpoints kept, besides that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(
@@ -309,23 +287,23 @@ class RunConfig:
     )
     keep_best: bool = option(
         False,
-        "Keep the checkpoint of --eval_every's lowest eval loss, and export final/ from it, not from the last step.",
+        "Keep the checkpoint of --eval_every's lowest eval loss, and export final/ from it.",
         needs=("eval_every",),
     )
     early_stopping_patience: int = option(
         0,
-        "End the run when this many evaluations in a row did not improve the eval loss; 0: never.",
+        "Evaluations in a row without a lower eval loss that end the run; 0: never.",
         needs=("eval_every",),
         at_least=0,
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
     certify: bool | None = option(
         None,
-        "Compare the GPU kernels of an early step with the precision that was asked for, and end with exit code 1 "
-        "where they differ. Default: on with an NVIDIA GPU.",
+        "End with exit code 1 where a step's GPU kernels are not in the precision that was asked for. Default: on with "
+        "an NVIDIA GPU.",
     )
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
-    use_wandb: bool = option(False, "Log to Weights & Biases; its variables (WANDB_RUN_GROUP, WANDB_TAGS, ...) hold.")
+    use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
     wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
 
@@ -346,7 +324,7 @@ class LoraConfig:
     lora_dropout: float = option(0.0, "Dropout before adapters.", needs=("lora_rank",), at_least=0, below=1)
     lora_targets: str = option(
         ALL_LINEAR,
-        "Linear layers that get an adapter, by Hugging Face's names (q_proj,v_proj), or 'all-linear', without lm_head.",
+        "Linear layers with an adapter, by Hugging Face's names (q_proj,v_proj), or 'all-linear', without lm_head.",
         needs=("lora_rank",),
     )
 
@@ -367,20 +345,18 @@ class ParallelConfig:
 
     sharding_mode: ShardingMode = option(
         "auto",
-        "ddp: every GPU holds the whole model. fsdp_grad: gradients and optimizer are sharded, parameters gathered "
-        "once a step. fsdp_full: parameters are sharded too. fsdp_hybrid: sharded inside a host, replicated across "
-        "hosts. fsdp_offload: fsdp_full in CPU memory. deepspeed_1, _2, _3: DeepSpeed's ZeRO stages. auto: the first "
-        "of ddp, fsdp_grad and fsdp_full that the GPUs have room for; it says why.",
+        "ddp: every GPU holds the whole model; fsdp_grad: gradients and optimizer are sharded; fsdp_full: parameters "
+        "too; fsdp_hybrid: inside a host only; fsdp_offload: fsdp_full in CPU memory; deepspeed_1 to _3: ZeRO; "
+        "auto: the first of ddp, fsdp_grad and fsdp_full that fits.",
     )
     sync_every_micro_batch: bool = option(
         False,
-        "Reduce gradients after every micro-batch, not once a step: less memory (4 bytes per parameter), more traffic.",
+        "Reduce gradients after every micro-batch, not once a step: less memory, more traffic.",
         needs=("sharding_mode=ddp|fsdp_*",),
     )
     fp8_params: bool = option(
         False,
-        "Gather the decoder's linear weights in fp8, half the bytes of bf16 (with --use_te: keep them so; with "
-        "torchao: tensorwise scaling, fsdp_full or fsdp_grad).",
+        "Gather the decoder's linear weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
         needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "optimizer=adamw_master|adamw_8bit": "it keeps fp32 master weights",
@@ -395,12 +371,10 @@ class ParallelConfig:
     )
     async_save: bool = option(
         False,
-        "Write checkpoints in the background; training waits only for the copy to CPU memory.",
+        "Write checkpoints in the background.",
         excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes its checkpoints itself"},
     )
-    empty_cache_freq: int = option(
-        0, "Return cached GPU memory every this many steps (0: never), where it is fragmented; slow.", at_least=0
-    )
+    empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -431,8 +405,8 @@ class Config:
 
 
 def _names(listed: str | None) -> tuple[str, ...]:
-    """What stands between the commas of `listed`."""
-    return tuple(name.strip() for name in (listed or "").split(",") if name.strip())
+    """What stands between the commas of `listed`, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in (listed or "").split(",") if name.strip()))
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
@@ -457,28 +431,18 @@ EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping
 """What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
 
 OTHER_MEANING = {
-    "adam_beta1": "it is 0.9",
-    "adam_epsilon": "it is 1e-8",
     "bf16": "use --mixed_precision bf16",
     "dataset_config": "write --dataset_name NAME:CONFIG",
-    "deepspeed": "use --sharding_mode deepspeed_1, _2 or _3, or --deepspeed_config",
-    "eval_strategy": "--eval_every says when to evaluate",
+    "deepspeed": "use --sharding_mode deepspeed_2 or --deepspeed_config",
     "fp16": "use --mixed_precision fp16",
     "fsdp": "use --sharding_mode",
-    "hub_model_id": "upload final/ with 'hf upload'",
-    "hub_token": "use 'hf auth login', or HF_TOKEN in the environment",
     "load_best_model_at_end": "use --keep_best",
-    "logging_strategy": "--log_every says when to log",
-    "optim": "use --optimizer, which has names of its own",
     "per_device_eval_batch_size": "evaluation has the --batch_size of training",
     "push_to_hub": "upload final/ with 'hf upload'",
     "report_to": "use --use_wandb; metrics.jsonl is always written",
     "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
     "run_name": "use --wandb_run_name",
-    "save_strategy": "--save_every says when to save",
     "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
-    "warmup_steps": "use --num_warmup_steps, of which a run uses at most a tenth of its steps",
+    "warmup_steps": "use --num_warmup_steps",
 }
-"""Options that transformers and other trainers have and that are called otherwise here, or do not exist -> what to do
-instead.
-"""
+"""Options of other trainers that are called otherwise here, or do not exist -> what to do instead."""

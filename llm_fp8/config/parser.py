@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
+from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
     EMBEDDED,
@@ -28,27 +29,35 @@ from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 
 PLACES = ("model_name", "output_dir", "resume_from", "deepspeed_config")
-"""Options that are or can be a path, in which `~` is the home folder also where no shell replaced it: after `=` and in
-the YAML file. Those of datasets, which can be several, are `llm_fp8.data.load`'s.
-"""
+"""Options that can be a path, in which `~` is the home folder also where no shell replaced it."""
+EXPLAINED = (*MOST_USED, "help", "help_all", "config")
+"""What --help explains; --help-all explains all."""
 
 
-class _HelpFormatter(argparse.HelpFormatter):
+class _FullHelp(argparse.HelpFormatter):
     """Help that ends with the default, unless the text itself says it, as it must where the default is None."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if action.default is None or action.default == argparse.SUPPRESS or "(default:" in text:
+        if action.default in (None, argparse.SUPPRESS) or "(default:" in text:
             return text
-        shown = ("on" if action.default else "off") if isinstance(action.default, bool) else action.default
-        return f"{text} (default: {shown})"
+        return f"{text} (default: {action.default})"
+
+
+class _ShortHelp(_FullHelp):
+    """Help of the most used options alone."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest in EXPLAINED:
+            super().add_argument(action)
 
 
 class _HelpAll(argparse.Action):
     """Print the help of every option and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *words: object) -> NoReturn:
-        print(parser.format_help(everything=True), end="")  # type: ignore[call-arg]
+        parser.formatter_class, parser.epilog = _FullHelp, None
+        parser.print_help()
         parser.exit()
 
 
@@ -77,6 +86,25 @@ def _with_underscores(word: str) -> str:
     return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
 
 
+def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
+    """`--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
+    name = field.name
+    kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
+    names = (f"--{name}", *field.metadata["aliases"])
+    given: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
+    if get_origin(kind) is Literal:
+        group.add_argument(*names, **given, choices=get_args(kind))
+    elif (bare := field.metadata["bare"]) is not None:
+        group.add_argument(*names, **given, type=lambda word: _number_or_truth(word, bare), nargs="?", const=bare)
+    elif kind is not bool:
+        group.add_argument(*names, **given, type=kind)
+    else:
+        group.add_argument(*names, **given, type=_truth, nargs="?", const=True)
+        if field.default is not False:
+            given = {"default": argparse.SUPPRESS, "help": f"Turn --{name} off."}
+            group.add_argument(f"--no_{name}", dest=name, action="store_false", **given)
+
+
 class _Parser(OneSentenceParser):
     """Takes an option for each field of the sections, which are dataclasses."""
 
@@ -84,13 +112,14 @@ class _Parser(OneSentenceParser):
 
     def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
         usage = "%(prog)s [--option value ...]"
-        super().__init__(usage=usage, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(usage=usage, formatter_class=_ShortHelp, allow_abbrev=False, **kwargs)
         self.sections = sections
         self.fields = [each for section in sections.values() for each in dataclasses.fields(section)]
         for section in sections.values():
+            group = self.add_argument_group(str(section.__doc__).rstrip("."))
             hints = get_type_hints(section)
             for each in dataclasses.fields(section):
-                self._add_option(each, hints[each.name])
+                _add_option(group, each, hints[each.name])
         self.add_argument("--help_all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         for action in self._actions:
             if action.dest == "mixed_precision":
@@ -100,28 +129,12 @@ class _Parser(OneSentenceParser):
             if action.dest == "fp8_scenario":
                 action.choices = (DEFAULT, *recipe_names())
                 action.help = f"{describe_recipes()} {action.help}"
+        others = ", ".join(f"--{each.name}" for each in self.fields if each.name not in EXPLAINED)
+        self.epilog = f"Further options, which --help-all explains: {others}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, with hyphens in the names of options too."""
         return super().parse_known_args([_with_underscores(word) for word in args], namespace)
-
-    def _add_option(self, field: dataclasses.Field[Any], hint: Any) -> None:
-        """`--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
-        name = field.name
-        kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
-        names = (f"--{name}", *field.metadata["aliases"])
-        given: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
-        if get_origin(kind) is Literal:
-            self.add_argument(*names, **given, choices=get_args(kind))
-        elif (bare := field.metadata["bare"]) is not None:
-            self.add_argument(*names, **given, type=lambda word: _number_or_truth(word, bare), nargs="?", const=bare)
-        elif kind is not bool:
-            self.add_argument(*names, **given, type=kind)
-        else:
-            self.add_argument(*names, **given, type=_truth, nargs="?", const=True)
-            if field.default is not False:
-                given = {"default": argparse.SUPPRESS, "help": f"Turn --{name} off."}
-                self.add_argument(f"--no_{name}", dest=name, action="store_false", **given)
 
     def hint(self, option: str) -> str:
         name = option[2:].replace("-", "_")
@@ -130,26 +143,6 @@ class _Parser(OneSentenceParser):
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
             return " (options of sharding belong to train_multi_gpu.py)"
         return super().hint(option)
-
-    def format_help(self, everything: bool = False) -> str:
-        """The most used options and the names of all others; the help of those too if `everything`."""
-        others = {
-            str(section.__doc__): [each.name for each in dataclasses.fields(section) if each.name not in MOST_USED]
-            for section in self.sections.values()
-        }
-        explained = {"most used options": MOST_USED, **(others if everything else {})}
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, [], [])
-        formatter.add_text(self.description)
-        for title, names in {**explained, "this help, and a file of options": ("help", "help_all", "config")}.items():
-            formatter.start_section(title.rstrip("."))
-            formatter.add_arguments([action for name in names for action in self._actions if action.dest == name])
-            formatter.end_section()
-        if not everything:
-            formatter.add_text("Further options, which --help-all explains:")
-            for title, names in others.items():
-                formatter.add_text(f"{title.rstrip('.')}: {', '.join(f'--{name}' for name in names)}")
-        return formatter.format_help()
 
 
 def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
@@ -187,10 +180,6 @@ def parse_config(argv: list[str], prog: str | None = None, parallel: bool = Fals
     return config
 
 
-_LAUNCHERS_PREFIXES = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "PARALLELISM_CONFIG_")
-"""What begins the variables that a launcher sets; without any there is nothing to read."""
-
-
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
@@ -198,12 +187,8 @@ def parse_launch(
     for each entry of the launcher's file that has no effect here.
     """
     config, given = _read(argv, build_parser(description=description, parallel=parallel))
-    idle: list[str] = []
-    if parallel or any(name.startswith(_LAUNCHERS_PREFIXES) for name in environ):
-        from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
-
-        (require_launched if parallel else require_single_process)(environ)
-        config, idle = apply_launch_settings(config, environ, given)
+    (require_launched if parallel else require_single_process)(environ)
+    config, idle = apply_launch_settings(config, environ, given)
     check_options(config)
     return config, idle
 

@@ -70,11 +70,7 @@ RECIPES: dict[str, Recipe] = {
             "te",
             "one scale per tensor from the amax history of past steps; fastest, a spike beyond it is clipped",
             "DelayedScaling",
-            options={
-                **_FORMAT,
-                "amax_history_len": "amax_history_len",
-                "amax_compute_algo": "amax_compute_algo",
-            },
+            options={**_FORMAT, "amax_history_len": "amax_history_len", "amax_compute_algo": "amax_compute_algo"},
             defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
             quantizer="Float8Quantizer",
             scales_lag=True,

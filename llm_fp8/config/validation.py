@@ -12,24 +12,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
-from llm_fp8.config.options import (
-    ALL_LINEAR,
-    COLUMN_NAMES,
-    DECODER_LINEARS,
-    SECTIONS,
-    TRAINING_OPTIONS,
-    Config,
-)
-from llm_fp8.config.recipes import (
-    DEFAULT,
-    FP8_SIZE_MULTIPLE,
-    RECIPES,
-    Backend,
-    chosen,
-    recipe_names,
-    taking,
-    token_multiple,
-)
+from llm_fp8.config.options import ALL_LINEAR, COLUMN_NAMES, DECODER_LINEARS, SECTIONS, TRAINING_OPTIONS, Config
+from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking, token_multiple
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -82,14 +66,10 @@ def check_options(config: Config) -> None:
     _check_recipe(config)
     _check_names(config)
     data, run, size = config.data, config.run, config.parallel.context_parallel_size
-    tokens = data.batch_size * data.max_seq_length
-    if (config.precision.may_be_fp8 or config.packing) and tokens % FP8_SIZE_MULTIPLE != 0:
-        _refuse_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences need")
-    if data.max_seq_length % (2 * size) != 0 and size > 1:
-        raise UserError(
-            f"--context_parallel_size {size} cuts sequences into {2 * size} equal chunks; choose a --max_seq_length "
-            f"that is a multiple of that, not {data.max_seq_length}."
-        )
+    if config.precision.may_be_fp8 or config.packing:
+        _check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences need")
+    if size > 1 and data.max_seq_length % (2 * size) != 0:
+        raise UserError(f"--context_parallel_size {size} needs a --max_seq_length that is a multiple of {2 * size}.")
     if data.streaming and config.optim.max_steps is None:
         raise UserError("--streaming does not know how many rows there are; add --max_steps.")
     if run.output_dir == "":
@@ -105,31 +85,23 @@ def _check_recipe(config: Config) -> None:
     options = config.precision
     backend, scenario = options.fp8_backend, options.fp8_scenario
     if scenario not in (DEFAULT, *recipe_names(backend)):
-        raise UserError(
-            f"--fp8_scenario {scenario} is no recipe of --fp8_backend {backend}, whose are "
-            f"{', '.join(recipe_names(backend))}; change one of them."
-        )
+        able = ", ".join(recipe_names(backend))
+        raise UserError(f"--fp8_scenario {scenario} is not of --fp8_backend {backend}; use one of {able}.")
     recipe = RECIPES[chosen(scenario, backend)]
     for name in ("fp8_format", "amax_history_len", "amax_compute_algo"):
         if getattr(options, name) is not None and name not in recipe.options:
-            raise UserError(
-                f"--{name} has no effect with --fp8_scenario {recipe.name}, only with {', '.join(taking(name))}; drop "
-                "one of them."
-            )
-    if config.parallel.fp8_params and not recipe.one_scale_per_weight:
-        _refuse_scales(recipe.name, backend)
-    if config.parallel.fp8_params and not (config.model.use_te or backend == "torchao"):
-        raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one or drop it.")
+            able = ", ".join(taking(name))
+            raise UserError(f"--{name} has no effect with --fp8_scenario {recipe.name}, only with {able}; drop one.")
+    if config.parallel.fp8_params:
+        _check_fp8_params(recipe.name)
+        if not (config.model.use_te or backend == "torchao"):
+            raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one.")
 
 
-def fp8_params_recipes(backend: Backend = "te") -> list[str]:
-    """Recipes with one scale per weight, which --fp8_params needs."""
-    return [name for name in recipe_names(backend) if RECIPES[name].one_scale_per_weight]
-
-
-def _refuse_scales(scenario: str | None, backend: Backend) -> None:
-    able = " or ".join(fp8_params_recipes(backend))
-    raise UserError(f"--fp8_params needs one scale per weight, which --fp8_scenario {scenario} has not; use {able}.")
+def _check_fp8_params(scenario: str | None) -> None:
+    able = [name for name, recipe in RECIPES.items() if recipe.one_scale_per_weight]
+    if scenario not in able:
+        raise UserError(f"--fp8_params cannot go with --fp8_scenario {scenario}, only with {', '.join(able)}.")
 
 
 def _check_names(config: Config) -> None:
@@ -139,10 +111,7 @@ def _check_names(config: Config) -> None:
         raise UserError(f"--dataset_weights {data.dataset_weights} must be numbers above 0, as in 0.7,0.3.")
     theirs = set(data.column_names.values())
     if data.columns is not None and ("" in theirs or len(theirs) != len(data.columns.split(","))):
-        raise UserError(
-            f"--columns '{data.columns}' must be pairs of our name and the dataset's, each once, as in "
-            "problem=question,generated_solution=answer."
-        )
+        raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
     layers = (*DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else the model's own, seen later
     for flag, names, known in (
         ("--columns", data.column_names, COLUMN_NAMES),
@@ -151,35 +120,30 @@ def _check_names(config: Config) -> None:
     ):
         if unknown := [name for name in names if known and name not in known]:
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}.")
-    if len(set(lora.targets)) < max(1, len(lora.targets)) or (ALL_LINEAR in lora.targets and len(lora.targets) > 1):
-        raise UserError(
-            f"--lora_targets '{lora.lora_targets}' must name layers, each once, such as q_proj,v_proj, or {ALL_LINEAR} "
-            "alone."
-        )
+    if not lora.targets or (ALL_LINEAR in lora.targets and len(lora.targets) > 1):
+        raise UserError(f"--lora_targets '{lora.lora_targets}' must name layers (q_proj,v_proj), or be {ALL_LINEAR}.")
 
 
 def _check_mode(config: Config, mode: str) -> None:
     """What single values of options cannot go with the sharding mode of the run, 'single' on one GPU."""
     kind, has = config.optim.optimizer, "one GPU" if mode == "single" else f"--sharding_mode {mode}"
-    deepspeed, whole = mode.startswith("deepspeed"), mode in ("single", "ddp")
-    if config.precision.mixed_precision == "fp16" and not whole:
-        raise UserError(
-            f"--mixed_precision fp16 cannot go with {has}, which shards what its scaler must see; use bf16."
-        )
-    if (kind == "adamw_8bit" and not whole) or (kind == "adamw_master" and deepspeed):
+    is_whole = mode in ("single", "ddp")
+    if config.precision.mixed_precision == "fp16" and not is_whole:
+        raise UserError(f"--mixed_precision fp16 cannot go with {has}; use bf16.")
+    if (kind == "adamw_8bit" and not is_whole) or (kind == "adamw_master" and mode.startswith("deepspeed")):
         raise UserError(f"--optimizer {kind} cannot go with {has}; use --optimizer auto, or --sharding_mode ddp.")
-    torchao = config.precision.fp8_backend == "torchao"
-    if config.parallel.fp8_params and torchao and mode not in ("fsdp_full", "fsdp_grad"):
+    by_torchao = config.precision.fp8_backend == "torchao"
+    if config.parallel.fp8_params and by_torchao and mode not in ("fsdp_full", "fsdp_grad"):
         raise UserError(f"--fp8_params with --fp8_backend torchao cannot go with {has}; use fsdp_full or fsdp_grad.")
 
 
-def _refuse_tokens(config: Config, multiple: int, whose: str) -> None:
+def _check_tokens(config: Config, multiple: int, whose: str) -> None:
     data, size = config.data, config.parallel.context_parallel_size
-    shared = f" on each of the {size} GPUs that share a sequence" if size > 1 else ""
-    raise UserError(
-        f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} must be a multiple of {multiple} "
-        f"tokens{shared}, as {whose}; choose a --max_seq_length that is a multiple of {multiple * size}."
-    )
+    if data.batch_size * data.max_seq_length % (size * multiple) != 0:
+        raise UserError(
+            f"--batch_size {data.batch_size} times --max_seq_length {data.max_seq_length} must be a multiple of "
+            f"{size * multiple}, as {whose}; choose a --max_seq_length that is one."
+        )
 
 
 def check_machine(
@@ -204,32 +168,28 @@ def check_machine(
     check_declared(config, mode)
     _check_mode(config, mode)
     ranks = ranks or LaunchRanks()
-    kind, data, size = config.optim.optimizer, config.data, config.parallel.context_parallel_size
+    kind, size = config.optim.optimizer, config.parallel.context_parallel_size
+    offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
     if config.model.use_te and not on_gpu:
         raise UserError("--use_te needs an NVIDIA GPU, and none is found; --use_te=false trains on the CPU.")
     if config.run.certify and not on_gpu:
         raise UserError("--certify records the kernels of an NVIDIA GPU and this run has none; drop it.")
+    if offloads_auto and not on_gpu:
+        raise UserError("--offload_optimizer needs --optimizer adamw_master, which auto takes on a GPU alone; name it.")
     in_bf16 = {
         f"--optimizer {kind}": kind in ("adamw_master", "adamw_8bit"),
         "--cuda_graphs": config.model.cuda_graphs,
         "--context_parallel_size": size > 1 and compute == "fp32",
-        "--offload_optimizer with --optimizer auto": kind == "auto" and config.optim.offload_optimizer > 0,
+        "--offload_optimizer with --optimizer auto": offloads_auto,
     }
     for flag, is_asked in in_bf16.items():
         if is_asked and compute != "bf16":
             raise UserError(f"{flag} needs a run that computes in bf16: use --mixed_precision bf16 or fp8, or drop it.")
-    if config.optim.offload_optimizer > 0 and kind == "auto" and not on_gpu:
-        raise UserError("--offload_optimizer needs --optimizer adamw_master, which auto takes on a GPU alone; name it.")
-    multiple = token_multiple(scenario)
-    if data.batch_size * data.max_seq_length % (size * multiple) != 0:
-        _refuse_tokens(config, multiple, f"--fp8_scenario {scenario} needs")
+    _check_tokens(config, token_multiple(scenario), f"--fp8_scenario {scenario} needs")
     if ranks.world_size % size != 0:
         raise UserError(f"--context_parallel_size {size} does not divide the {ranks.world_size} processes; change it.")
-    if mode == "fsdp_hybrid" and not 1 <= ranks.local_world_size < ranks.world_size:
-        raise UserError(
-            f"--sharding_mode fsdp_hybrid shards over the {ranks.local_world_size} GPUs of a host and replicates over "
-            f"hosts, and there are {ranks.world_size} GPUs in all; use fsdp_full."
-        )
+    if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
+        raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")
 
 
 def check_decoder(
@@ -244,23 +204,11 @@ def check_decoder(
     """Raise `UserError` where options cannot take effect with a TE decoder of these sliding `windows` (in tokens, None
     where a layer has none), this dropout and these `weights` [rows, columns] of a layer, split over `num_shards` GPUs.
     """
-    size = config.parallel.context_parallel_size
-    if size > 1 and any(window is not None for window in windows):
-        raise UserError(
-            f"--context_parallel_size {size} cannot go with sliding-window attention (sliding_window in the model's "
-            "config.json), which the ring that passes keys and values does not have; drop it."
-        )
+    if config.parallel.context_parallel_size > 1 and any(window is not None for window in windows):
+        raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
     if config.model.cuda_graphs and attention_dropout > 0:
-        raise UserError(
-            f"--cuda_graphs repeats the random numbers of attention dropout, and the model's config.json has "
-            f"attention_dropout {attention_dropout}; drop it."
-        )
-    if not config.parallel.fp8_params:
-        return
-    if scenario not in fp8_params_recipes():  # one that it fell back to
-        _refuse_scales(scenario, "te")
-    if rows := [rows for rows, _ in weights if rows % num_shards != 0]:
-        raise UserError(
-            f"--fp8_params splits the rows of weights evenly, and {rows[0]} rows cannot be split over {num_shards} "
-            "GPUs; use a number of GPUs that divides them, or drop it."
-        )
+        raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")
+    if config.parallel.fp8_params:
+        _check_fp8_params(scenario)  # it may be one that was fallen back to
+        if rows := [rows for rows, _ in weights if rows % num_shards != 0]:
+            raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")

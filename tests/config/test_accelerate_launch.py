@@ -12,11 +12,10 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from llm_fp8.config.accelerate_env import ENTRIES, PREFIX, apply_launch_settings, launch_ranks
+from llm_fp8.config.accelerate_env import DEFAULTS, PREFIX, apply_launch_settings
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config, parse_launch
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.ranks import LaunchRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"}
@@ -103,19 +102,6 @@ def test_a_file_becomes_options(launch, entries, expected):
     assert read(launch(**entries)) == (expected, [])
 
 
-def test_sizes_of_a_mesh(launch):
-    def mesh(replicate: int, shard: int, context: int, processes: int) -> dict[str, str]:
-        sizes = zip(("dp_replicate", "dp_shard", "cp"), (replicate, shard, context), strict=True)
-        entries = {f"parallelism_config_{name}_size": size for name, size in sizes}
-        return launch(kind="FSDP", processes=processes, fsdp_config=FSDP, parallelism_config=entries)
-
-    assert read(mesh(2, 8, 1, 16))[0]["sharding_mode"] == "fsdp_hybrid"
-    assert read(mesh(1, 4, 2, 8), "--use_te")[0]["context_parallel_size"] == 2
-    for sizes in ((2, 4, 1, 16), (2, 4, 1, 8)):
-        with pytest.raises(UserError, match="dp_replicate_size"):
-            read(mesh(*sizes))
-
-
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
@@ -123,6 +109,10 @@ def test_sizes_of_a_mesh(launch):
         (
             {"fp8_config": {**TE, "override_linear_precision": [True, False, False]}, "mixed_precision": "fp8"},
             "override",
+        ),
+        (
+            {"kind": "FSDP", "fsdp_config": FSDP, "parallelism_config": {"parallelism_config_dp_shard_size": 8}},
+            "parallel",
         ),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo"),
         ({"kind": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "fsdp_version"),
@@ -154,7 +144,7 @@ def test_what_does_nothing_is_said(launch):
 
 def test_the_table_knows_every_key_of_the_launcher():
     options = vars(launch_command_parser().parse_args(["x.py"]))
-    known = {name.removeprefix(PREFIX).lower() for name in ENTRIES if name.startswith(PREFIX)}
+    known = {name.removeprefix(PREFIX).lower() for name in DEFAULTS if name.startswith(PREFIX)}
     keys = {name.removeprefix("fp8_") for name in options if name.startswith("fp8_")}
     assert keys - known == {"override_linear_precision"}
 
@@ -173,6 +163,7 @@ def test_flags_win_over_the_launchers_defaults_and_contradict_the_rest(launch):
     assert read(environ(), "--amax_compute_algo=max")[0]["amax_compute_algo"] == "max"
     assert "amax_compute_algo" not in read(environ(), "--fp8_scenario=current")[0]
     assert read(launch(), "--sharding_mode=fsdp_full")[0]["sharding_mode"] == "fsdp_full"
+    assert read(environ(), "--sharding_mode=fsdp_hybrid")[0]["sharding_mode"] == "fsdp_hybrid"
     for words in ("--mixed_precision=bf16", "--sharding_mode=ddp", "--mixed_precision=no"):
         with pytest.raises(UserError, match=words.partition("=")[0]):
             read(environ(), words)
@@ -186,10 +177,6 @@ def test_how_the_process_was_started():
             parse_launch([], environ)
     left_over = {"RANK": "0", "WORLD_SIZE": "1"}
     assert parse_launch([], left_over)[0] == parse_config([]) and left_over == {}
-    assert launch_ranks({"WORLD_SIZE": "4", "RANK": "3"}) == LaunchRanks(3, 4, 4, launched=True)
-    for wrong in ({"WORLD_SIZE": "two"}, {"WORLD_SIZE": "2", "RANK": "2"}):
-        with pytest.raises(UserError, match="WORLD_SIZE"):
-            launch_ranks(wrong)
 
 
 def test_a_bare_variable_is_a_flag():

@@ -52,7 +52,6 @@ REFUSED = [
     ("columns", "--columns problem"),
     ("columns", "--columns problem=a,generated_solution=a"),
     ("columns", "--columns colour=a"),
-    ("lora_targets", "--lora_rank 4 --lora_targets q_proj,q_proj"),
     ("lora_targets", "--lora_rank 4 --lora_targets=,"),
     ("lora_targets", "--lora_rank 4 --lora_targets all-linear,q_proj"),
     ("lora_targets", "--lora_rank 4 --use_te --lora_targets c_attn"),
