@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, load_generation_config, reading_model
@@ -72,27 +67,18 @@ def build_model(
     hf_config: PretrainedConfig,
     *,
     parameter_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    unfused_mlp: bool = False,
     keep_lower_bits: bool = False,
+    **structure: Any,
 ) -> tuple[PreTrainedModel, bool]:
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
 
-    For `unfused_mlp` (TE decoder) see `te_llama.DecoderSpec`. `keep_lower_bits`: bf16 parameters keep what stored fp32
-    or fp16 weights have beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a mixture of experts.
+    `structure` goes to `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have
+    beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a mixture of experts.
     """
-    model = build_structure(
-        options,
-        source,
-        hf_config,
-        parameter_dtype=parameter_dtype,
-        compute_dtype=compute_dtype,
-        device=device,
-        unfused_mlp=unfused_mlp,
-        te_on_meta=False,
-    )
+    structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
+    model = build_structure(options, source, hf_config, **structure)
     if not options.use_te:
         if not has_random_weights(options, source) and stored_names(model) is None:
             return _load_by_transformers(options, source, model.config, parameter_dtype, device), True
@@ -112,9 +98,8 @@ def build_structure(
     unfused_mlp: bool = False,
     te_on_meta: bool = True,
 ) -> PreTrainedModel:
-    """The model of `build_model` with parameters on "meta" and buffers on `device`; fill it with `fill_weights`.
-
-    It has the stop tokens and sampling of its source, for the exported checkpoint.
+    """The model with parameters on "meta" and buffers on `device`; fill it with `fill_weights`. It has the stop tokens
+    and sampling of its source, for the exported checkpoint. For `unfused_mlp` see `te_llama.DecoderSpec`.
     """
     if options.use_te:
         import te_llama
@@ -138,7 +123,7 @@ def build_structure(
 
 
 def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path):
+    with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
         return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
 
 
@@ -190,17 +175,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
     """The dimensions of a decoder of any architecture, without experts of which a router chooses some."""
     model = model_on_meta(hf_config)
-    matrices = [
-        weight.numel()
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
-        and weight.dim() == 2
-    ]
+    weights = [getattr(part, "weight", None) for part in model.modules() if not isinstance(part, nn.Embedding)]
+    matrices = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
     text_config = hf_config.get_text_config(decoder=True)
     num_heads = text_config.num_attention_heads
     return DecoderSize(
-        num_linear_parameters=sum(matrices),
+        num_linear_parameters=sum(weight.numel() for weight in matrices),
         num_layers=len(decoder_layers(model)),
         attention_width=num_heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads),
         num_adapter_parameters=num_adapter_parameters,

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +34,11 @@ from llm_fp8.utils.parts import Part
 from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The two matrices beside one Hugging Face linear layer."""
+class Adapter(NamedTuple):
+    """The two matrices beside one Hugging Face linear layer: `a` [rank, in], `b` [out, rank]."""
 
     a: nn.Parameter
-    """[rank, in]."""
     b: nn.Parameter
-    """[out, rank]."""
     scaling: float
 
 
@@ -81,10 +77,8 @@ def require_peft(why: str) -> None:
     PEFT.require(why)
 
 
-def target_names(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
+def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
     """Hugging Face layers that --lora_targets means in `model` (without adapters); `UserError` for an unknown one."""
-    if is_te_model(model):
-        return _te_targets(options)
     head = model.get_output_embeddings()
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
@@ -102,11 +96,10 @@ def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | N
     """PEFT's description of the adapters (adapter_config.json)."""
     from peft import LoraConfig as PeftLoraConfig
 
-    alpha = float(scaling_of(options) * options.lora_rank)
+    alpha: Any = float(scaling_of(options) * options.lora_rank)
     return PeftLoraConfig(
         r=options.lora_rank,
-        # A fraction works too: PEFT divides by the rank.
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # a fraction works too: PEFT divides by the rank
         lora_dropout=options.lora_dropout,
         target_modules=sorted(targets),
         bias="none",
@@ -119,7 +112,7 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     from peft import inject_adapter_in_model
 
     on_meta = next(model.parameters()).is_meta
-    settings = peft_config(options, target_names(model, options))
+    settings = peft_config(options, _hf_targets(model, options))
     with reading("--lora_rank", options.lora_rank, "the model into PEFT", f"Run: pip install -r {BASE_REQUIREMENTS}"):
         inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():
@@ -163,9 +156,8 @@ class FusedAdapters(nn.Module):
         """Adapter -> its Hugging Face layer."""
         self.rank, self.scaling, self.dropout = options.lora_rank, scaling_of(options), options.lora_dropout
         for part in parts:
-            layer_name = part.hf_name.removesuffix(".weight")
+            layer_name, (out_features, in_features) = part.hf_name.removesuffix(".weight"), part.shape
             name = layer_name.rpartition(".")[2]
-            out_features, in_features = part.shape
             self.lora_A[name] = nn.Parameter(torch.empty(self.rank, in_features, dtype=dtype, device=device))
             self.lora_B[name] = nn.Parameter(torch.empty(out_features, self.rank, dtype=dtype, device=device))
             self.columns.append((part.start, part.stop))
@@ -220,9 +212,8 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
                 found[layer_name] = Adapter(module.lora_A[part], module.lora_B[part], module.scaling)
         elif isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
             layer: Any = module
-            found[name] = Adapter(
-                layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
-            )
+            a, b = (matrices["default"].weight for matrices in (layer.lora_A, layer.lora_B))
+            found[name] = Adapter(a, b, layer.scaling["default"])
     return found
 
 
@@ -261,9 +252,8 @@ def num_adapter_parameters(model: nn.Module) -> int:
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     """For each frozen linear module: its GEMMs in a micro-batch, recomputation not counted. Empty without adapters.
 
-    Two, fprop and dgrad; one where nothing trained may lie below, which then needs no gradient of the input: outside
-    the decoder layers, and in these up to the first with adapters, which may come after its other modules. So it is a
-    lower bound.
+    There are two, fprop and dgrad; one where nothing trained may lie below: outside the decoder layers, and in these up
+    to the first with adapters, which may come after its other modules. So it is a lower bound.
     """
     layers = list(decoder_layers(model))
     first = next((number for number, layer in enumerate(layers) if adapters_of(layer)), None)

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -53,18 +53,16 @@ _ANOTHER_MODEL = "training would train another model; report this with config.js
 FullTensor: TypeAlias = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One tensor of one layer: relative differences from Hugging Face in fp32."""
+class Comparison(NamedTuple):
+    """One tensor of one layer, and how far others are from Hugging Face in fp32: TE in fp32, TE and Hugging Face in the
+    training dtype.
+    """
 
     layer: int
     tensor: str
     fp32: float
-    """TE in fp32."""
     te: float
-    """TE in the training dtype."""
     hf: float
-    """Hugging Face in the training dtype."""
 
     @property
     def log_ratio(self) -> float:
@@ -74,11 +72,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What tests 2 and 3 found."""
+    """What tests 2 and 3 found; `dtype` is the training dtype."""
 
     comparisons: tuple[Comparison, ...]
     dtype: torch.dtype
-    """The training dtype."""
 
     @property
     def worst(self) -> Comparison:
@@ -153,13 +150,11 @@ def check_parity(
     full_tensor: FullTensor = Tensor.detach,
     files: list[Path] | None = None,
 ) -> str:
-    """Run the three tests; returns what they found, in a sentence. Raises `UserError` where one fails.
+    """Run the three tests on a model with TE decoder layers that compute in `dtype`; returns what they found, in a
+    sentence. Raises `UserError` where one fails.
 
-    Args:
-        model: with TE decoder layers that compute in `dtype`.
-        batch: on the device.
-        full_tensor: returns an unsharded parameter; collective where parameters are sharded.
-        files: the checkpoint's safetensors files; None where the weights are random.
+    `full_tensor` returns an unsharded parameter, and is collective where they are sharded. `files` are the checkpoint's
+    safetensors files; None where the weights are random.
     """
     stored = f"{check_weights(model, files, full_tensor)} stored tensors loaded bit for bit; " if files else ""
     report = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
@@ -169,9 +164,8 @@ def check_parity(
 
 
 def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTensor = Tensor.detach) -> int:
-    """Test 1: compare every parameter with the stored tensors it is made of; returns how many were compared.
-
-    Collective where `full_tensor` is. Raises `UserError` naming the first tensor that differs.
+    """Test 1: compare every parameter with the stored tensors it is made of; returns how many were compared. Raises
+    `UserError` naming the first tensor that differs.
     """
     parameters, compared = te_llama.te_parameters(model), 0
     checkpoint = StoredCheckpoint(files, model)
@@ -198,8 +192,8 @@ def compare_layers(
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     spec = dataclasses.replace(te_llama.spec_of(model), attention_dropout=0.0)
     base: Any = model.base_model
-    angles, embedding = base.rotary_emb.angles, model.get_input_embeddings().weight
-    hidden = F.embedding(input_ids, full_tensor(embedding).to(dtype))
+    embedding: Any = model.get_input_embeddings()
+    hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
     generator = torch.Generator(device=hidden.device).manual_seed(0)
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons, parts = [], te_llama.layer_map(spec)
@@ -221,7 +215,7 @@ def compare_layers(
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             of_layer = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
             hf[kind] = results | _joined(parts, of_layer)
-            inputs = {"position_embeddings": angles, **documents}
+            inputs = {"position_embeddings": base.rotary_emb.angles, **documents}
             results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **inputs)
             te[kind] = results | _joined(parts, te_llama.in_hf_layout(parts, gradients))
         for name, exact in hf[torch.float32].items():

@@ -46,20 +46,15 @@ def name_without_adapter(name: str) -> str:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0.
-    Raises `ValueError` for a DTensor that is sharded in another way.
-    """
+    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0."""
     remainder = remainder_of(tensor)
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), 0, remainder)
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     local = local_of(tensor).detach()
     remainder = None if remainder is None else local_of(remainder)
-    if not sharded:
+    mesh_dim = next((dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)), None)
+    if mesh_dim is None:
         return LocalShard(local, 0, remainder)
-    if len(sharded) > 1 or not tensor.placements[sharded[0]].is_shard(0):
-        raise ValueError(f"a parameter is placed as {tensor.placements}; only sharding along dim 0 is supported")
-    mesh_dim = sharded[0]
     rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(mesh_dim))
     start = min(tensor.device_mesh.get_local_rank(mesh_dim) * rows_per_rank, tensor.shape[0])
     return LocalShard(local, start, remainder)
@@ -73,9 +68,7 @@ def is_te_model(model: nn.Module) -> bool:
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters (without adapters) and persistent buffers by name; a tied parameter once, under its first name."""
-    tensors: dict[str, Tensor] = {
-        name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
-    }
+    tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):
             tensors[f"{prefix}.{name}".lstrip(".")] = buffer
@@ -104,23 +97,21 @@ def to_stored_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> d
 
 def stored_names(model: PreTrainedModel) -> dict[str, str] | None:
     """Name in the files -> Hugging Face tensor; None where the files hold other tensors (`to_stored_layout`)."""
-    tensors = {
-        part.hf_name: torch.empty(part.shape, device="meta") for parts in parts_of(model).values() for part in parts
-    }
+    of_model = [part for parts in parts_of(model).values() for part in parts]
+    tensors = {part.hf_name: torch.empty(part.shape, device="meta") for part in of_model}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    stored = {stored_name: names.get(id(tensor)) for stored_name, tensor in to_stored_layout(model, tensors).items()}
-    if None in stored.values():
+    stored = to_stored_layout(model, tensors)
+    if any(id(tensor) not in names for tensor in stored.values()):
         return None
-    return {stored_name: name for stored_name, name in stored.items() if name is not None}
+    return {stored_name: names[id(tensor)] for stored_name, tensor in stored.items()}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Name of a parameter -> its first name, which differs for the second place of a tied matrix."""
     seen: dict[int, str] = {}
-    named = [
-        (name_without_adapter(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
-    ]
-    return {name: seen.setdefault(id(parameter), name) for name, parameter in named if not is_adapter(name)}
+    named = model.named_parameters(remove_duplicate=False)
+    own = [(name_without_adapter(name), parameter) for name, parameter in named if not is_adapter(name)]
+    return {name: seen.setdefault(id(parameter), name) for name, parameter in own}
 
 
 def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> None:
@@ -159,10 +150,8 @@ class LocalShard:
 
 
 class WeightFiller:
-    """Fills parameters in place from the Hugging Face tensors they are made of, which arrive one by one in any order.
-
-    Call `fill_rows` once for each Hugging Face tensor, then `finish()`. Raises
-    `UnsupportedArchitecture` naming the tensor that is unexpected, doubled, missing, of another shape or no float.
+    """Fills parameters in place from the Hugging Face tensors they are made of: call `fill_rows` once for each, in any
+    order, then `finish()`. Raises `UnsupportedArchitecture` naming a tensor that does not fit.
 
     `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill. `resolve`: the name under
     which `entries` have a tensor of a checkpoint; None for one to skip.

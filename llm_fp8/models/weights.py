@@ -76,13 +76,12 @@ def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     import te_llama
 
     blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
-    _fill(te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model), next(model.parameters()).device)
+    _fill(model, te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model))
 
 
-def _fill(filler: WeightFiller, checkpoint: StoredCheckpoint, device: torch.device) -> None:
-    """Pass every tensor of the checkpoint, in stored order, to `filler`; what it takes is read to `device`. Raises
-    `UserError` that names file and tensor.
-    """
+def _fill(model: PreTrainedModel, filler: WeightFiller, checkpoint: StoredCheckpoint) -> None:
+    """Pass every tensor of the checkpoint to `filler`; `UserError` names file and tensor that do not fit."""
+    device = next(model.parameters()).device
     for path in checkpoint.files:
         with open_weights(path, device) as tensors:
             for name in tensors.offset_keys():
@@ -93,20 +92,16 @@ def _fill(filler: WeightFiller, checkpoint: StoredCheckpoint, device: torch.devi
 
 
 class StoredCheckpoint:
-    """The safetensors files of `model`, or of an unquantised one; fp8 tensors are read as fp32.
+    """The safetensors files of `model`; fp8 tensors are read as fp32. Raises `UserError` as `scales_of`."""
 
-    Opens each file once to read its header. Raises `UserError` as `scales_of`.
-    """
-
-    def __init__(self, files: list[Path], model: PreTrainedModel | None = None) -> None:
-        self.files = files
+    def __init__(self, files: list[Path], model: PreTrainedModel) -> None:
+        self.files, self.fp8 = files, fp8_format_of(model.config)
         self.stored: dict[str, StoredTensor] = {}
         for path in files:
             with open_weights(path, torch.device("cpu")) as tensors:
                 for name in tensors.keys():
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
-        self.fp8 = None if model is None else fp8_format_of(model.config)
         self._scales: dict[str, str] = {}
         if self.fp8 is not None or any(entry.dtype.startswith("F8") for entry in self.stored.values()):
             from llm_fp8.models.fp8_checkpoint import scales_of
@@ -114,9 +109,7 @@ class StoredCheckpoint:
             self._scales = scales_of(self.fp8, self.stored)
 
     def read(self, name: str, device: torch.device) -> torch.Tensor:
-        """Tensor `name`, whole; `UserError` where no file holds it."""
-        if name not in self.stored:
-            raise UserError(f"{self.files[0].parent} holds no tensor {name}. {_FETCH}")
+        """Tensor `name`, whole."""
         with open_weights(self.stored[name].path, device) as tensors:
             found: torch.Tensor = self.rows(name, tensors, device)[:]
             return found
@@ -153,10 +146,10 @@ def fill_weights(
     keep_lower_bits: bool = False,
 ) -> bool:
     """Give a model whose parameters have memory its weights; of sharded parameters each rank reads its own shards.
+    Returns whether the weights were loaded (else: random). Raises `UserError` naming file and tensor that do not fit.
 
-    Random weights are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: as of
-    `build_model`. Returns whether the weights were loaded (else: random). Raises `UserError` naming file and tensor
-    where the files do not fit the model.
+    Random weights are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
+    `build_model`.
     """
     if has_random_weights(options, source):
         initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
@@ -175,5 +168,5 @@ def fill_weights(
             f"--model_name {options.model_name}: a mixture of experts is not read as shards; use --sharding_mode ddp."
         )
     checkpoint = StoredCheckpoint(files, model)
-    _fill(hf_filler(model, names, checkpoint.stored), checkpoint, next(model.parameters()).device)
+    _fill(model, hf_filler(model, names, checkpoint.stored), checkpoint)
     return True

@@ -16,7 +16,7 @@ and cannot see.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,6 @@ from torch import nn
 from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
-    GemmKind,
     KernelClass,
     KernelTime,
     KernelTimes,
@@ -95,6 +94,15 @@ class ExpectedKernels:
         """The least number of fp8 GEMM kernels in a step; a GEMM may take several kernels."""
         own = self.num_fp8_gemms_per_weight * self.num_fp8_weights - self.num_spared_fp8_gemms
         return num_micro_batches * (own + self.num_recomputed_fp8_weights)
+
+    def describe_fp8_gemms(self, num_micro_batches: int) -> str:
+        """How their number comes about."""
+        parts = f"{self.num_fp8_weights} weights x {self.num_fp8_gemms_per_weight} GEMMs"
+        if self.num_spared_fp8_gemms:
+            parts += f" less {self.num_spared_fp8_gemms} that frozen weights spare"
+        if self.num_recomputed_fp8_weights:
+            parts += f" and {self.num_recomputed_fp8_weights} recomputed ones"
+        return parts + (f" in each of {num_micro_batches} micro-batches" if num_micro_batches > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -164,31 +172,20 @@ def certify(
     attention: str | None = None,
     rank: int = 0,
 ) -> Certificate:
-    """Compare expected kernels and evidence of one recorded step.
+    """Compare what should have run on one GPU in a recorded step of `num_micro_batches` with the kernels that ran.
 
-    Args:
-        expected: what should have run.
-        kernels: what the GPU ran.
-        state: of the modules expected in fp8; in a run without fp8 of all linear modules of Transformer Engine or
-            torchao.
-        num_micro_batches: of the step, on one GPU.
-        recipe_inside_modules: `llm_fp8.precision.context.Precision.recipe_inside_modules`.
-        attention: which kernels attention runs on.
-        rank: whose step it is.
+    `state` is of the modules expected in fp8; in a run without fp8 of all linear modules of Transformer Engine or
+    torchao. `attention` says which kernels attention runs on. The others are as in `Certificate`.
     """
-    by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
-    seen = _Evidence(expected, gemms, by_class.get("other", KernelTime()), num_micro_batches, state)
-    findings = _Findings()
-    (_judge_fp8 if expected.scenario else _judge_without_fp8)(expected, seen, recipe_inside_modules, findings)
+    seen = _Evidence(expected, kernels, state, num_micro_batches, recipe_inside_modules)
+    (seen.judge_fp8 if expected.scenario else seen.judge_without_fp8)()
     if attention is not None and "unfused" in attention:
-        findings.remarks.append("attention is unfused, several times slower")
-    total_s = sum(found.time_s for found in gemms.values())
-    low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
+        seen.remarks.append("attention is unfused, several times slower")
     return Certificate(
-        verdict="failed" if findings.failures else "undetermined" if findings.doubts else "certified",
+        verdict="failed" if seen.failures else "undetermined" if seen.doubts else "certified",
         precision=expected.precision,
-        reasons=[*findings.failures, *findings.doubts],
-        remarks=findings.remarks,
+        reasons=[*seen.failures, *seen.doubts],
+        remarks=seen.remarks,
         num_gemm_kernels=seen.num_gemms,
         num_fp8_gemm_kernels=seen.num_low,
         num_expected_fp8_gemm_kernels=expected.num_fp8_gemms(num_micro_batches),
@@ -197,14 +194,14 @@ def certify(
         unknown_gemm_names=list(seen.unknown.names),
         other_kernel_names=list(seen.other.names),
         unrecognised_time_share=seen.unrecognised_share,
-        fp8_gemm_time_share=low_s / total_s if total_s else None,
+        fp8_gemm_time_share=seen.low_share,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
         attention=attention,
         recipe_inside_modules=recipe_inside_modules,
         modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,
-        time_s_by_class={name: found.time_s for name, found in by_class.items()},
+        time_s_by_class={name: found.time_s for name, found in seen.by_class.items()},
     )
 
 
@@ -226,17 +223,22 @@ def attention_library(kernels: KernelTimes) -> str:
 
 
 class _Evidence:
-    """What kernels and modules show, counted."""
+    """What kernels and modules show, counted, and what follows from it: failures, doubts and remarks."""
 
     def __init__(
         self,
         expected: ExpectedKernels,
-        gemms: Mapping[GemmKind, KernelTime],
-        other: KernelTime,
-        num_micro_batches: int,
+        kernels: KernelTimes,
         state: ModuleState,
+        num_micro_batches: int,
+        recipe_inside: str | None,
     ) -> None:
-        self.state, self.num_micro_batches = state, num_micro_batches
+        self.expected, self.state, self.recipe_inside = expected, state, recipe_inside
+        self.num_micro_batches = num_micro_batches
+        self.failures: list[str] = []
+        self.doubts: list[str] = []
+        self.remarks: list[str] = []
+        self.by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
         self.by_type = {str(kind): found.count for kind, found in gemms.items()}
         self.num_gemms = sum(self.by_type.values())
         self.num_low = sum(self.by_type.get(kind, 0) for kind in LOW_PRECISION)
@@ -245,15 +247,83 @@ class _Evidence:
         """GEMMs of the type that the recipe has."""
         self.unknown = gemms.get("unknown", KernelTime())
         """GEMMs of unknown type."""
-        self.other = other
+        self.other = self.by_class.get("other", KernelTime())
         """Kernels that no rule knows."""
-        possible_s = sum(found.time_s for found in gemms.values()) + other.time_s
-        unrecognised_s = self.unknown.time_s + other.time_s
+        gemms_s = sum(found.time_s for found in gemms.values())
+        low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
+        self.low_share = low_s / gemms_s if gemms_s else None
+        possible_s, unrecognised_s = gemms_s + self.other.time_s, self.unknown.time_s + self.other.time_s
         self.unrecognised_share = unrecognised_s / possible_s if possible_s else None
         self.unrecognised_counts = (self.unrecognised_share or 0.0) >= UNRECOGNISED_SHARE
         # Kernels that no rule knows are seldom GEMMs, so they count only where their time does.
-        self.num_possible = self.unknown.count + (other.count if self.unrecognised_counts else 0)
+        self.num_possible = self.unknown.count + (self.other.count if self.unrecognised_counts else 0)
         """Kernels that may be the missing GEMMs."""
+
+    def judge_fp8(self) -> None:
+        """Judge a run in fp8."""
+        expected, state = self.expected, self.state
+        num_expected = expected.num_fp8_gemms(self.num_micro_batches)
+        missing = num_expected - self.num_own
+        if self.num_gemms == 0:
+            # Modules alone prove no fp8, but they can deny it.
+            (self.failures if state.num_outside_fp8 else self.doubts).append(self.describe_nothing())
+        elif missing > 0 and self.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
+            self.doubts.append(
+                f"{self.describe_unrecognised()}: {self.num_own} of the {num_expected} expected fp8 GEMM kernels were "
+                f"recognised, and {self.describe_state()}, so these may be theirs under names not known here"
+            )
+        elif missing > 0:
+            how_many = expected.describe_fp8_gemms(self.num_micro_batches)
+            self.failures.append(
+                f"expected at least {num_expected} fp8 GEMM kernels ({how_many}), and {self.num_own} ran "
+                f"({self.describe_gemms()}); {self.describe_state()}"
+            )
+        elif state.num_outside_fp8 or not state.num_modules:
+            self.doubts.append(f"the kernels are those of fp8, but {self.describe_state()}")
+        elif self.unrecognised_counts:
+            # All expected fp8 kernels were recognised, whatever the others are.
+            self.remarks.append(self.describe_unrecognised())
+
+        row = RECIPES[expected.scenario or ""]
+        known = {recipe.quantizer for recipe in RECIPES.values() if recipe.quantizer is not None}
+        if others := _listed(state.recipes, lambda name: name != row.recipe_class):
+            self.failures.append(f"expected the recipe {row.recipe_class}, and modules computed by {others}")
+        elif self.recipe_inside not in (None, row.recipe_class) and not self.failures:
+            self.failures.append(f"expected the recipe {row.recipe_class} in the modules, not {self.recipe_inside}")
+        if others := _listed(state.quantizers, lambda name: name in known - {row.quantizer}):
+            self.failures.append(f"expected quantizers of the class {row.quantizer}, and there are {others}")
+        if state.num_without_amax:
+            empty = f"{state.num_without_amax} of {state.num_modules} modules have an empty amax history after the step"
+            self.failures.append(f"{empty}, so their scales never move")
+        modules = f"modules of {state.library} do not say"
+        if state.num_unreadable:
+            self.remarks.append(f"{state.num_unreadable} {modules} what they computed in")
+        if state.num_recipe_unreadable:
+            self.remarks.append(f"{state.num_recipe_unreadable} {modules} by which recipe they computed")
+        if unknown := _listed(state.quantizers, lambda name: name not in known):
+            self.remarks.append(f"quantizers of classes not known here: {unknown}")
+
+    def judge_without_fp8(self) -> None:
+        """Judge a run in bf16, fp16 or fp32."""
+        if self.num_low:
+            self.failures.append(f"expected no fp8 GEMM kernel, and {self.num_low} ran ({self.describe_gemms()})")
+        if self.state.num_in_fp8:
+            self.failures.append(f"expected no module in fp8, and {self.describe_state()}")
+        elif self.recipe_inside not in (None, "none"):
+            self.failures.append(f"expected no fp8 recipe in the modules, not {self.recipe_inside}")
+        if self.num_gemms == 0:
+            self.doubts.append(self.describe_nothing())
+        elif not self.by_type.get(self.expected.compute):
+            compute = self.expected.compute
+            words = f"expected GEMM kernels in {compute}, and none was recognised ({self.describe_gemms()})"
+            if self.num_possible:
+                self.doubts.append(f"{words}; {self.describe_unrecognised()} may be in any")
+            else:
+                self.failures.append(words)
+        elif self.unrecognised_counts:
+            self.doubts.append(f"{self.describe_unrecognised()}, which may be in fp8")
+        elif self.unknown.count:
+            self.remarks.append(f"{self.unknown.count} GEMM kernels of unknown type")
 
     def describe_unrecognised(self) -> str:
         kinds = (("GEMM kernels of unknown type", self.unknown), ("kernels that no rule knows", self.other))
@@ -278,98 +348,12 @@ class _Evidence:
 
     def describe_nothing(self) -> str:
         """Why there is no GEMM to count."""
+        nothing = "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here)"
         if self.other.count:
-            unrecognised = self.describe_unrecognised()
-            return f"no GEMM kernel was recognised, and there are {unrecognised}; {self.describe_state()}"
-        why = "CUPTI is missing, or profiling is not permitted here"
-        return f"the profiler recorded no GEMM kernel ({why}); {self.describe_state()}"
+            nothing = f"no GEMM kernel was recognised, and there are {self.describe_unrecognised()}"
+        return f"{nothing}; {self.describe_state()}"
 
 
-@dataclass(frozen=True)
-class _Findings:
-    failures: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-
-def _judge_fp8(expected: ExpectedKernels, seen: _Evidence, recipe_inside: str | None, findings: _Findings) -> None:
-    state, num_expected = seen.state, expected.num_fp8_gemms(seen.num_micro_batches)
-    missing = num_expected - seen.num_own
-    if seen.num_gemms == 0:
-        # Modules alone prove no fp8, but they can deny it.
-        (findings.failures if state.num_outside_fp8 else findings.doubts).append(seen.describe_nothing())
-    elif missing > 0 and seen.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
-        findings.doubts.append(
-            f"{seen.describe_unrecognised()}: {seen.num_own} of the {num_expected} expected fp8 GEMM kernels were "
-            f"recognised, and {seen.describe_state()}, so these may be theirs under names not known here"
-        )
-    elif missing > 0:
-        findings.failures.append(
-            f"expected at least {num_expected} fp8 GEMM kernels ({_how_many(expected, seen)}), and {seen.num_own} ran "
-            f"({seen.describe_gemms()}); {seen.describe_state()}"
-        )
-    elif state.num_outside_fp8 or not state.num_modules:
-        findings.doubts.append(f"the kernels are those of fp8, but {seen.describe_state()}")
-    elif seen.unrecognised_counts:
-        # All expected fp8 kernels were recognised, whatever the others are.
-        findings.remarks.append(seen.describe_unrecognised())
-
-    row = RECIPES[expected.scenario or ""]
-    known = {recipe.quantizer for recipe in RECIPES.values() if recipe.quantizer is not None}
-    if others := {name: count for name, count in state.recipes.items() if name != row.recipe_class}:
-        findings.failures.append(f"expected the recipe {row.recipe_class}, and modules computed by {_listed(others)}")
-    elif recipe_inside not in (None, row.recipe_class) and not findings.failures:
-        findings.failures.append(
-            f"expected the recipe {row.recipe_class} inside the modules, and it was {recipe_inside}"
-        )
-    if others := {name: count for name, count in state.quantizers.items() if name in known - {row.quantizer}}:
-        findings.failures.append(f"expected quantizers of the class {row.quantizer}, and there are {_listed(others)}")
-    if state.num_without_amax:
-        empty = f"{state.num_without_amax} of {state.num_modules} modules have an empty amax history after the step"
-        findings.failures.append(f"{empty}, so their scales never move")
-    modules = f"modules of {state.library} do not say"
-    if state.num_unreadable:
-        findings.remarks.append(f"{state.num_unreadable} {modules} what they computed in")
-    if state.num_recipe_unreadable:
-        findings.remarks.append(f"{state.num_recipe_unreadable} {modules} by which recipe they computed")
-    if unknown := {name: count for name, count in state.quantizers.items() if name not in known}:
-        findings.remarks.append(f"quantizers of classes not known here: {_listed(unknown)}")
-
-
-def _judge_without_fp8(
-    expected: ExpectedKernels, seen: _Evidence, recipe_inside: str | None, findings: _Findings
-) -> None:
-    if seen.num_low:
-        findings.failures.append(f"expected no fp8 GEMM kernel, and {seen.num_low} ran ({seen.describe_gemms()})")
-    if seen.state.num_in_fp8:
-        findings.failures.append(f"expected no module in fp8, and {seen.describe_state()}")
-    elif recipe_inside not in (None, "none"):
-        findings.failures.append(f"expected no fp8 recipe inside the modules, and it was {recipe_inside}")
-    if seen.num_gemms == 0:
-        findings.doubts.append(seen.describe_nothing())
-    elif not seen.by_type.get(expected.compute):
-        words = f"expected GEMM kernels in {expected.compute}, and none was recognised ({seen.describe_gemms()})"
-        if seen.num_possible:
-            findings.doubts.append(f"{words}; {seen.describe_unrecognised()} may be in any")
-        else:
-            findings.failures.append(words)
-    elif seen.unrecognised_counts:
-        findings.doubts.append(f"{seen.describe_unrecognised()}, which may be in fp8")
-    elif seen.unknown.count:
-        findings.remarks.append(f"{seen.unknown.count} GEMM kernels of unknown type")
-
-
-def _how_many(expected: ExpectedKernels, seen: _Evidence) -> str:
-    """How the expected number of fp8 GEMMs comes about."""
-    parts = f"{expected.num_fp8_weights} weights x {expected.num_fp8_gemms_per_weight} GEMMs"
-    if expected.num_spared_fp8_gemms:
-        parts += f" less {expected.num_spared_fp8_gemms} that frozen weights spare"
-    if expected.num_recomputed_fp8_weights:
-        parts += f" and {expected.num_recomputed_fp8_weights} recomputed ones"
-    if seen.num_micro_batches > 1:
-        parts += f" in each of {seen.num_micro_batches} micro-batches"
-    return parts
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} ({count})" for name, count in counts.items())
+def _listed(counts: Mapping[str, int], is_wanted: Callable[[str], bool]) -> str:
+    """The wanted names with their counts; empty where there are none."""
+    return ", ".join(f"{name} ({count})" for name, count in counts.items() if is_wanted(name))

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -74,23 +74,13 @@ def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | 
     return list(decoder_layers[first:last])
 
 
-def _require_some(fp8_modules: Mapping[str, nn.Module], options: PrecisionConfig, otherwise: str) -> None:
-    """Raise a `UserError` where nothing is in fp8: because of --fp8_bf16_modules, or for the reason `otherwise`."""
-    kept = options.fp8_bf16_modules
-    if not fp8_modules:
-        why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16" if kept else otherwise
-        raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
-
-
 class Precision:
     """The autocast context of a forward pass, and what TE keeps between passes."""
 
     def __init__(
         self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype
     ) -> None:
-        self.plan = plan
-        self._options = options
-        self._device = device
+        self.plan, self._options, self._device = plan, options, device
         # With parameters already in the compute dtype, torch.autocast would only add casts.
         self._torch_autocast = parameter_dtype != plan.compute_dtype
         self._caching_modules: list[nn.Module] = []
@@ -102,15 +92,15 @@ class Precision:
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
         self.recipe_inside_modules: str | None = None
-        """Class of the recipe in force in a Transformer Engine module's first forward pass, or 'none'; None before it,
-        and without such a module.
-        """
+        """Class of the recipe in force in a Transformer Engine module's first forward pass, or 'none'."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the fp8 modules of `model`, converted already, and keep those in bf16 that options name."""
+        """Find the fp8 modules of `model`, converted already, and keep those in bf16 that options name. Raises
+        `UserError` where nothing would be in fp8.
+        """
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
-        if any(type(module).__module__.startswith("torchao") for module in model.modules()):
+        if "torchao" in sys.modules:
             from llm_fp8.precision.torchao import converted_modules
 
             self._torchao_linears = converted_modules(model)
@@ -119,8 +109,15 @@ class Precision:
             return
         if self.plan.backend == "torchao":
             self._fp8_modules = self._torchao_linears
-            _require_some(self._fp8_modules, self._options, "no linear layer of the model could be converted")
-            return
+        else:
+            self._find_te_modules(model, decoder_layers)
+        if not self._fp8_modules:
+            why = next(iter(self.misfits.values()), "no linear layer of the model can run in fp8")
+            if kept := self._options.fp8_bf16_modules:
+                why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16"
+            raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
+
+    def _find_te_modules(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
         kept: set[nn.Module] = set()
@@ -136,9 +133,7 @@ class Precision:
                 wrap_forward(module, self.without_fp8)
             else:
                 self._fp8_modules[name] = module
-        why = next(iter(self.misfits.values()), "the model holds no Transformer Engine module")
-        _require_some(self._fp8_modules, self._options, why)
-        self._unseen = next(iter(self._fp8_modules.values()))
+        self._unseen = next(iter(self._fp8_modules.values()), None)
         if self._options.fp8_recast_weights:
             from llm_fp8.utils.te_internals import keep_weight_casts
 

@@ -62,15 +62,10 @@ def measure_coverage(
     gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     most_in_fp8: int = GEMMS_PER_WEIGHT,
 ) -> Fp8Coverage:
-    """Count the linear weights of `model`.
+    """Count the linear weights of `model`, converted already. GEMMs of `fp8_modules` run in fp8, others in `compute`.
 
-    Args:
-        model: converted already.
-        fp8_modules: those whose GEMMs run in fp8.
-        compute: the precision of the others.
-        reasons: name -> why a module is not in fp8, where that is known.
-        gemms: `llm_fp8.models.lora.gemms_per_weight`.
-        most_in_fp8: GEMMs of a trained weight that the recipe computes in fp8.
+    `reasons` has name -> why a module is not in fp8, where that is known. `gemms` is from
+    `llm_fp8.models.lora.gemms_per_weight`. Of a trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
     """
     in_fp8, head = set(fp8_modules), lm_head_of(model)
     converted: Counter[str] = Counter()
