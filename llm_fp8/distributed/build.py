@@ -17,9 +17,9 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     """The run's only Accelerator. Precision is `precision.context`'s part, except for fp16's gradient scaler."""
     mode = config.parallel.sharding_mode
     if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed import accelerator_arguments
-        from llm_fp8.distributed.deepspeed_config import deepspeed_settings
+        from llm_fp8.distributed.deepspeed import accelerator_arguments, deepspeed_settings, load_deepspeed
 
+        load_deepspeed()
         arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
     else:
         # No rank changes buffers; gradients share the memory of the buckets that are all-reduced.

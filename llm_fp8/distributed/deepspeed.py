@@ -8,12 +8,18 @@ A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master
 torch's AdamW on them; the run's schedule acts on this AdamW, which `prepare` returns. DeepSpeed divides gradients by
 the number of ranks, which is undone here. Stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3
 in each.
+
+The file of --deepspeed_config says how ZeRO communicates and stores (bucket sizes, overlap, thresholds). Batch,
+precision, optimizer, schedule and clipping come from the scripts' options: an entry that repeats them, or "auto", is
+accepted, and one that contradicts them is refused. Elsewhere "auto" is DeepSpeed's default.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,18 +31,28 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
-from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.deepspeed_config import file_of, load_deepspeed, zero_stage
+from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.optim.optimizers import OptimizerKind, adamw_arguments, parameter_groups
 from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.packages import DEEPSPEED, SHIPPED
 
 if TYPE_CHECKING:
     import deepspeed
 
 _TAG = "."
 """DeepSpeed writes to folder/tag: into the folder itself."""
+
+
+_SET_ELSEWHERE = {
+    "fp8": "fp8 is Transformer Engine's here, from --mixed_precision fp8 and --fp8_scenario",
+    "communication_data_type": "gradients are reduced in the dtype that the run computes in; fp32 would double that",
+    "optimizer": "the optimizer is AdamW, from --learning_rate and --weight_decay",
+    "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps",
+}
+"""Entries that would have no effect or a bad one, and why."""
 
 
 class _Plugin(DeepSpeedPlugin):
@@ -46,9 +62,83 @@ class _Plugin(DeepSpeedPlugin):
         pass
 
 
+def load_deepspeed(flag: str = "A deepspeed mode") -> None:
+    """Import DeepSpeed for the device at hand; `UserError` that starts with `flag` where that fails."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    DEEPSPEED.require(flag)
+    import deepspeed.ops
+
+    # The one operator that DeepSpeed would compile unasked: faster collectives on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch 2.13 renames collectives that DeepSpeed calls by their old names, and says so at every parameter.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+
+
+def zero_stage(mode: str) -> int:
+    return int(mode.removeprefix("deepspeed_"))
+
+
+def file_of(named: str | None, mode: str) -> Path:
+    """The file `named` by --deepspeed_config; without one the mode's own."""
+    return Path(named) if named else (SHIPPED / "configs").resolve() / f"ds_z{zero_stage(mode)}.json"
+
+
+def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
+    """What DeepSpeed is given: the file with the run's own values filled in; `UserError` where it contradicts them.
+    `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
+    """
+    path = file_of(config.parallel.deepspeed_config, mode)
+    rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
+    own = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": rows * steps * num_processes,
+        "gradient_clipping": config.optim.max_grad_norm,
+        "zero_optimization": {"stage": zero_stage(mode)},
+        "bf16": {"enabled": compute_name == "bf16"},
+        "fp16": {"enabled": False},
+    }
+    defaults: dict[str, Any] = {
+        # Looking for overflow costs a synchronisation and a reduction in every step; the loop checks its loss anyway.
+        "bf16": {"check_grad_overflow": False},
+        # Below stage 3 weights become views of one tensor; kernels load 16 bytes at a time.
+        "zero_optimization": {"parameter_alignment": True} if zero_stage(mode) < 3 else {},
+        "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own clock waits for the GPU in every micro-batch.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    with reading("--deepspeed_config", path):
+        settings = _without_auto(read_json(path))
+        for key in settings.keys() & _SET_ELSEWHERE:
+            raise UserError(f'--deepspeed_config {path}, "{key}": {_SET_ELSEWHERE[key]}; remove the entry.')
+        return _completed(_completed(defaults, settings), own, f"--deepspeed_config {path}")
+
+
+def _without_auto(value: Any) -> Any:
+    """`value` without the entries, at any depth, that are "auto"."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_auto(entry) for key, entry in value.items() if entry != "auto"}
+
+
+def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
+    """`settings` with the entries of `others`, at any depth; where `origin` names the file of the settings, `UserError`
+    for an entry that both have with other values.
+    """
+    merged = dict(settings)
+    for key, value in others.items():
+        if isinstance(value, dict):
+            merged[key] = _completed(settings.get(key, {}), value, origin and f'{origin}, "{key}"')
+        elif origin and settings.get(key, value) != value:
+            found, wanted = json.dumps(settings[key]), json.dumps(value)
+            raise UserError(f'{origin}, "{key}": {found}: this run has {wanted}; remove the entry or make it "auto".')
+        else:
+            merged[key] = value
+    return merged
+
+
 def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """What `Accelerator` is given, beside mixed_precision, to train with DeepSpeed under these `settings`."""
-    load_deepspeed()
     # Accelerate would read these two from the environment.
     plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
     # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
@@ -133,22 +223,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         # The last shards are padded, contents undefined.
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
-    def state_files(self) -> list[str]:
-        """The names of the files that `save_state` writes on all ranks."""
-        prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
-        ranks = range(self.accelerator.num_processes)
-        weights = ["mp_rank_00_model_states.pt"]
-        if self.stage == 3:
-            weights = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
-        return weights + [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
-
     def state_bytes(self) -> int:
         """The size of master weights, moments and weights, about."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, master weights and optimizer state as `state_files`, synced to disk; collective."""
+        """Write weights, master weights and optimizer state, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         self.accelerator.wait_for_everyone()
         for path in folder.glob("*_states.pt"):
@@ -163,13 +244,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Restore what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
         run's. `UserError` where the number of ranks, the stage or the precision differs.
         """
-        found = {path.name for path in folder.glob("*_states.pt")}
-        if found != set(self.state_files()):
-            num_ranks = sum(name.endswith("optim_states.pt") for name in found)
+        # DeepSpeed restores bf16 weights, without a word, where a rank's file of the optimizer is missing.
+        prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
+        found = {path.name for path in folder.glob("*_optim_states.pt")}
+        ranks = range(self.accelerator.num_processes)
+        if found != {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks}:
             raise UserError(
-                f"--resume_from: {folder} was saved by {num_ranks} processes, or under another mode or precision than "
-                f"--sharding_mode {self.mode} on {self.accelerator.num_processes}, which DeepSpeed cannot resume; use "
-                "what it was saved with, or an fsdp mode, which resumes with any number of processes."
+                f"--resume_from: {folder} was saved by {len(found)} processes, or in another precision than this run's "
+                f"on {len(ranks)}, which DeepSpeed cannot resume; an fsdp mode resumes with any number of processes."
             )
         optimizer = self._zero.basic_optimizer
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

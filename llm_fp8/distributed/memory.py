@@ -9,31 +9,22 @@ recomputed layers only the inputs are kept; one of them in full follows when the
 micro-batch there are no such gradients yet, and the end of the backward pass, or under fsdp_full the reduction of the
 outermost unit's gradients, may be the peak instead. With CUDA graphs gradients always exist, and activations twice.
 
-What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc),
-in elements:
+What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
-    input of the norm, twice (h each)             bf16
-    output of the first norm (h)                  bf16, or one fp8 copy (the layout of the weight gradient's GEMM)
-    output of the second norm (h)                 bf16, or two fp8 copies: LayerNormMLP drops neither layout
-    rotated q and k, v (q + 2 kv)                 bf16
-    inputs of the norms of q and k (q + kv)       bf16; Qwen3 alone
-    attention's output (q)                        bf16; in fp8 also the projection's fp8 input
-    attention's log-sum-exp (one per head)        fp32
-    output of fc1 (2 f)                           bf16
-    input of fc2 (f)                              bf16, or one fp8 copy; with block scaling both layouts
+    bf16 elements   2 h        input of the norm, twice
+                    2 q + 2 kv rotated q and k, v; attention's output (Qwen3: q + kv more, inputs of their norms)
+                    2 f        output of fc1
+    fp32            1 a head   attention's log-sum-exp
+    GEMM inputs     2 h + f    bf16: both norms' outputs and fc2's input
+                    3 h + q + f  fp8, one byte each: LayerNormMLP keeps both layouts; block scaling fc2's too
 
-A frozen weight needs no input of its GEMM. Under LoRA a layer saves the inputs of its adapters instead, in bf16: the
-outputs of the norms, SwiGLU's output, and the low-rank products; in fp8 each LayerNormLinear its fp8 input as well.
-
-Under FSDP the allocator reserves more. It keeps memory by stream, and the buffer of the largest gather is empty at the
-peak. The gradients' shards come after the peak, in what the backward pass freed (fsdp_internals.py);
-with a single micro-batch that is activations alone, whose gaps are too small for some of the shards.
+A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
+products instead; in fp8 each LayerNormLinear its fp8 input as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,8 +68,8 @@ class MemoryEstimate:
     parts: dict[str, float]
     """GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts."""
     beside_gib: float = RESERVE_GIB
-    """What the GPU must have beyond that: `RESERVE_GIB`, FSDP's buffers that are empty at the peak, and under ddp two
-    bytes per trained parameter, which its first GPU held in 3 of 10 recorded runs."""
+    """What the GPU must have beyond that. FSDP's allocator keeps memory by stream, and the buffer of the largest gather
+    is empty at the peak; ddp's first GPU held two bytes per trained parameter more in 3 of 10 recorded runs."""
     is_whole: bool = True
     """False where weights, gradients and optimizer state alone are counted, for want of recorded runs."""
 
@@ -126,14 +117,10 @@ class RunSize:
     @cached_property
     def spec(self) -> DecoderSpec | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
-        parallel, one_gpu = self.config.parallel, self.num_gpus == 1
-        if (
-            not self.config.model.use_te
-            or self.recipe not in RECIPES_COUNTED
-            or self.mode not in MODES_COUNTED
-            or (one_gpu and self.sharded)
-            or parallel.context_parallel_size > 1
-        ):
+        counted = self.recipe in RECIPES_COUNTED and self.mode in MODES_COUNTED
+        if not self.config.model.use_te or not counted or self.config.parallel.context_parallel_size > 1:
+            return None
+        if self.sharded and self.num_gpus == 1:
             return None
         try:
             return decoder_spec(self.hf_config)
@@ -197,11 +184,8 @@ class RunSize:
         """Bytes of embedding and head, FSDP's outermost unit."""
         every = int(config.model.gradient_checkpointing)
         recomputed = len(range(0, layers, every)) if every else 0
-        fp8_weights = (
-            layers * layer_linear
-            if config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
-            else 0
-        )
+        in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
+        fp8_weights = layers * layer_linear if in_fp8 else 0
 
         per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
         if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
@@ -217,10 +201,9 @@ class RunSize:
         if recomputed:  # one after the other, when what the head took is free
             head = max(head, tokens * per_layer)
 
+        keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
-        else:
-            keeps_casts = not config.precision.fp8_recast_weights
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
 
         kept, unsharded = bytes_per_parameter(self.optimizer), keeps_unsharded_gradients(mode, config)
@@ -345,32 +328,31 @@ def settle_memory(
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """What would fit, for the end of a message: at most `NUM_SUGGESTIONS`, those of the fewest options first."""
-    changes: list[dict[str, Any]] = [{}]
-    if run.num_gpus > 1 and run.mode != "fsdp_full" and not run.config.model.cuda_graphs:
-        changes += [{"sharding_mode": mode} for mode in ("fsdp_grad", "fsdp_full") if mode != run.mode]
+    """What would fit, for the end of a message: at most `NUM_SUGGESTIONS`, those that cost least first."""
+    recomputing = {"gradient_checkpointing": True}
+    changes: list[dict[str, Any]] = [{}, recomputing]
     if run.num_gpus > 1:
-        changes.append({"sharding_mode": "fsdp_full", "sync_every_micro_batch": True})
+        sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
+        changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | recomputing]
     if not run.sharded and not run.adapted:
-        changes += [{"optimizer": "adamw_8bit"}, *({"offload_optimizer": share} for share in (0.25, 0.5, 0.75, 1.0))]
-        changes += [{"offload_optimizer": 1.0, "fp8_recast_weights": True}] if run.recipe != "bf16" else []
-    recomputing: list[dict[str, Any]] = [{}] if run.config.model.cuda_graphs else [{}, {"gradient_checkpointing": True}]
-    found = []
-    for change, recompute in itertools.product(changes, recomputing):
-        fitted = run.changed(**change, **recompute).fitted(gpu_gib)
+        offloaded = {"offload_optimizer": 1.0}
+        changes += [{"optimizer": "adamw_8bit"}, offloaded, {"optimizer": "adamw_8bit"} | recomputing]
+        changes += [offloaded | recomputing]
+    said = []
+    for change in changes:
+        if run.config.model.cuda_graphs and change.keys() & {"sharding_mode", "gradient_checkpointing"}:
+            continue
+        fitted = run.changed(**change).fitted(gpu_gib)
         if fitted is not None and fitted.estimate().is_whole:
             words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
-            words += [f"--{name}" for name in recompute]
             if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:
                 steps = fitted.config.optim.gradient_accumulation_steps
                 words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
-            found.append((len(words), f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB)"))
-    said = [told for _, told in sorted(found, key=lambda each: each[0])[:NUM_SUGGESTIONS]]
+            said.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB)")
+    del said[NUM_SUGGESTIONS:]
     for num_gpus in (2, 4, 8):
         state_gib = state_bytes("fsdp_full", "adamw_fp32", num_gpus, run.config) * run.num_parameters / GIB
         if num_gpus > run.num_gpus and state_gib <= gpu_gib / 2:
             said.append(f"{num_gpus} such GPUs with train_multi_gpu.py --sharding_mode fsdp_full")
             break
-    if run.num_gpus > 1 and run.mode != "fsdp_offload":
-        said.append("--sharding_mode fsdp_offload (slow)")
     return f" What would fit: {'; '.join(said or ['a smaller model, or GPUs with more memory'])}."

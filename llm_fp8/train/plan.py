@@ -230,7 +230,7 @@ def _check_run(
 
         require_peft(f"--lora_rank {rank}")
     if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed_config import load_deepspeed
+        from llm_fp8.distributed.deepspeed import load_deepspeed
 
         load_deepspeed(f"--sharding_mode {mode}")
     if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
