@@ -8,7 +8,6 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
-from llm_fp8.observability.reporter import accelerator_tracking
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -31,7 +30,6 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
         # Otherwise it would divide by a number of steps that it finds in the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **arguments,
-        **accelerator_tracking(config),
     )
 
 

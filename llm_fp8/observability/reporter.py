@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
@@ -30,15 +29,6 @@ from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.tracker_labels import flattened, run_labels
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
-
-
-def accelerator_tracking(config: Config) -> dict[str, Any]:
-    """The arguments of `Accelerator(...)` for trackers: `log_with` and `project_config`."""
-    folder = str(config.run.output_dir)
-    return {
-        "log_with": "wandb" if config.run.use_wandb else None,
-        "project_config": ProjectConfiguration(project_dir=folder, logging_dir=folder),
-    }
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
@@ -65,7 +55,7 @@ def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
 
 class RunReporter:
     """Reports the numbers of one run; every rank makes one. A context manager that closes the files and, after a normal
-    end, the tracker: after an error its exit hook shows the run as crashed.
+    end, the W&B run: after an error W&B's exit hook shows it as crashed.
     """
 
     def __init__(
@@ -76,18 +66,17 @@ class RunReporter:
         resume_step: int = 0,
         evaluates_again: bool = False,
     ) -> None:
-        """Open the files in `config.run.output_dir`; `start_trackers` starts W&B.
-
-        `accelerator` was made with `**accelerator_tracking(config)`. `resume_step` is the checkpoint's step; at 0
-        metrics.jsonl begins anew. `evaluates_again`: the evaluation after that step is repeated.
+        """Open the files in `config.run.output_dir`; `start_wandb` starts W&B. `resume_step` is the checkpoint's step;
+        at 0 metrics.jsonl begins anew. `evaluates_again`: the evaluation after that step is repeated.
         """
-        self._accelerator = accelerator
+        self._is_main = accelerator.is_main_process
+        self._wandb: Any = None  # the W&B run
         self._config = config
         self._resume_step = self._last_step = resume_step
         self._folder = Path(str(config.run.output_dir))
         self._total_steps = total_steps
         self._known_step = 0  # the last one that an earlier start reported
-        if not accelerator.is_main_process:
+        if not self._is_main:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
@@ -98,31 +87,32 @@ class RunReporter:
         self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
-    def start_trackers(self, record: dict[str, Any]) -> None:
+    def start_wandb(self, record: dict[str, Any]) -> None:
         """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start. The W&B
         configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`.
         """
-        if not self._accelerator.is_main_process or not self._accelerator.log_with:
-            return
         options = self._config.run
-        arguments = {
-            "dir": str(self._folder),
-            "name": options.wandb_run_name,
-            "group": os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
-            "job_type": "train",
-            **self._wandb_run(),
-        }
-        with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
-            self._accelerator.init_trackers(options.wandb_project, init_kwargs={"wandb": arguments})
+        if not self._is_main or not options.use_wandb:
+            return
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
-        for tracker in self._accelerator.trackers:
-            tracker.store_init_configuration(stored)
-            for axis in ("step", "tokens_seen"):
-                tracker.tracker.define_metric(axis)
-            tracker.tracker.define_metric("*", step_metric="step")
+        with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
+            import wandb
 
-    def _wandb_run(self) -> dict[str, str]:
+            self._wandb = wandb.init(
+                project=options.wandb_project,
+                dir=str(self._folder),
+                name=options.wandb_run_name,
+                group=os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
+                job_type="train",
+                **self._identity(),
+            )
+        self._wandb.config.update(stored, allow_val_change=True)  # a resumed run may have other options
+        for axis in ("step", "tokens_seen"):
+            self._wandb.define_metric(axis)
+        self._wandb.define_metric("*", step_metric="step")
+
+    def _identity(self) -> dict[str, Any]:
         """Which W&B run this start belongs to: the `id` in wandb_run.json where the training is resumed, else a new
         one (or WANDB_RUN_ID of the environment).
         """
@@ -138,7 +128,7 @@ class RunReporter:
 
     def steps(self, records: list[dict[str, float]]) -> None:
         """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""
-        if not self._accelerator.is_main_process:
+        if not self._is_main:
             return
         for record in records:
             assert record["step"] > self._last_step, f"step {record['step']} comes after step {self._last_step}"
@@ -148,7 +138,7 @@ class RunReporter:
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
-        if self._accelerator.is_main_process:
+        if self._is_main:
             assert record["step"] == self._last_step
             self._write(record)
             self._display.evaluation(record)
@@ -158,17 +148,17 @@ class RunReporter:
         self._file.write(json_line(record))
         # An evaluation is a row of its own on W&B; one that was put off, or is repeated, is of the checkpoint's step.
         if record["step"] > self._known_step - ("eval_loss" in record):
-            for tracker in self._accelerator.trackers:
-                tracker.log(record)
+            if self._wandb is not None:
+                self._wandb.log(record)
 
     def print(self, text: str) -> None:
-        if self._accelerator.is_main_process:
+        if self._is_main:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
         """Put entries of the summary on W&B, where they survive if the run is killed."""
-        for tracker in self._accelerator.trackers:
-            tracker.tracker.summary.update(tracked_summary(summary))
+        if self._wandb is not None:
+            self._wandb.summary.update(tracked_summary(summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
@@ -183,7 +173,7 @@ class RunReporter:
             **next(({"energy_j": step["energy_j"]} for step in reversed(steps) if "energy_j" in step), {}),
             **summary,
         }
-        if self._accelerator.is_main_process:
+        if self._is_main:
             write_json_atomic(self._folder / "summary.json", full)
             self.track(full)
         return full
@@ -199,7 +189,7 @@ class RunReporter:
         """The lines of metrics.jsonl, those of earlier processes included; none on other processes than the main one.
         Kept in memory they would grow with the run.
         """
-        if self._accelerator.is_main_process:
+        if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)
             self._file.seek(0, os.SEEK_END)
@@ -208,9 +198,8 @@ class RunReporter:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if self._accelerator.is_main_process:
+        if self._is_main:
             self._display.close()
             self._file.close()
-        if error_type is None:
-            for tracker in self._accelerator.trackers:
-                tracker.finish()
+        if error_type is None and self._wandb is not None:
+            self._wandb.finish()

@@ -34,7 +34,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(loop: TrainingLoop) -> None:
-    """Write run.json and start the trackers with it.
+    """Write run.json and start W&B with it.
 
     A run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`.
     """
@@ -75,7 +75,7 @@ def record_run(loop: TrainingLoop) -> None:
         write_json_atomic(path, {**first, "resumes": [*first.get("resumes", []), resume]})
     else:
         write_json_atomic(path, record)
-    loop.reporter.start_trackers(record)
+    loop.reporter.start_wandb(record)
 
 
 def export_final(

@@ -29,13 +29,3 @@ def test_chosen_layers_are_computed_twice_with_the_same_gradients(every, expecte
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert calls == [3, expected]
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
-
-
-def test_nothing_is_recomputed_in_evaluation():
-    model = AutoModelForCausalLM.from_config(tiny_config()).eval()
-    enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=False)
-    count = []
-    decoder_layers(model)[0].mlp.register_forward_pre_hook(lambda *_: count.append(1))
-    with torch.no_grad():
-        model(torch.arange(3, 35)[None])
-    assert count == [1]

@@ -113,9 +113,6 @@ def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
     assert len({part.num_real_tokens for part in parts}) > 1  # a share of its own, not an equal one
 
 
-# --- collate and pack -------------------------------------------------------------------------------------------------
-
-
 # --- loss and gradients -----------------------------------------------------------------------------------------------
 
 
@@ -197,6 +194,3 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(layout: str, size: int)
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(split_gradients[name], gradient, rtol=1e-9, atol=1e-10, msg=name)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------

@@ -300,6 +300,3 @@ def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
         assert result["gathered"].count(elements + 2 * bias) == gathers * (NUM_LAYERS - 1)
         assert result["gathered"].count(2 * elements + 2 * bias) == gathers
     assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_whole()[0], rel=5e-2)
-
-
-# --- Numbers ----------------------------------------------------------------------------------------------------------

@@ -123,24 +123,18 @@ def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):
     assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole[3:]], rel=1e-3)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize(
-    "options", [["--use_te"], ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"], ["--packing"]]
-)
+THREE_PRECISIONS = ("bf16", "delayed", "current")
+ADAPTERS = [
+    *((mode, precision, ["--use_te"]) for mode in ("ddp", "fsdp_full") for precision in THREE_PRECISIONS),
+    # Its unsharded weights, whose casts are kept for the whole run, are gathered anew in every step.
+    *(("fsdp_grad", precision, ["--use_te"]) for precision in ("delayed", "current")),
+    ("fsdp_full", "delayed", ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"]),
+    ("ddp", "current", ["--packing"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "precision", "options"), ADAPTERS)
 def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
-    check_adapters(mode, precision, options, models, single_gpu, tmp_path, record_property)
-
-
-@pytest.mark.parametrize("precision", ["delayed", "current"])
-def test_adapters_where_casts_of_frozen_weights_are_kept_for_the_whole_run(
-    precision, models, single_gpu, tmp_path, record_property
-):
-    """In `fsdp_grad`, whose unsharded weights are gathered anew in every step."""
-    check_adapters("fsdp_grad", precision, ["--use_te"], models, single_gpu, tmp_path, record_property)
-
-
-def check_adapters(mode, precision, options, models, single_gpu, tmp_path, record_property) -> None:
     from safetensors.torch import load_file
 
     # At 1e-2 the loss leaps at the fourth step, and by how much is an accident of rounding.

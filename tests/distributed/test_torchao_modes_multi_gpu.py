@@ -53,13 +53,3 @@ def test_two_gpus_take_the_steps_of_one(mode, scenario, options, models, single_
     assert certificate["num_expected_fp8_gemm_kernels"] == num_gemms * 7 * num_layers * MICRO_BATCHES
     assert "recompile_limit" not in log
     assert (tmp_path / "two" / "final" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("gather", [[], ["--fp8_params"]], ids=["bf16", "fp8"])
-def test_a_resumed_run_goes_on(gather, models, tmp_path):
-    common = [*FP8, "--sharding_mode=fsdp_full", *gather, "--save_every=3", "--save_total_limit=9"]
-    whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]
-    checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"
-    resumed = train(2, tmp_path / "resumed", models["llama3_rope_gqa"], *common, f"--resume_from={checkpoint}")[0]
-    assert [r["step"] for r in resumed] == [4, 5, 6]
-    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole[3:]], rel=1e-3)

@@ -23,8 +23,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.parity import relative_difference
 from tests.support import stand_in_te
-from tests.support.reference import NUM_ROWS, NUM_STEPS, compare_with_reference
-from tests.support.small import forget_accelerator, tiny_config, write_rows
+from tests.support.small import forget_accelerator, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -157,16 +156,3 @@ def test_frozen_weights_are_left_alone(fused):
     assert found[0].keys() == found[1].keys() and not any("fc1" in name for name in found[0])
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "accumulation", "more"),
-    [(16, 1, []), (2, 4, ["--packing"]), (4, 4, ["--gradient_checkpointing", "--no_packing"])],
-)
-def test_a_run_is_the_reference(tmp_path, tiny_model, batch_size, accumulation, more, fused):
-    """Losses, norms, clipped updates and weights of Hugging Face's model in a plain loop."""
-    rows = write_rows(tmp_path / "rows.jsonl", NUM_ROWS)
-    cut = ["--use_te", f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", *more]
-    compare_with_reference(tmp_path / "run", tiny_model, rows, False, *cut)
-    layers = tiny_config().num_hidden_layers
-    assert sum(fused.values()) == WEIGHTS_OF_LAYER * layers * (accumulation - 1) * NUM_STEPS

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim import adamw_update
 from llm_fp8.optim.adamw import EightBitAdamW
 from llm_fp8.optim.adamw_8bit_codes import (
     CODE_BLOCK,
@@ -20,10 +18,6 @@ from llm_fp8.optim.adamw_8bit_codes import (
     rounding_bits,
     rounding_key,
 )
-from llm_fp8.optim.optimizers import build_optimizer
-from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.optim.state import optimizer_tensors
-from tests.support.optimizer_state import take_over
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -178,22 +172,6 @@ def test_a_step_is_torchaos():
     assert (ulps > 0.5).float().mean().item() == pytest.approx(their_share, abs=0.04)
 
 
-@pytest.mark.slow
-def test_chunks_do_not_show(monkeypatch):
-    whole, optimizer = make()
-    train(whole, optimizer, range(3))
-    monkeypatch.setattr(adamw_update, "CHUNK_ELEMENTS", 2 * CODE_BLOCK)
-    in_parts, other = make()
-    train(in_parts, other, range(3))
-    assert all(torch.equal(whole[name], in_parts[name]) for name in whole)
-    pairs = zip(
-        optimizer_tensors(optimizer, whole.items()).items(),
-        optimizer_tensors(other, in_parts.items()).values(),
-        strict=True,
-    )
-    assert all(torch.equal(tensor, its) for (_, tensor), its in pairs)
-
-
 def test_rows_that_are_seldom_seen_move_as_under_fp32_adamw():
     """An embedding's rows in one block, some of them with small gradients now and then beside large ones."""
     generator = torch.Generator().manual_seed(0)
@@ -227,28 +205,3 @@ def test_all_ranks_round_alike_and_other_seeds_otherwise():
         ends.append(parameters)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in SHAPES)
     assert not torch.equal(ends[0]["codes"], ends[2]["codes"])
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
-    config = OptimConfig(learning_rate=1e-3, lr_scheduler="linear", seed=3)
-
-    def start():
-        parameters, _ = make()
-        return parameters, build_optimizer(config, "adamw_8bit", parameters.items())
-
-    def run(parameters, optimizer, steps):
-        scheduler = build_scheduler(optimizer, config, total_steps=40, completed_steps=steps.start)
-        for step in steps:
-            train(parameters, optimizer, [step])
-            scheduler.step()
-
-    whole, whole_optimizer = start()
-    run(whole, whole_optimizer, range(5))
-    resumed, resumed_optimizer = start()
-    take_over(resumed_optimizer, resumed.items(), whole_optimizer, whole.items())
-    run(whole, whole_optimizer, range(5, 10))
-    run(resumed, resumed_optimizer, range(5, 10))
-    assert all(torch.equal(whole[name], resumed[name]) for name in SHAPES)
-    ends = [optimizer_tensors(o, p.items()) for o, p in ((whole_optimizer, whole), (resumed_optimizer, resumed))]
-    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -143,13 +143,3 @@ def test_gradient_scale_is_scaling_beforehand_and_serves_one_step(dtype, factor)
         assert torch.equal(folded.grad, before) and optimizers[0].gradient_scale is None
         assert torch.equal(master_of(optimizers[0], folded), master_of(optimizers[1], scaled))
         assert torch.equal(optimizers[0].state[folded]["exp_avg_sq"], optimizers[1].state[scaled]["exp_avg_sq"])
-
-
-def test_a_gradient_of_any_strides():
-    straight, transposed = matrix(torch.bfloat16), matrix(torch.bfloat16)
-    set_gradient(straight, 0)
-    transposed.grad = straight.grad.t().contiguous().t()
-    assert not transposed.grad.is_contiguous()
-    for parameter in (straight, transposed):
-        MasterAdamW([parameter], lr=1e-2).step()
-    assert torch.equal(straight, transposed)

@@ -105,22 +105,6 @@ def test_any_magnitude_and_gradients_that_are_not_finite(dtype):
     assert ours[0][:3].isnan().all()
 
 
-def test_a_new_learning_rate_compiles_nothing(monkeypatch):
-    triton = pytest.importorskip("triton")
-    tensors = make_tensors((4096,), torch.bfloat16)
-    scale = torch.tensor(0.5, device="cuda")
-    update_by_kernel(*tensors, scale, coefficients_of(1))
-    compiled = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kwargs: compiled.append(kwargs["repr"]))
-    for step in range(2, 20):
-        update_by_kernel(*tensors, scale, coefficients_of(step))
-    update_by_kernel(*tensors, scale, Coefficients.of_step(20, lr=0.0, betas=(0.5, 0.0), eps=1.0, weight_decay=0.0))
-    assert compiled == []
-    tensors[3] = tensors[3].float()
-    update_by_kernel(*tensors, scale, coefficients_of(21))
-    assert compiled, "the hook sees what is compiled"
-
-
 # --- EightBitAdamW ----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability.reporter import RunReporter, accelerator_tracking
+from llm_fp8.observability.reporter import RunReporter
 
 RUN_SECTIONS = {
     "precision": {
@@ -51,7 +51,7 @@ def a_config(folder: Path, *arguments: str) -> Config:
 
 
 def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
-    accelerator = Accelerator(cpu=True, **accelerator_tracking(config))
+    accelerator = Accelerator(cpu=True)
     reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS)
-    reporter.start_trackers({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
+    reporter.start_wandb({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     return reporter
