@@ -14,11 +14,12 @@ Forms of rows by their columns, the first that fits:
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 
 ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
@@ -70,10 +71,9 @@ def detect_columns(
         if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS.get(form, ())}:
             return form
     understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
-    using = f", and no form that uses all of --columns ({', '.join(mapped)}) fits them" if mapped else ""
     raise UserError(
-        f"{of} has the columns {', '.join(columns)}{using}; understood are: {understood}. --columns says which column "
-        "stands for which, as in problem=question,generated_solution=answer."
+        f"{of} has the columns {', '.join(columns)}; understood are: {understood}. --columns says which column stands "
+        "for which, as in problem=question,generated_solution=answer, and all that it names are used."
     )
 
 
@@ -112,41 +112,31 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     value = row[column]
     if value is None:
         return ""
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    if isinstance(value, (str, int, float)):
         return str(value)
-    raise UserError(
-        f"--dataset_name: the column '{column}' must hold text, and a row has {shown(value)}; conversations belong in "
-        "'messages'."
-    )
+    raise UserError(f"--dataset_name: the column '{column}' must hold text, and a row has {shown(value)}.")
 
 
 def shown(value: Any) -> str:
     """The beginning of a value, for an error message."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
 def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
     """The row's messages, each with `role` and `content`, both text; a tool call needs no content."""
-    column, messages = COLUMNS[form][0], []
-    found = row[column] or []
-    for message in found if isinstance(found, list) else [found]:
-        turn = _without_none(message)
-        if isinstance(turn, dict) and form == "sharegpt" and "from" in turn:
-            turn = {"role": SHAREGPT_ROLES.get(str(turn["from"])), "content": turn.get("value", "")}
-            if turn["role"] is None:
-                raise UserError(
-                    f"--dataset_name: a message in 'conversations' is from {shown(message['from'])}; understood are "
-                    f"{', '.join(SHAREGPT_ROLES)}."
-                )
-        turn = {"content": "", **turn} if isinstance(turn, dict) else {}
-        if not isinstance(found, list) or not all(isinstance(turn.get(name), str) for name in ("role", "content")):
+    column = COLUMNS[form][0]
+    messages = []
+    for message in row[column] or []:
+        turn = {"content": "", **_without_none(message)} if isinstance(message, Mapping) else {}
+        if form == "sharegpt" and "from" in turn:
+            turn = {"role": SHAREGPT_ROLES.get(turn["from"]), "content": turn.get("value", "")}
+        whole = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        if not whole or turn.get("weight", 1) not in (0, 1):
             raise UserError(
-                f"--dataset_name: '{column}' must be a list of messages with 'role' and 'content', both text; a row "
+                f"--dataset_name: '{column}' must be a list of messages with 'role' and 'content', both text, and a "
+                f"'weight' of 0 or 1 or none (ShareGPT: 'value' and 'from', one of {', '.join(SHAREGPT_ROLES)}); a row "
                 f"has {shown(message)}."
             )
-        if turn.get("weight", 1) not in (0, 1):
-            raise UserError(f"--dataset_name: a message has the weight {shown(turn['weight'])}; give 0 or 1, or none.")
         messages.append(turn)
     return messages
 
@@ -159,15 +149,10 @@ def _is_learnt(message: Mapping[str, Any]) -> bool:
 def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """The column `tools`: a list of JSON schemas, or its JSON text."""
     tools = row.get("tools")
-    try:
-        tools = _without_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"--dataset_name: a row's 'tools' is neither a list nor the JSON text of one: {error}"
-        ) from error
-    if tools and not isinstance(tools, list):
-        raise UserError(f"--dataset_name: a row's 'tools' is a {type(tools).__name__}; it must be a list.")
-    return tools or None
+    if isinstance(tools, str) and tools.strip():
+        with reading("--dataset_name", shown(tools), "a row's 'tools'", "Give a list, or the JSON text of one."):
+            tools = json.loads(tools)
+    return _without_none(tools) or None
 
 
 def _without_none(value: Any) -> Any:

@@ -58,8 +58,6 @@ def test_outcomes(tokenizer: PreTrainedTokenizerBase) -> None:
     assert document.input_ids.dtype == "int64" and document.supervised.dtype == "bool" and document.row_id == 0
     assert tokenizer.decode(document.input_ids[document.supervised]) == "The answer is \\boxed{56}.<|eos|>"
     assert (length, tokenised["num_supervised"][0]) == (len(document.input_ids), document.supervised.sum())
-    with pytest.raises(ValueError, match="not in the order of its table"):
-        document_reader(tokenised.select([2, 0]))
 
 
 def test_a_second_run_reads_the_cache(
