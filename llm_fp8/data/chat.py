@@ -16,7 +16,6 @@ sides are tokenised separately.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -40,6 +39,8 @@ FORMAT_VERSION = 6
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
+"""Some generation prompts end so (Qwen3.5's)."""
 _THINK_TAGS = re.compile("</?think>")
 _SHOWN_ENTRIES = ("content", "reasoning_content", "reasoning", "thinking")
 """Entries of an assistant's message whose text a template has to show."""
@@ -79,16 +80,6 @@ def encode_batch(
         encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
     documents = [_end_with_eos(each, tokenizer) for each in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
-
-
-def describe_prompt_form(form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> str:
-    """How rows of this form are shown to the model, for the log."""
-    if form in AS_THEY_STAND:
-        return "text as it stands" if form == "text" else "prompt and completion as they stand"
-    if tokenizer.chat_template is not None:
-        dated = f", for which it is {TEMPLATE_DATE}" if "strftime_now" in str(tokenizer.chat_template) else ""
-        return f"the tokenizer's chat template{dated}"
-    return repr(PLAIN_TURN if form in CONVERSATIONS else PROMPT_FORM) + " (the tokenizer has no chat template)"
 
 
 def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
@@ -131,8 +122,7 @@ def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase)
     for name, there in (("tools", conversation.tools), ("tool_calls", calls)):
         if there and name not in str(tokenizer.chat_template or ""):
             raise UserError(
-                f"--dataset_name: a conversation has '{name}', and the tokenizer has no chat template that shows them; "
-                "give a model with one that does, or leave such conversations out."
+                f"--dataset_name: a conversation has '{name}', which the model's chat template never shows."
             )
 
 
@@ -142,14 +132,13 @@ def _check_shown(message: Mapping[str, Any], shown: str) -> None:
     all reasoning.
     """
     for name in _SHOWN_ENTRIES:
-        text = message.get(name)
         # Some templates write white space of their own around the tags.
-        for part in _THINK_TAGS.split(text) if isinstance(text, str) else ():
+        for part in _THINK_TAGS.split(str(message.get(name, ""))):
             if part.strip() not in shown:
                 raise UserError(
-                    f"--dataset_name: an assistant's message has {repr_of(part.strip())} in '{name}', and the "
-                    "tokenizer has no chat template that shows it, so it would not be learnt; correct "
-                    "chat_template.jinja, give a model that has one, or take such text out of the messages."
+                    f"--dataset_name: an assistant's message has {repr_of(part.strip())} in '{name}', which the "
+                    "model's chat template does not show; correct chat_template.jinja, or take such "
+                    "text out of the messages."
                 )
 
 
@@ -207,74 +196,45 @@ def _apply_template(
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
     """Where in `text` each learnt turn stands: from the end of its generation prompt to the end of the turn.
 
-    Some templates (Qwen3's, which shows the reasoning since the last question only) render a turn differently once
-    another question follows. What stands before a turn is then compared from the end of the turn before it; its own end
-    is found by its answer, or its calls, and all that the template closes it with.
+    The conversation is rendered up to each turn, and that has to stand in `text`, from the beginning or from the end of
+    the turn before. Only reasoning may be missing there: some templates (Qwen3's) show it until the next question.
     """
-    seen, eos = ("", 0), str(tokenizer.eos_token)  # the conversation up to the last turn, and where that ends in `text`
+    seen, end = "", 0  # the conversation up to the last turn, and where that ends in `text`
     for turn in conversation.learnt_turns():
         message = conversation.messages[turn]
-        until = _apply_template(tokenizer, conversation.until(turn + 1))
-        if not text.startswith(until):
-            until = until.removesuffix(eos)  # Phi-3's has one after the last turn
+        # Phi-3's template has an EOS after the last turn.
+        until = _apply_template(tokenizer, conversation.until(turn + 1)).removesuffix(str(tokenizer.eos_token))
         if turn:
             before = _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
-            told = before if text.startswith(before) else _apply_template(tokenizer, conversation.until(turn))
         else:  # templates have no prompt for a first turn: it begins with its content
-            before = told = until[: until.rfind(message["content"].strip() or until)]
-        _check_shown(message, until.removeprefix(before) if turn else until)
-        begin, shown = _begin(text, before, until, told.removesuffix(eos), seen)
-        end = _end(text, begin, until, shown, message)
-        yield begin, end
-        seen = until, end
-
-
-def _begin(text: str, before: str, until: str, told: str, seen: tuple[str, int]) -> tuple[int, int]:
-    """Where in `text` a turn begins, and how much of `before`, what stands before it while it is the last, is shown
-    there: at least `told`, which is that without the generation prompt.
-    """
-    for same, at in (("", 0), seen):
-        shown = len(same) + len(os.path.commonprefix([before[len(same) :], text[at:]]))
-        if shown < len(before):
-            # Qwen3.5's prompt ends with a line "<think>", which it shows in the last turns only.
-            shown = before.rfind("\n", 0, shown) + 1
-        if until.startswith(before) and before.startswith(same) and shown >= len(told):
-            return at + shown - len(same), shown
-    raise _changed(until if text.startswith(until) else text, before)
-
-
-def _end(text: str, begin: int, until: str, shown: int, message: Mapping[str, Any]) -> int:
-    """Where in `text` the turn ends that begins at `begin`, and after `shown` characters of `until`, which ends with
-    it.
-    """
-    answer = message["content"].rpartition("</think>")[2].strip()  # its reasoning may be shown no more
-    calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
-    last = min(map(until.rfind, [answer] if answer else [str(call.get("name")) for call in calls]), default=-1)
-    for start in range(shown, 1 + max(shown, last)):
-        if text.startswith(until[start:], begin):
-            return begin + len(until) - start
-    raise _changed(text[begin:], until[shown:])
-
-
-def _changed(text: str, first: str) -> UserError:
-    """The error where `text` shows in another way what was first shown as `first`."""
-    shared = len(os.path.commonprefix([first, text]))
-    return UserError(
-        "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on (after "
-        f"{text[max(0, shared - 30) : shared]!r} first {repr_of(first[shared:])}, later {repr_of(text[shared:])}), so "
-        "its assistant turns cannot be told apart; mark them with {% generation %} blocks in chat_template.jinja, or "
-        "give the data as prompt and completion, which no template touches."
-    )
+            before = until[: until.rfind(message["content"].strip() or until)]
+        shown = until.removeprefix(before)
+        _check_shown(message, shown if turn else until)
+        begins = [
+            at + len(prompt) - len(same)
+            for prompt in (before, _OPEN_THINKING.sub("", before))
+            for same, at in (("", 0), (seen, end))
+            if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
+        ]
+        answer = message["content"].rpartition("</think>")[2].strip()
+        parts = (shown[start:] for start in range(shown.rfind(answer) + 1))
+        spans = ((begin, begin + len(part)) for part in parts for begin in begins if text.startswith(part, begin))
+        span = next(spans, None)
+        if span is None or not until.startswith(before):
+            raise UserError(
+                "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on: "
+                f"while it is the last, an assistant's turn is {repr_of(shown)}, and later there is no such turn. Mark "
+                "turns with {% generation %} blocks in chat_template.jinja, or give conversations of one question."
+            )
+        yield span
+        seen, end = until, span[1]
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text with nothing added."""
     if not texts:  # transformers 5.23 fails: of a mix of streams a chunk may have no row of one dataset
         return []
-    output = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )
-    return cast("list[list[int]]", output["input_ids"])
+    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -290,8 +250,7 @@ def _encode_marked(conversation: Conversation, tokenizer: PreTrainedTokenizerBas
     _check_tools(conversation, tokenizer)
     if any(message.get("weight") == 0 for message in conversation.messages):
         raise UserError(
-            "--dataset_name: a message has the weight 0, and the tokenizer's chat template itself marks what is "
-            "supervised ({% generation %}); take these blocks out of the template, or leave such conversations out."
+            "--dataset_name: a message has the weight 0, and the chat template itself marks what is learnt."
         )
     conversation = _with_arguments(conversation, tokenizer)
     for turn in conversation.learnt_turns():

@@ -95,13 +95,22 @@ def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class PackedCollate:
-    """Sequences of documents -> packed `Batch` [1, batch_size * max_seq_length] for `context_size` ranks."""
+class _Collate:
+    """What both layouts share. `context_size` ranks take a slice of every sequence."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
     context_size: int = 1
+
+    def _unused(self, *shape: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Ids and labels of unused positions, and False for each."""
+        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        return ids, np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape, dtype=bool)
+
+
+class PackedCollate(_Collate):
+    """Sequences of documents -> packed `Batch` [1, batch_size * max_seq_length]."""
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
         """Raises `ValueError` for a sequence or a batch that is too long."""
@@ -109,9 +118,7 @@ class PackedCollate:
             raise ValueError(f"{len(sequences)} sequences do not fit a batch of {self.batch_size}")
         total = self.batch_size * self.max_seq_length
         multiple = document_multiple(self.context_size)
-        input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
-        labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
-        real = np.zeros(total, dtype=bool)
+        input_ids, labels, real = self._unused(1, total)
         bounds = [0]
         for index in range(self.batch_size):
             end_of_sequence = (index + 1) * self.max_seq_length
@@ -121,19 +128,19 @@ class PackedCollate:
                 if padded_end > end_of_sequence:
                     row_ids = [document.row_id for document in sequences[index]]
                     raise ValueError(f"a sequence of more than {self.max_seq_length} tokens: dataset rows {row_ids}")
-                input_ids[start:end] = document.input_ids
-                labels[start:end] = shifted_labels(document)
-                real[start:end] = True
+                input_ids[0, start:end] = document.input_ids
+                labels[0, start:end] = shifted_labels(document)
+                real[0, start:end] = True
                 bounds.append(padded_end)
             if bounds[-1] < end_of_sequence:
                 bounds.append(end_of_sequence)
         lengths = np.diff(bounds)
         position_ids = np.arange(total) - np.repeat(bounds[:-1], lengths)
         return Batch(
-            input_ids=torch.from_numpy(input_ids).view(1, total),
-            labels=torch.from_numpy(labels).view(1, total),
+            input_ids=torch.from_numpy(input_ids),
+            labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(position_ids).view(1, total),
-            attention_mask=torch.from_numpy(real).view(1, total) if self.context_size > 1 else None,
+            attention_mask=torch.from_numpy(real) if self.context_size > 1 else None,
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
             max_seqlen=self.max_seq_length,
             num_tokens=total,
@@ -144,14 +151,8 @@ class PackedCollate:
         )
 
 
-@dataclass(frozen=True)
-class PaddedCollate:
+class PaddedCollate(_Collate):
     """Sequences of one document each -> padded `Batch` [batch_size, S]."""
-
-    batch_size: int
-    max_seq_length: int
-    pad_token_id: int
-    context_size: int = 1
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
         """Raises `ValueError` for two documents in a sequence, one too long, or too many sequences."""
@@ -163,9 +164,7 @@ class PaddedCollate:
             raise ValueError(f"a document of {longest} tokens does not fit {self.max_seq_length}")
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
         width = min(-(-longest // multiple) * multiple, self.max_seq_length)
-        input_ids = np.full((self.batch_size, width), self.pad_token_id, dtype=np.int64)
-        labels = np.full((self.batch_size, width), IGNORE_INDEX, dtype=np.int64)
-        attention_mask = np.zeros((self.batch_size, width), dtype=bool)
+        input_ids, labels, attention_mask = self._unused(self.batch_size, width)
         if self.context_size == 1:  # else attention ignores the mask, which tells real tokens
             attention_mask[len(documents) :, 0] = True
         for index, document in enumerate(documents):

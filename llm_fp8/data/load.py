@@ -124,29 +124,21 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
         wanted, _, config = name.rpartition(":")
     path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).resolve()
     source = DatasetSource(name, wanted, config=config, flag=flag)
-    if path.is_file() or glob.has_magic(wanted) and not path.exists():
-        return _files(source, wanted)
+    named = path.is_file() or glob.has_magic(wanted) and not path.exists()
     if path.is_dir():
         source = dataclasses.replace(source, path=str(path))
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved(source)
-    elif wanted.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or wanted.count("/") > 1:
+    elif named and path.suffix not in FILE_BUILDERS:
+        raise UserError(f"{flag} {name}: give files of one kind: {', '.join(FILE_BUILDERS)}.")
+    elif not named and (wanted.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or wanted.count("/") > 1):
         raise UserError(f"{flag} {name}: no such file or folder.")
     advice = "If it is on the hub and gated, use 'hf auth login' and accept its terms; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
+        if named:
+            files = {"train": glob.escape(str(path)) if path.is_file() else str(Path(wanted).expanduser())}
+            return _of_builder(dataclasses.replace(source, path=FILE_BUILDERS[path.suffix]), data_files=files)
         return _of_builder(source) if path.is_dir() else _of_hub(source)
-
-
-def _files(source: DatasetSource, pattern: str) -> DatasetSource:
-    """A file, or all files that match a pattern, sorted, once where a link to one matches too."""
-    path = Path(pattern).expanduser()
-    matches = [path] if path.is_file() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-    files = list(dict.fromkeys(str(match.resolve()) for match in matches if match.is_file()))
-    kinds = {Path(file).suffix for file in files}
-    if len(kinds) != 1 or not kinds <= FILE_BUILDERS.keys():
-        found = f"names {', '.join(sorted(kinds))} files" if files else "matches no file"
-        raise UserError(f"{source.flag} {source.name} {found}; give files of one kind: {', '.join(FILE_BUILDERS)}.")
-    return dataclasses.replace(source, path=FILE_BUILDERS[kinds.pop()], files={"train": files})
 
 
 def _saved(source: DatasetSource) -> DatasetSource:
@@ -178,6 +170,8 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
     files = {str(split): list(map(_in_repository, found)) for split, found in builder.config.data_files.items()}
+    if not any(files.values()):
+        raise FileNotFoundError("no file matches")
     return dataclasses.replace(source, files=files)
 
 

@@ -23,7 +23,6 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
-from llm_fp8.data.chat import describe_prompt_form
 from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import SourceSplit, find_splits, load_split, open_split_stream, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
@@ -99,8 +98,7 @@ def prepare_data(
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        train, evaluation = find_splits(data)
-        job = _Job(config, tokenizer, train, evaluation, _shares_of(data.weights, len(train)))
+        job = _Job(config, tokenizer)
         made = _prepare_stream(job) if data.streaming else _prepare_map(job)
     share = Share(rank, world_size)
     steps = TrainLoader(made.train, collate, data.batch_size, config.optim.gradient_accumulation_steps, share)
@@ -118,18 +116,6 @@ def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> s
     return text
 
 
-def _shares_of(weights: Sequence[float] | None, num_datasets: int) -> list[float] | None:
-    """The weights as shares of 1; `UserError` where their number is not that of the datasets."""
-    if weights is None:
-        return None
-    if len(weights) != num_datasets or num_datasets == 1:
-        raise UserError(
-            f"--dataset_weights has {len(weights)} numbers for the {num_datasets} datasets of --dataset_name; give "
-            "several datasets, separated by commas, and a weight for each."
-        )
-    return [weight / sum(weights) for weight in weights]
-
-
 class _Made(NamedTuple):
     """What becomes of the data of a run before it is cut into batches."""
 
@@ -142,25 +128,29 @@ class _Made(NamedTuple):
     description: str
 
 
-@dataclass(frozen=True)
 class _Job:
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    train: list[SourceSplit]
-    evaluation: list[SourceSplit]
-    """What to evaluate on; empty where a share of the training problems is held out."""
-    shares: list[float] | None
-    """The datasets' shares in what is trained on; None where each is taken whole."""
+    """What is asked for: the configuration, the datasets' splits, and their shares in what is trained on."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.train, self.evaluation = find_splits(config.data)
+        """The latter is empty where a share of the training problems is held out."""
+        weights, num_datasets = config.data.weights, len(self.train)
+        if weights is not None and (len(weights) != num_datasets or num_datasets == 1):
+            raise UserError(
+                f"--dataset_weights has {len(weights)} numbers for the {num_datasets} datasets of --dataset_name; give "
+                "several datasets, separated by commas, and a weight for each."
+            )
+        self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
+        """None where each dataset is taken whole."""
 
     def options(self, parts: Sequence[SourceSplit], columns: Sequence[Sequence[str]]) -> list[TokeniseOptions]:
         """How rows of each dataset, which has these columns, are tokenised; --columns may be meant for one of them."""
         data, options = self.config.data, []
         for ours, theirs in data.column_names.items():
             if parts == self.train and not any(theirs in names for names in columns):
-                has = "; ".join(
-                    f"{s.name} has {', '.join(names)}" for (s, _), names in zip(parts, columns, strict=True)
-                )
-                raise UserError(f"--columns {ours}={theirs}: no dataset has a column '{theirs}': {has}.")
+                there = ", ".join(name for names in columns for name in names)
+                raise UserError(f"--columns {ours}={theirs}: there is no column '{theirs}' among {there}.")
         for (source, _), names in zip(parts, columns, strict=True):
             renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
             others = [name for name in names if name not in renames.values()]
@@ -177,30 +167,31 @@ class _Job:
         packed = pack(np.asarray(lengths, dtype=np.int64)[chosen], self.config.data.max_seq_length, multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
-    def named(self, parts: Sequence[SourceSplit]) -> str:
-        """The splits, with their dataset's name where that is not all of --dataset_name."""
-        name = self.config.data.dataset_name
-        return " + ".join(f"split {split}" + (f" of {s.name}" if s.name != name else "") for s, split in parts)
-
-    def nothing(self, parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
-        source = parts[0][0]
-        return UserError(f"{source.flag} {source.name}: no row of {self.named(parts)} can be {what}: {why}.")
-
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
         multiple = document_multiple(self.config.parallel.context_parallel_size)
         content = [*parts, self.config.packing, self.config.optim.seed, multiple]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def describe(self, options: Sequence[TokeniseOptions], taken: Sequence[str], eval_from: str) -> str:
+    def describe(self, taken: Sequence[str], eval_from: str) -> str:
         """Lines about the origin of the data; `taken` says how much of each dataset is trained on."""
-        data, kind = self.config.data, "packed" if self.config.packing else "padded"
-        forms = "; ".join(dict.fromkeys(describe_prompt_form(each.form, self.tokenizer) for each in options))
-        parts = [f"\n  {s.name}, split {split}: {n}" for (s, split), n in zip(self.train, taken, strict=True)]
-        return (
-            f"data: {data.dataset_name}, {self.named(self.train)}, evaluated on {eval_from}, {kind} sequences of "
-            f"{data.max_seq_length} tokens\n  prompt form: {forms}{''.join(parts) if len(parts) > 1 else ''}"
-        )
+        name, length = self.config.data.dataset_name, self.config.data.max_seq_length
+        kind = "packed" if self.config.packing else "padded"
+        lines = [f"data: {name}, evaluated on {eval_from}, {kind} sequences of {length} tokens"]
+        for (source, split), much in zip(self.train, taken, strict=True):
+            lines.append(f"  {source.name}, split {split}: {much}")
+        return "\n".join(lines)
+
+
+def _named(parts: Sequence[SourceSplit]) -> str:
+    return ", ".join(f"split {split} of {source.name}" for source, split in parts)
+
+
+def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
+    names, splits = (
+        ", ".join(dict.fromkeys(each)) for each in zip(*((s.name, split) for s, split in parts), strict=True)
+    )
+    return UserError(f"{parts[0][0].flag} {names}: no row of split {splits} can be {what}: {why}.")
 
 
 def _prepare_map(job: _Job) -> _Made:
@@ -214,30 +205,30 @@ def _prepare_map(job: _Job) -> _Made:
         total = min(len(dataset) / share for dataset, share in zip(whole, job.shares, strict=True))
         numbers = [max(1, round(total * share)) for share in job.shares]
         datasets = [part.select(range(min(len(part), n))) for part, n in zip(whole, numbers, strict=True)]
-    rows, options = _tokenise(job, job.train, datasets)
+    rows = _tokenise(job, job.train, datasets)
     figures, report = figures_of(rows), DataReport(data.max_seq_length)
-    used, held_out = figures["length"] > 0, np.zeros(len(rows), dtype=bool)
-    if not job.evaluation:
-        held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
-        eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
-        eval_from = f"{len(eval_set) / used.sum():.2%} of it" if len(eval_set) else "nothing"
-    else:
-        eval_rows, _ = _tokenise(job, job.evaluation, [load_split(*part) for part in job.evaluation])
+    used = figures["length"] > 0
+    if job.evaluation:
+        held_out = np.zeros(len(rows), dtype=bool)
+        eval_rows = _tokenise(job, job.evaluation, [load_split(*part) for part in job.evaluation])
         eval_figures = figures_of(eval_rows)
         eval_used = eval_figures["length"] > 0
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
-        eval_set, eval_from = np.flatnonzero(eval_used & ~seen), job.named(job.evaluation)
+        eval_set, eval_from = np.flatnonzero(eval_used & ~seen), _named(job.evaluation)
         report.num_eval_rows_seen_in_training = int(seen.sum())
         if len(eval_set) == 0:
-            why = (
-                f"{seen.sum()} of {len(eval_rows)} hold a problem that is trained on, the others are empty or too long"
-            )
-            raise job.nothing(job.evaluation, "evaluated on", why)
+            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
+            raise _nothing(job.evaluation, "evaluated on", why)
+    else:
+        held_out = used.copy()
+        held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
+        eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
+        eval_from = f"{len(eval_set)} rows held out"
     report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
-        raise job.nothing(job.train, "trained on", report.summary())
+        raise _nothing(job.train, "trained on", report.summary())
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
     identity = job.identify(content_key(figures["document_key"][train_set]))
@@ -248,45 +239,26 @@ def _prepare_map(job: _Job) -> _Made:
         eval_data=content_key(eval_figures["document_key"][eval_set]),
         report=report,
         example=read(train_set[:1].tolist())[0],
-        description=job.describe(options, taken, eval_from),
+        description=job.describe(taken, eval_from),
     )
 
 
-def _tokenise(
-    job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]
-) -> tuple[Dataset, list[TokeniseOptions]]:
-    """The tokenised rows of `datasets`, one after the other, and how each is tokenised."""
+def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> Dataset:
+    """The tokenised rows of `datasets`, one after the other."""
     options = job.options(parts, [dataset.column_names for dataset in datasets])
-    tokenised = []
+    workers, tokenised = job.config.data.preprocessing_workers, []
     for (source, _), dataset, each in zip(parts, datasets, options, strict=True):
         with reading_of(source):
-            workers = job.config.data.preprocessing_workers
             tokenised.append(tokenise(dataset, dataset.column_names, job.tokenizer, each, workers))
-    return concatenate_datasets(tokenised) if len(tokenised) > 1 else tokenised[0], options
+    return concatenate_datasets(tokenised)
 
 
 def _prepare_stream(job: _Job) -> _Made:
-    data, shares, seed = job.config.data, job.shares, job.config.optim.seed
+    data, seed = job.config.data, job.config.optim.seed
+    if len(job.train) > 1 and job.shares is None:
+        raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
     sources = [source for source, _ in job.train]
-    if len(sources) > 1 and shares is None:
-        raise UserError(
-            f"--streaming reads the datasets of --dataset_name {data.dataset_name} side by side and needs to know how "
-            "much of each; add --dataset_weights."
-        )
-    names = list(map(_stream_columns, job.train))
-    options = job.options(job.train, names)
-
-    def open_stream() -> IterableDataset:
-        with reading_of(*sources):
-            streams = [open_split_stream(*part) for part in job.train]
-            if data.num_of_samples is not None:
-                streams = [stream.take(data.num_of_samples) for stream in streams]
-            streams = [
-                tokenise(stream, columns, job.tokenizer, how)
-                for stream, columns, how in zip(streams, names, options, strict=True)
-            ]
-            return streams[0] if shares is None else interleave_datasets(streams, probabilities=shares, seed=seed)
-
+    open_stream, options = _tokenised_stream(job, job.train, job.shares, data.num_of_samples)
     fraction = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
     fraction = 0.0 if job.evaluation else fraction
     example, held_out = None, list[Document]()
@@ -300,47 +272,63 @@ def _prepare_stream(job: _Job) -> _Made:
                 break
     if example is None:
         why = f"all that were read are empty, longer than {data.max_seq_length} tokens or held out"
-        raise job.nothing(job.train, "trained on", why)
+        raise _nothing(job.train, "trained on", why)
     held_out = held_out[:STREAMED_EVAL_ROWS]
-    eval_from = f"the first {len(held_out)} rows of {fraction:.2%} of its problems" if held_out else "nothing"
+    eval_from = f"{len(held_out)} rows held out"
     if job.evaluation:
         held_out = [document for part in job.evaluation for document in _first_of_stream(job, part)]
+        eval_from = f"the first {len(held_out)} rows of {_named(job.evaluation)}"
         if not held_out:
-            raise job.nothing(
-                job.evaluation, "evaluated on", f"the first {STREAMED_EVAL_SCAN_ROWS} are empty or too long"
-            )
-        eval_from = f"the first {len(held_out)} rows of {job.named(job.evaluation)}"
+            raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
+    report = DataReport(data.max_seq_length, num_eval_rows=len(held_out))
     keys = [cache_key("", job.tokenizer, each) for each in options]
     splits = [[source.path, source.config, split] for source, split in job.train]
-    report = DataReport(data.max_seq_length, num_eval_rows=len(held_out))
-    identity = job.identify(splits, shares, keys, data.num_of_samples, fraction)
+    identity = job.identify(splits, job.shares, keys, data.num_of_samples, fraction)
+    plan = job.plan([len(document.input_ids) for document in held_out])
     return _Made(
         train=StreamSequences(sources, open_stream, fraction, job.plan, seed, identity, report),
-        eval=sequence_readers(
-            job.plan([len(document.input_ids) for document in held_out]),
-            lambda indices: [held_out[i] for i in indices],
-        ),
+        eval=sequence_readers(plan, lambda indices: [held_out[i] for i in indices]),
         eval_data=content_key([document_key(each.input_ids, each.supervised) for each in held_out]),
         report=report,
         example=example,
-        description=job.describe(options, [f"{share:.2%} of the rows" for share in shares or [1.0]], eval_from),
+        description=job.describe([f"{share:.2%} of the rows" for share in job.shares or [1.0]], eval_from),
     )
 
 
-def _stream_columns(part: SourceSplit) -> list[str]:
-    """Column names of a stream: those of its first row; `UserError` where it has none."""
-    source, split = part
-    with reading_of(source):
-        for row in open_split_stream(source, split):
-            return list(row)
-    raise UserError(f"{source.flag} {source.name}: split '{split}' holds no row.")
+def _tokenised_stream(
+    job: _Job, parts: Sequence[SourceSplit], shares: list[float] | None, num_rows: int | None
+) -> tuple[Callable[[], IterableDataset], list[TokeniseOptions]]:
+    """What opens the tokenised rows of the splits at their beginning, drawn by `shares` where there are several, of
+    the first `num_rows` of each; and how each split is tokenised.
+    """
+    names = []
+    for source, split in parts:
+        with reading_of(source):
+            # Of some formats `datasets` knows the columns only from a row.
+            first = next(iter(open_split_stream(source, split)), None)
+        if first is None:
+            raise _nothing([(source, split)], "read", "there is none")
+        names.append(list(first))
+    options = job.options(parts, names)
+
+    def open_stream() -> IterableDataset:
+        streams = []
+        for part, columns, how in zip(parts, names, options, strict=True):
+            with reading_of(part[0]):
+                stream = open_split_stream(*part)
+                stream = stream if num_rows is None else stream.take(num_rows)
+                streams.append(tokenise(stream, columns, job.tokenizer, how))
+        if shares is None:
+            return streams[0]
+        return interleave_datasets(streams, probabilities=shares, seed=job.config.optim.seed)
+
+    return open_stream, options
 
 
 def _first_of_stream(job: _Job, part: SourceSplit) -> list[Document]:
     """The first usable documents of a split to evaluate on, its part of `STREAMED_EVAL_ROWS`."""
-    names, number = _stream_columns(part), len(job.evaluation)
-    (options,) = job.options([part], [names])
-    stream = tokenise(open_split_stream(*part), names, job.tokenizer, options)
+    number = len(job.evaluation)
+    open_stream, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
     with reading_of(part[0]):
-        used = (row for row in islice(stream, STREAMED_EVAL_SCAN_ROWS // number) if row["length"])
+        used = (row for row in open_stream() if row["length"])
         return [Document.of(**row) for row in islice(used, STREAMED_EVAL_ROWS // number)]

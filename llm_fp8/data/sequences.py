@@ -101,8 +101,6 @@ class StreamSequences:
     data: str
     report: DataReport
     buffer_rows: int = STREAM_BUFFER_ROWS
-    counted: int = 0
-    """The buffers that the report counts: a refilled one is not counted again."""
 
     num_sequences = None  # not known
 
@@ -137,7 +135,7 @@ class StreamSequences:
                 with reading_of(*self.sources):
                     buffer = list(islice(rows, self.buffer_rows))
                 ended = len(buffer) < self.buffer_rows
-                sequences, content = self._sequences_of(buffer, begin["buffer"])
+                sequences, content = self._sequences_of(buffer)
                 if begin["content"] not in (None, content):
                     raise UserError(
                         "--resume_from: the stream's rows are not those that the checkpoint's run read; restore the "
@@ -152,15 +150,13 @@ class StreamSequences:
             if whole and num_sequences == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
-    def _sequences_of(self, rows: Sequence[dict[str, Any]], number: int) -> tuple[list[Documents], str]:
+    def _sequences_of(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Documents], str]:
         """The sequences of the rows of this buffer, and what identifies the rows."""
         figures = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in FIGURES}
         held_out = is_held_out(figures["problem_key"], self.fraction)
-        documents = [Document.of(**rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out)]
+        documents = [Document.of(**rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out).tolist()]
         plan = self.plan([len(document.input_ids) for document in documents])
-        if number >= self.counted:
-            self.report.count(figures, held_out)
-            self.report.num_rows_of_batches += len(plan)
-            self.counted = number + 1
+        self.report.count(figures, held_out)
+        self.report.num_rows_of_batches += len(plan)
         sequences = [[documents[i] for i in plan[each]] for each in range(len(plan))]
         return sequences, content_key(figures["document_key"])

@@ -161,7 +161,7 @@ class Document:
         return cls(np.array(input_ids, dtype=np.int64), np.array(supervised, dtype=bool), int(row_id))
 
 
-def document_key(input_ids: Sequence[int], supervised: Sequence[bool]) -> int:
+def document_key(input_ids: npt.ArrayLike, supervised: npt.ArrayLike) -> int:
     """64-bit hash of a document as a signed integer (Arrow int64)."""
     content = np.array(input_ids, dtype=np.int32).tobytes() + np.array(supervised, dtype=bool).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
@@ -172,15 +172,17 @@ def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
     return hashlib.blake2b(np.asarray(document_keys, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
 
-def tokenise_rows(
-    rows: Sequence[Mapping[str, Any]],
-    row_ids: Sequence[int],
+def _tokenise_batch(
+    batch: dict[str, list[Any]],
+    row_ids: list[int],
+    columns: Mapping[str, str],
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
 ) -> dict[str, list[Any]]:
-    """The columns of `FEATURES` for `rows` under our names."""
-    made: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    """The columns of `FEATURES` for rows whose `columns` (our name -> theirs) a batch holds."""
+    rows = [{ours: batch[theirs][i] for ours, theirs in columns.items()} for i in range(len(row_ids))]
     encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
+    made: dict[str, list[Any]] = {name: [] for name in FEATURES}
     for row, row_id, (ids, supervised) in zip(rows, row_ids, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
@@ -196,13 +198,6 @@ def tokenise_rows(
         for column, value in zip(made.values(), values, strict=True):
             column.append(value)
     return made
-
-
-def _tokenise_batch(
-    batch: dict[str, list[Any]], row_ids: list[int], columns: Mapping[str, str], **how: Any
-) -> dict[str, list[Any]]:
-    values = zip(*(batch[theirs] for theirs in columns.values()), strict=True)
-    return tokenise_rows([dict(zip(columns, row, strict=True)) for row in values], row_ids, **how)
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from llm_fp8.config.options import COLUMN_NAMES
-from llm_fp8.data.chat import PROMPT_FORM, Encoded, describe_prompt_form, encode_batch
+from llm_fp8.data.chat import PROMPT_FORM, Encoded, encode_batch
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, detect_columns, problem_of
 from llm_fp8.utils.errors import UserError
@@ -103,7 +103,7 @@ def test_arguments_of_calls_may_be_json_text(arguments: str) -> None:
 @pytest.mark.parametrize("lost", [{"tool_calls": [CALL]}, {"reasoning_content": "Hm, 8."}, {"thinking": "Hm, 8."}])
 def test_an_answer_of_which_the_template_shows_a_part_is_refused(template: str | None, lost: dict[str, Any]) -> None:
     row = {"messages": [QUESTION, {"role": "assistant", "content": "4", **lost}]}
-    with pytest.raises(UserError, match="the tokenizer has no chat template that shows"):
+    with pytest.raises(UserError, match="chat template (does not|never) show"):
         _encode(row, _tokenizer(template))
 
 
@@ -111,7 +111,6 @@ def test_an_answer_of_which_the_template_shows_a_part_is_refused(template: str |
 def test_tokens_do_not_depend_on_the_day(body: str) -> None:
     tokenizer = _tokenizer("Today: {{ strftime_now('%d %B %Y') }}\n" + body)
     assert str(tokenizer.decode(_encode(CHAT, tokenizer).input_ids)).startswith("Today: 01 January 2026\n")
-    assert "2026-01-01" in describe_prompt_form("messages", tokenizer)
     with pytest.raises(UserError, match="date in a format that is no literal"):
         _encode(CHAT, _tokenizer("{% set f = '%Y' %}{{ strftime_now(f) }}" + body))
 
@@ -126,7 +125,7 @@ def test_a_template_that_fails_is_the_users_error(template: str, marks: str) -> 
 def test_a_template_that_rewrites_the_beginning_is_refused() -> None:
     # The mark moves to the last turn, as the system message did in early Mistral templates.
     template = "{% for m in messages %}{% if loop.last %}!{% endif %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
-    with pytest.raises(UserError, match="assistant turns cannot be told apart"):
+    with pytest.raises(UserError, match="changes the beginning of a conversation"):
         _encode({"messages": CHAT["messages"] * 2}, _tokenizer(template))
 
 

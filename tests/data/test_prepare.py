@@ -324,12 +324,3 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
         other.train.load_state_dict(state)
         with pytest.raises(UserError, match="--resume_from: the stream's rows are not those"):
             _take(other, 1)
-
-
-def test_a_refilled_buffer_is_counted_once(prepare: Any, tmp_path: Path) -> None:
-    rows = _repeated_problems(tmp_path / "train.jsonl")
-    data = _small_buffer(prepare(tmp_path, "--streaming", "--validation_fraction", "0"), len(rows) + 1)
-    for _ in range(2):
-        data.train.load_state_dict({**data.train.state_dict(), "rows": data.train._sequences.start()})
-        _take(data, 1)
-        assert data.report.num_rows_read == len(rows)
