@@ -48,29 +48,21 @@ def config_of(row: dict[str, Any]) -> Config:
     def of(kind: type, **more: Any) -> Any:
         return kind(**{name: row[name] for name in kind.__dataclass_fields__ if name in row}, **more)
 
+    optim = {name: row[name] for name in ("gradient_accumulation_steps", "offload_optimizer") if name in row}
     return Config(
         model=of(ModelConfig, **({} if "use_te" in row else {"use_te": True})),
         data=of(DataConfig),
-        optim=OptimConfig(
-            **{name: row[name] for name in ("gradient_accumulation_steps", "offload_optimizer") if name in row}
-        ),
+        optim=OptimConfig(**optim),
         precision=of(PrecisionConfig, mixed_precision="fp8"),
-        parallel=ParallelConfig(
-            **{name: row[name] for name in ("sync_every_micro_batch", "fp8_params") if name in row}
-        ),
+        parallel=of(ParallelConfig),
         lora=of(LoraConfig),
     )
 
 
 def described(row: dict[str, Any]) -> dict[str, Any]:
     mode = row.get("mode", "single")
-    optimizer = row.get("optimizer", default_optimizer(mode))
-    return {
-        "recipe": row.get("recipe", "delayed"),
-        "optimizer": optimizer,
-        "mode": mode,
-        "num_gpus": row.get("num_gpus", 1),
-    }
+    given = {name: row[name] for name in ("recipe", "optimizer", "num_gpus") if name in row}
+    return {"recipe": "delayed", "optimizer": default_optimizer(mode), "mode": mode, "num_gpus": 1, **given}
 
 
 def parts(model: str = "Llama-3.1-8B", **row: Any):
@@ -84,9 +76,7 @@ def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Con
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return "-".join(
-        str(value) for key, value in row.items() if key not in ("file", "gpu", "measured_gib", "reserved_gib")
-    )
+    return "-".join(str(row[key]) for key in row if key not in ("file", "gpu", "measured_gib", "reserved_gib"))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "beyond" not in row], ids=name_of)
@@ -155,12 +145,7 @@ def test_auto_batch_size_is_refused_where_memory_is_not_known(row):
 
 @pytest.mark.parametrize(
     "row",
-    [
-        {},
-        {"batch_size": AUTO_BATCH_SIZE},
-        {"mode": "ddp", "num_gpus": 2},
-        {"use_te": False},
-    ],
+    [{}, {"batch_size": AUTO_BATCH_SIZE}, {"mode": "ddp", "num_gpus": 2}, {"use_te": False}],
 )
 def test_what_cannot_fit_is_refused_with_what_would(row):
     with pytest.raises(UserError, match="cannot fit") as raised:

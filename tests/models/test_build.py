@@ -127,8 +127,7 @@ def another_family(model_type: str, **changes: object) -> PretrainedConfig:
     """A small config of a family that te_llama.py does not build, with the embedded tokenizer's vocabulary."""
     shape = dict(
         vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2
+        intermediate_size=64, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return AutoConfig.for_model(model_type, **{**shape, **changes})
 
@@ -158,19 +157,14 @@ def test_which_families_keep_packed_documents_apart(model_type):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "said"),
-    [
-        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "OPTForCausalLM, whose decoder layers are not where"),
-        ("phi", {"intermediate_size": 64}, "PhiForCausalLM, whose lm_head is not a linear layer without bias"),
-    ],
+    ("kind", "sizes"),
+    [("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}), ("phi", {"intermediate_size": 64})],
+    ids=["no list of layers", "a head with a bias"],
 )
-def test_a_model_that_cannot_be_trained_is_named_with_what_to_do(tmp_path, kind, sizes, said):
+def test_a_model_that_cannot_be_trained_is_refused(kind, sizes):
     sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=f"^--model_name {tmp_path} is of class {said}.*; choose .* like the Llama and Qwen"
-    ):
-        TrainingModel(AutoModelForCausalLM.from_pretrained(tmp_path), 16, torch.float32)
+    with pytest.raises(UserError, match="--model_name"):
+        TrainingModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), 16, torch.float32)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "biogpt", "phi3", "olmo2"])
@@ -192,22 +186,16 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "entries", "says"),
+    ("model_type", "entry", "value"),
     [
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
-        ("granite", {"logits_scaling": 1.0}, None),
-        ("cohere", {"logit_scale": 0.0625}, "logit_scale 0.0625"),
-        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
-        ("gemma2", {"final_logit_softcapping": None}, None),
-        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm_head_multiplier 0.5"),
+        ("granite", "logits_scaling", 8.0),
+        ("cohere", "logit_scale", 0.0625),
+        ("gemma2", "final_logit_softcapping", 30.0),
+        ("falcon_h1", "lm_head_multiplier", 0.5),
     ],
 )
-def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, entries, says, tiny_model):
-    options = parse_config([f"--model_name={tiny_model}", "--max_seq_length=64"])
-    tokenizer, _ = load_tokenizer(options.model, resolve_source(options.model))
-    config = another_family(model_type, **entries)
-    if says is None:
-        check_model(options, config, tokenizer)
-        return
-    with pytest.raises(UserError, match=f"changes the logits of its lm_head \\({says} in its config.json\\)"):
-        check_model(options, config, tokenizer)
+def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, entry, value):
+    options, tokenizer = parse_config(["--max_seq_length=64"]), ["token"]
+    check_model(options, another_family(model_type, **{entry: None if model_type == "gemma2" else 1.0}), tokenizer)
+    with pytest.raises(UserError, match=entry):
+        check_model(options, another_family(model_type, **{entry: value}), tokenizer)

@@ -45,14 +45,7 @@ def test_every_row_range_is_the_product(shape, block):
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
     values = codes[torch.randint(len(codes), shape, generator=generator)].view(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1]), generator=generator) * 1e-3
-    expected = torch.tensor(
-        [
-            [values[i, j].double() * scale[i // block[0], j // block[1]].double() for j in range(shape[1])]
-            for i in range(shape[0])
-        ]
-        if values.numel() < 10_000
-        else (values.double() * scale.double().kron(torch.ones(block))[: shape[0], : shape[1]]).tolist()
-    ).float()
+    expected = (values.double() * scale.double().kron(torch.ones(block))[: shape[0], : shape[1]]).float()
     for first, last in ((0, shape[0]), (0, 1), (1, 3), (shape[0] - 1, shape[0]), (2, 2)):
         found = dequantised(values[first:last], scale, block, first)
         assert found.dtype == torch.float32 and torch.equal(found, expected[first:last])
@@ -147,7 +140,7 @@ def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows, options):
 # --- Damage -----------------------------------------------------------------------------------------------------------
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
-SCALE = f"{WEIGHT}_scale_inv"
+SCALE, HEAD = f"{WEIGHT}_scale_inv", "lm_head.weight"
 
 
 def change(folder: str, edit: Any) -> None:
@@ -162,13 +155,8 @@ def change(folder: str, edit: Any) -> None:
     {
         "no scale": (lambda held: held.pop(SCALE), SCALE),
         "wrong shape": (lambda held: held.update({SCALE: torch.ones(1, 4)}), SCALE),
-        "wrong dtype": (lambda held: held.update({SCALE: torch.ones(3, 3, dtype=torch.int32)}), SCALE),
         "e5m2": (lambda held: held.update({WEIGHT: held[WEIGHT].float().to(torch.float8_e5m2)}), WEIGHT),
-        "whole numbers": (
-            lambda held: held.update({"lm_head.weight": torch.ones(1024, 32, dtype=torch.int8)}),
-            "lm_head.weight",
-        ),
-        "wrong weight shape": (lambda held: held.update({WEIGHT: held[WEIGHT][:, :30].contiguous()}), WEIGHT),
+        "whole numbers": (lambda held: held.update({HEAD: torch.ones(1024, 32, dtype=torch.int8)}), HEAD),
     }.values(),
 )
 def test_a_damaged_checkpoint_is_named(tmp_path, edit, name):
@@ -184,7 +172,6 @@ OTHERS = {
     "e5m2": quantization_config("block") | {"fmt": "e5m2"},
     "no blocks": quantization_config("block") | {"weight_block_size": None},
     "packed": quantization_config("channel") | {"format": "pack-quantized"},
-    "no groups": quantization_config("channel") | {"config_groups": {}},
     "key-value cache": quantization_config("channel") | {"kv_cache_scheme": {"num_bits": 8}},
 }
 

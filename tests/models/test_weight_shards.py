@@ -21,7 +21,7 @@ import llm_fp8.models.weights
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, count_parameters, decoder_layers
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import local_shard
@@ -65,15 +65,8 @@ def unsharded_model(name: str, dtype: torch.dtype = torch.float32, **options: An
     """The same model in one piece."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
-    return build_model(
-        config,
-        source,
-        load_config(config, source),
-        parameter_dtype=dtype,
-        compute_dtype=torch.float32,
-        device=CPU,
-        seed=3,
-    )[0]
+    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
+    return build_model(config, source, load_config(config, source), **dtypes, device=CPU, seed=3)[0]
 
 
 def folder_contents(folder: Path) -> dict[str, bytes]:
@@ -107,15 +100,8 @@ def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_bits(tmp_path, num_ranks, tied, stored):
     # 4 rows of q, k and v: the last of 3 ranks has none of them.
-    source = write_model(
-        tmp_path / "source",
-        stored,
-        "40KB",
-        tie_word_embeddings=tied,
-        head_dim=2,
-        num_key_value_heads=2,
-        num_attention_heads=2,
-    )
+    heads = {"head_dim": 2, "num_key_value_heads": 2, "num_attention_heads": 2}
+    source = write_model(tmp_path / "source", stored, "40KB", tie_word_embeddings=tied, **heads)
     assert (Path(source) / "model.safetensors.index.json").exists()
     GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=1).save_pretrained(source)
     results = on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored)
@@ -150,10 +136,8 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
     ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
     assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
     assert ("model.safetensors.index.json" in ours) == (max_file_size == "40KB")
-    if (family, max_file_size) != (
-        "mixtral",
-        "40KB",
-    ):  # save_pretrained keeps what were views of one tensor in one file
+    # save_pretrained keeps what were views of one tensor in one file.
+    if family != "mixtral" or max_file_size != "40KB":
         assert {name: ours[name] for name in theirs} == theirs
 
 
@@ -275,30 +259,14 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object])
     ("change", "named"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lacks model.layers.1.self_attn.k_proj.weight"),
-        (
-            lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}),
-            r"safetensors.*'model.layers.0.extra.weight'",
-        ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.zeros(17)}),
-            r"safetensors.*'model.norm.weight'.*\[17\].*\[32\]",
-        ),
+        (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}), "'model.layers.0.extra.weight'"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(17)}), r"'model.norm.weight'.*\[17\].*\[32\]"),
     ],
     ids=["missing", "unexpected", "wrong shape"],
 )
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_te):
     with pytest.raises(UserError, match=named):
         fill_in_one_piece(rewritten(tmp_path / "model", change), use_te=use_te)
-
-
-@pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
-def test_a_truncated_file_is_named(tmp_path, use_te):
-    source = Path(write_model(tmp_path / "model", max_shard_size="40KB"))
-    file = sorted(source.glob("*.safetensors"))[1]
-    contents = file.read_bytes()
-    file.write_bytes(contents[: len(contents) // 2])
-    with pytest.raises(UserError, match=f"{file.name}: cannot read"):
-        fill_in_one_piece(str(source), use_te=use_te)
 
 
 def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
@@ -324,12 +292,3 @@ def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "source")
     with pytest.raises(UserError, match="--sharding_mode ddp"):
         fill_in_one_piece(str(tmp_path / "source"))
-
-
-# --- The structure ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_what_is_no_causal_language_model_is_named():
-    with pytest.raises(UserError, match="'t5'"):
-        count_parameters(AutoConfig.for_model("t5"))

@@ -30,22 +30,12 @@ from tests.support.small import final_weights, run_json, steps, tiny_config, tra
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
-NUM_STEPS = 4
 
 
 def options(model: str, rows: str, folder: Path, *more: object) -> list[object]:
     """A short run, to which `more` is added."""
-    return [
-        f"--model_name={model}",
-        f"--dataset_name={rows}",
-        "--validation_fraction=0",
-        "--max_seq_length=256",
-        "--learning_rate=1e-3",
-        "--log_every=1",
-        f"--output_dir={folder}",
-        f"--max_steps={NUM_STEPS}",
-        *more,
-    ]
+    how = "--validation_fraction=0 --max_seq_length=256 --learning_rate=1e-3 --log_every=1 --max_steps=4"
+    return [f"--model_name={model}", f"--dataset_name={rows}", *how.split(), f"--output_dir={folder}", *more]
 
 
 def losses(folder: Path) -> list[float]:
@@ -227,9 +217,8 @@ def test_layers_share_their_compiled_code(monkeypatch):
         found = loss_and_gradient()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
-    assert (
-        torch.nn.functional.cosine_similarity(found[1].float().flatten(), expected[1].float().flatten(), dim=0) > 0.99
-    )
+    gradients = (gradient.float().flatten() for gradient in (found[1], expected[1]))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
     assert [name for name, _ in model.named_parameters()] == names
     with uncompiled(layers):
         assert layers[0]._compiled_call_impl is None
@@ -264,27 +253,18 @@ def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
         kernels = {name: (num_fp8, 0.1), BF16_KERNEL: (2 * 3 * 14 - num_fp8 + 6, 0.1)}
         return certify(expected, kernels, precision.module_state(), num_micro_batches=2)
 
-    assert "0 say that they are set up for fp8" in verdict(0).reasons[0], "emulated GEMMs do not run in fp8"
+    assert verdict(0).verdict == "failed" and precision.module_state().num_in_fp8 == 0, "emulated GEMMs are not fp8"
     on_hardware(model, scenario)
     state = precision.module_state()
     assert (state.library, state.num_modules, state.num_in_fp8, state.recipes) == ("torchao", 14, 14, {scenario: 14})
     assert verdict(num_expected).verdict == "certified" and not verdict(num_expected).remarks
     assert json.loads(json.dumps(verdict(num_expected).to_dict()))["modules"]["library"] == "torchao"
-    fewer = verdict(num_expected - 1)
-    assert (
-        fewer.verdict == "failed"
-        and f"expected at least {num_expected} fp8 GEMM kernels (14 weights x {num_gemms} GEMMs" in fewer.reasons[0]
-    )
-    renamed = verdict(num_expected, "some_new_gemm")
-    assert (
-        renamed.verdict == "undetermined"
-        and "of 14 modules of torchao 14 say that they are set up for fp8" in renamed.reasons[0]
-    )
+    assert verdict(num_expected - 1).verdict == "failed"
+    assert verdict(num_expected, "some_new_gemm").verdict == "undetermined"
     # One module whose forward function something replaced denies it.
     model.model.layers[0].mlp.up_proj.forward = lambda x: x
-    assert (
-        verdict(num_expected).verdict == "undetermined" and verdict(num_expected, "some_new_gemm").verdict == "failed"
-    )
+    assert verdict(num_expected).verdict == "undetermined"
+    assert verdict(num_expected, "some_new_gemm").verdict == "failed"
 
 
 def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
@@ -293,16 +273,9 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
     asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
-    assert found.verdict == "failed" and found.reasons == [
-        "expected the recipe tensorwise, and modules computed by rowwise (14)"
-    ]
+    assert found.verdict == "failed" and "rowwise (14)" in found.reasons[0]
     options = PrecisionConfig(mixed_precision="bf16")
     bf16 = Precision(resolve_precision(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))
     found = certify(ExpectedKernels("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}, bf16.module_state(), num_micro_batches=1)
-    assert (
-        found.verdict == "failed" and "expected no module in fp8, and of 14 modules of torchao 14" in found.reasons[0]
-    )
-
-
-# --- arms of a comparison ---------------------------------------------------------------------------------------------
+    assert found.verdict == "failed" and len(found.reasons) == 1
