@@ -164,12 +164,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._zero: deepspeed.DeepSpeedEngine  # from `prepare` on
 
-    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        return "adamw_fp32"  # on fp32 master weights that DeepSpeed keeps
-
-    def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
-        return compute_dtype
-
     def build_optimizer(
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
     ) -> Optimizer:

@@ -34,11 +34,9 @@ from llm_fp8.distributed.fsdp_internals import (
     units_of,
     use_memory_saving_reduce_scatter,
 )
-from llm_fp8.distributed.sharding_mode import default_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.utils.te_internals import keep_weight_casts
@@ -69,14 +67,6 @@ class FsdpStrategy(DistributedStrategy):
             self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
         else:
             self.mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
-
-    @property
-    def num_shards(self) -> int:
-        return self.mesh.size(self.mesh.ndim - 1)
-
-    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        asked = default_optimizer(self.mode) if requested == "auto" else requested
-        return super().resolve_optimizer(asked, compute_dtype)
 
     def keep_in_fp8(self, precision: Precision) -> None:
         """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters; call it before `shard`."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
@@ -70,6 +71,13 @@ def choose_mode(
 def default_optimizer(mode: str) -> OptimizerKind:
     """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
     return "adamw_fp32" if mode.startswith(("fsdp", "deepspeed")) else "adamw_master"
+
+
+def resolve_optimizer(requested: str, mode: str, compute: str, device_type: str = "cuda") -> OptimizerKind:
+    """What --optimizer means in this mode on a machine that computes in `compute`: fp32, bf16 or fp16."""
+    if requested != "auto":
+        return cast(OptimizerKind, requested)
+    return default_optimizer(mode) if compute == "bf16" and device_type == "cuda" else "adamw_fp32"
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:

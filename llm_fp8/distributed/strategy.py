@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step, parameter_dtype, resolve_optimizer
+from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step
 from llm_fp8.utils.torch_internals import local_part
 
 if TYPE_CHECKING:
@@ -58,18 +57,6 @@ class DistributedStrategy:
         self.accelerator = accelerator
         self.options = options
         self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
-
-    @property
-    def num_shards(self) -> int:
-        """GPUs that share one copy of what the mode shards."""
-        return self.accelerator.num_processes
-
-    def resolve_optimizer(self, requested: str, compute_dtype: torch.dtype) -> OptimizerKind:
-        """What `--optimizer` means in this mode on this machine."""
-        return resolve_optimizer(requested, compute_dtype == torch.bfloat16, self.accelerator.device.type)
-
-    def parameter_dtype(self, kind: OptimizerKind, compute_dtype: torch.dtype) -> torch.dtype:
-        return parameter_dtype(kind)
 
     def build_optimizer(
         self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]

@@ -15,9 +15,8 @@ spacing of 2^-9, so a bf16 v would stall.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -55,14 +54,6 @@ def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
     """The dtype of trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too)."""
     return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
-
-
-def resolve_optimizer(requested: str, computes_bf16: bool, device_type: str) -> OptimizerKind:
-    """The kind that `--optimizer` means here; auto is adamw_master on a GPU in a bf16 run, and adamw_fp32 elsewhere."""
-    if requested != "auto":
-        return cast(OptimizerKind, requested)
-    has_kernel = device_type == "cuda" and importlib.util.find_spec("triton") is not None
-    return "adamw_master" if has_kernel and computes_bf16 else "adamw_fp32"
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -14,11 +14,10 @@ from llm_fp8.config.recipes import chosen
 from llm_fp8.data import prepare_data
 from llm_fp8.distributed.memory import estimate, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
-from llm_fp8.distributed.sharding_mode import choose_mode
+from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.train.checkpoint import CheckpointManager
-from llm_fp8.train.plan import effective_optimizer
 from llm_fp8.train.train_state import total_steps
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -43,7 +42,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend)
     run = {
         "recipe": recipe,
-        "optimizer": effective_optimizer(config, mode, "fp32" if recipe in ("no", "fp16") else "bf16"),
+        "optimizer": resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16"),
         "mode": mode,
         "num_gpus": num_gpus,
     }

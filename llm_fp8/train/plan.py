@@ -24,7 +24,7 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.validation import check_decoder, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
-from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, default_optimizer
+from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, resolve_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import (
@@ -38,6 +38,7 @@ from llm_fp8.models.source import (
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.tracker_labels import require_wandb_login
 from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.host_memory import free_host_bytes
@@ -141,6 +142,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
         measures_precision = _can_be_fp8(config, device)
         config = with_precision(config, "fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
+    optimizer_kind = resolve_optimizer(config.optim.optimizer, sharding.mode, precision.compute_name, device.type)
     notes: list[str] = []
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
         from llm_fp8.distributed.memory import settle_memory
@@ -152,7 +154,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
             config,
             hf_config,
             recipe=precision.effective_scenario or precision.effective,
-            optimizer=effective_optimizer(config, sharding.mode, precision.compute_name),
+            optimizer=optimizer_kind,
             mode=sharding.mode,
             num_gpus=ranks.world_size,
             gpu_gib=gpu_gib,
@@ -161,8 +163,9 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
     _check_run(config, hf_config, sharding.mode, precision, ranks, on_gpu=device.type == "cuda")
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
-    optimizer_kind = strategy.resolve_optimizer(config.optim.optimizer, precision.compute_dtype)
-    parameter_dtype = strategy.parameter_dtype(optimizer_kind, precision.compute_dtype)
+    parameter_dtype = trained_dtype(optimizer_kind)
+    if sharding.mode.startswith("deepspeed"):  # which keeps fp32 master weights itself
+        parameter_dtype = precision.compute_dtype
     return RunPlan(
         config=config,
         ranks=ranks,
@@ -198,14 +201,6 @@ def _can_be_fp8(config: Config, device: torch.device) -> bool:
 def with_precision(config: Config, name: str) -> Config:
     """The options with this --mixed_precision."""
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, mixed_precision=name))  # type: ignore[arg-type]
-
-
-def effective_optimizer(config: Config, mode: str, compute: str) -> OptimizerKind:
-    """What --optimizer means on a GPU that computes in `compute`: fp32, bf16 or fp16."""
-    kind = config.optim.optimizer
-    if kind != "auto":
-        return kind
-    return default_optimizer(mode) if compute == "bf16" else "adamw_fp32"
 
 
 def _check_run(

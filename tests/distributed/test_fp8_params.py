@@ -194,7 +194,7 @@ def train_in_fp8(
     for name, parameter in model.named_parameters():
         block = local_shard(parameter)
         block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
-    optimizer = build_optimizer(OPTIM, strategy.resolve_optimizer("auto", compute_dtype), model.named_parameters())
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
     model, optimizer = strategy.prepare(model, optimizer)
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.sharding_mode import choose_mode, state_bytes
+from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered, length
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -39,6 +39,21 @@ def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, op
     choice = choose_mode(config(*options), ranks, lambda: int(billions * BILLION), gpu_memory_gib)
     assert choice.mode == mode
     assert (choice.reason is None) == ("--sharding_mode=ddp" in options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        (("auto", "ddp", "bf16"), "adamw_master"),
+        (("auto", "ddp", "bf16", "cpu"), "adamw_fp32"),
+        (("auto", "single", "fp32"), "adamw_fp32"),
+        (("auto", "fsdp_full", "bf16"), "adamw_fp32"),
+        (("auto", "deepspeed_1", "bf16"), "adamw_fp32"),
+        (("adamw_master", "fsdp_full", "bf16", "cpu"), "adamw_master"),
+    ],
+)
+def test_the_optimizer_of_auto(asked, kind):
+    assert resolve_optimizer(*asked) == kind
 
 
 def test_bytes_of_every_mode():

@@ -1,6 +1,5 @@
 """Parameter groups, schedules, what becomes of small updates, and optimizer state as tensors."""
 
-import importlib.util
 import math
 from typing import get_args
 
@@ -18,7 +17,6 @@ from llm_fp8.optim.optimizers import (
     clip_and_step,
     parameter_dtype,
     parameter_groups,
-    resolve_optimizer,
 )
 from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, learning_rate_factor
 from llm_fp8.optim.state import initialize_state, optimizer_tensors
@@ -63,25 +61,6 @@ def test_groups_hold_each_trainable_parameter_once():
     assert [id(p) for p in matrices["params"]] == [id(model.embedding.weight), id(model.linear.weight)]
     assert others["weight_decay"] == 0.0
     assert [id(p) for p in others["params"]] == [id(model.linear.bias), id(model.norm.weight)]
-
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-@pytest.mark.parametrize(
-    ("requested", "computes_bf16", "device", "want"),
-    [
-        ("auto", True, "cuda", "adamw_master" if HAS_TRITON else "adamw_fp32"),
-        ("auto", False, "cuda", "adamw_fp32"),
-        ("auto", True, "cpu", "adamw_fp32"),
-        ("adamw_fp32", True, "cuda", "adamw_fp32"),
-        ("adamw_fp32", False, "cpu", "adamw_fp32"),
-        ("adamw_master", True, "cpu", "adamw_master"),
-        ("adamw_8bit", True, "cpu", "adamw_8bit"),
-    ],
-)
-def test_resolve(requested, computes_bf16, device, want):
-    assert resolve_optimizer(requested, computes_bf16, device) == want
 
 
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
