@@ -6,7 +6,7 @@ It records the kernels of one optimizer step, counts the linear layers that Acce
 or torchao's, and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the
 output folder, with the energy of the training at its end. A failed certificate ends the run with exit code 1. The
 evidence and its limits: docs/monitoring.md; what Accelerate does to a Trainer: docs/multi_gpu.md; TRL, LLaMA-Factory,
-axolotl and loops without a Trainer: docs/tools.md.
+axolotl: docs/tools.md. A loop without a Trainer calls the same methods at the same places.
 """
 
 from __future__ import annotations
@@ -94,12 +94,9 @@ class CertificateCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Warn of nn.DataParallel in fp8: the error that Accelerate raises next does not name it."""
         if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
-            print(
-                f"WARNING: one process sees {args.n_gpu} GPUs, so the Trainer takes nn.DataParallel, for which "
-                "Accelerate cannot convert a model to fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process "
-                "for each.",
-                flush=True,
-            )
+            why = "the Trainer takes nn.DataParallel, for which Accelerate cannot convert a model to fp8"
+            what = "set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
+            print(f"WARNING: one process sees {args.n_gpu} GPUs, so {why}; {what}.", flush=True)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
@@ -171,14 +168,14 @@ class CertificateCallback(TrainerCallback):
         kernels = kernel_times(self._profile)
         layers, by_torchao = te_linears(model), list(converted_modules(model).values())
         state = read_te_state(layers) if layers or not by_torchao else read_state(by_torchao)
-        own_dtype = _COMPUTE[next(model.parameters()).dtype]
         config = getattr(extract_model_from_parallel(model), "config", None)
         attention = chosen_attention(config) if isinstance(config, PretrainedConfig) else None
-        compute = own_dtype if asked == "no" else asked
         in_fp8 = asked == "fp8"
-        expected = ExpectedKernels(compute, compute)
         if in_fp8:
             expected = _expected_in_fp8(model, layers or by_torchao, launch, state)
+        else:
+            compute = _COMPUTE[next(model.parameters()).dtype] if asked == "no" else asked
+            expected = ExpectedKernels(compute, compute)
         certificate = certify(
             expected,
             kernels,
@@ -190,9 +187,8 @@ class CertificateCallback(TrainerCallback):
         )
         failures, remarks = _compare_recipe(layers, launch) if in_fp8 else ([], [])
         failures += _not_trained(model, optimizer)
-        remarks += _not_converted(model, asked)
-        if not failures and not remarks:
-            return certificate
+        if in_fp8 and (layers or by_torchao) and (left := _convertible(model)):
+            remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
         return dataclasses.replace(
             certificate,
             verdict="failed" if failures else certificate.verdict,
@@ -232,7 +228,6 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState
 ) -> ExpectedKernels:
-    compute = "bf16"  # Accelerate's autocast around what is not in fp8
     mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"))
     scenario, num_gemms = "mxfp8" if mxfp8 else "delayed", GEMMS_PER_WEIGHT
     if by_torchao := state.library == "torchao":
@@ -248,12 +243,12 @@ def _expected_in_fp8(
     trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
-        compute=compute,
+        compute="bf16",  # Accelerate's autocast around what is not in fp8
         scenario=scenario,
         num_fp8_weights=sum(trained.values()) if layers else len(_convertible(model)),
         num_recomputed_fp8_weights=0 if by_torchao else sum(trained[layer] for layer in layers if layer in again),
         num_fp8_gemms_per_weight=num_gemms,
-        fp8_linear_flop_share=measure_coverage(model, layers, compute, {}, most_in_fp8=num_gemms).fp8_linear_flop_share,
+        fp8_linear_flop_share=measure_coverage(model, layers, "bf16", {}, most_in_fp8=num_gemms).fp8_linear_flop_share,
     )
 
 
@@ -264,20 +259,12 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     remarks: list[str] = []
     for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "margin"):
         variable = PREFIX + name.removeprefix("fp8_").upper()
-        if variable not in launch or not hasattr(recipe, name):
-            continue
-        value = getattr(recipe, name)
+        value = getattr(recipe, name, launch.get(variable, ""))
         value = str(getattr(value, "name", value))
-        if value.lower() != launch[variable].lower():
+        if variable in launch and value.lower() != launch[variable].lower():
             told = remarks if is_default(variable, launch[variable]) else failures
             told.append(f"fp8_config has {name} {launch[variable]}, and the recipe in force has {value}")
     return failures, remarks
-
-
-def _not_converted(model: nn.Module, asked: str) -> list[str]:
-    if asked == "fp8" and (te_linears(model) or converted_modules(model)) and (left := _convertible(model)):
-        return [f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}"]
-    return []
 
 
 def _not_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -3,7 +3,6 @@ read there, and a dataset folder laid out as theirs is on the hub."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -60,7 +59,7 @@ def script_of(command: str) -> str:
 
 
 def options_of(command: str) -> list[str]:
-    """The words behind the training script's name."""
+    """The words after the training script's name."""
     words = shlex.split(command)
     return words[words.index(script_of(command)) + 1 :]
 
@@ -69,11 +68,6 @@ def config_of(command: str) -> Config:
     """What the script reads in it."""
     script = script_of(command)
     return parse_config(options_of(command), prog=script, parallel=script == "train_multi_gpu.py")
-
-
-def is_multi_gpu(command: str) -> bool:
-    """Whether torchrun starts it."""
-    return command.startswith("torchrun")
 
 
 def readme_commands() -> dict[str, str]:
@@ -85,12 +79,10 @@ def readme_commands() -> dict[str, str]:
 
 RUN = COMMANDS | readme_commands()
 """What the GPU tests run."""
-ON_ONE_GPU = [name for name, command in RUN.items() if name != "split_test" and not is_multi_gpu(command)]
+ON_ONE_GPU = [name for name, command in RUN.items() if name != "split_test" and not command.startswith("torchrun")]
 ON_TWO_GPUS = "two_gpus"
-
-
 SPLITS = ("train", "train_1M")
-"""Of the dataset on the hub, two of them."""
+"""Two of those that the dataset has on the hub."""
 
 
 def with_values(words: list[str], **values: str) -> list[str]:
@@ -106,24 +98,19 @@ def words_for_a_cpu(command: str, model: str, dataset: Path) -> list[str]:
     length.
     """
     words = with_values(options_of(command), model_name=model, dataset_name=str(dataset))
-    if "--use_te" in words:
-        words.remove("--use_te")
-    if "--fp8_scenario" in words:
-        words = with_values(words, fp8_scenario="default")
-    return [*words, "--mixed_precision=bf16", "--max_seq_length=128"]
+    words = [word for word in words if word != "--use_te"]
+    return [*words, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]
 
 
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
     """The embedded problems, which have OpenMathInstruct-2's columns, as a dataset folder of the hub with splits
     like its.
     """
+    parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
+    lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]
+    (folder / "data").mkdir(parents=True)
     for split in SPLITS:
-        file = folder / "data" / f"{split}-00000-of-00001.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
-        lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]
-        assert {"problem", "generated_solution", "expected_answer", "problem_source"} == set(json.loads(lines[0]))
-        file.write_text("".join(line + "\n" for line in lines))
+        (folder / "data" / f"{split}-00000-of-00001.jsonl").write_text("".join(line + "\n" for line in lines))
     entries = "".join(f"  - split: {split}\n    path: data/{split}-*\n" for split in SPLITS)
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{entries}---\n")
     return folder

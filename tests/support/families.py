@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.models.source import EMBEDDED_MODEL
+from tests.support.small import tiny_config
 
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
@@ -41,22 +42,9 @@ FAMILIES = {
 
 def family_config(name: str):
     """The transformers config of an entry of `FAMILIES`."""
-    entry = dict(FAMILIES[name])
-    shape = dict(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=1024,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    return AutoConfig.for_model(entry.pop("model_type"), **{**shape, **entry})
+    shape = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, rms_norm_eps=1e-5)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2)
+    return tiny_config(**{**shape, **heads, **FAMILIES[name]})
 
 
 def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -18,33 +18,16 @@ def train(
 ) -> subprocess.CompletedProcess:
     """Run train_fp8.py; returns the finished process with its output."""
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
-    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | (
-        environment or {}
-    )
+    variables = {**os.environ, **(environment or {})}
+    variables.pop("NVIDIA_TF32_OVERRIDE", None)
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
 def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        "--model_name",
-        str(model_folder),
-        "--use_te",
-        "--max_seq_length",
-        "256",
-        "--batch_size",
-        "8",
-        "--learning_rate",
-        "1e-3",
-        "--gradient_accumulation_steps",
-        "2",
-        "--log_every",
-        "1",
-        "--eval_batches",
-        "2",
-        "--output_dir",
-        str(folder),
-        *more,
-    ]
+    """The options of a short run with Transformer Engine's layers."""
+    words = f"--model_name={model_folder} --output_dir={folder} --use_te --max_seq_length=256 --batch_size=8"
+    words += " --learning_rate=1e-3 --gradient_accumulation_steps=2 --log_every=1 --eval_batches=2"
+    return [*words.split(), *more]
 
 
 def figures(folder: Path, name: str) -> list[float]:

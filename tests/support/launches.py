@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -17,21 +16,14 @@ from tests.support.processes import DEADLINE_S, exit_code, free_port, start_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train_multi_gpu.py")
-
 _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
-"""Of torchrun's report."""
+"""What torchrun's report says of a process."""
 
 
-def torchrun(*options: str, python: str = sys.executable) -> list[str]:
-    """The launcher for two processes, with a port of its own; all are started with `python`."""
-    return [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        f"--master_port={free_port()}",
-        *options,
-    ]
+def torchrun(*options: str) -> list[str]:
+    """The launcher for two processes, with a port of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    return [*command, *options]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -40,34 +32,25 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
 
 
-class Launch(Protocol):
+class Launch:
     """What tests of faults ask of a run that was started. Used as a context: at its end nothing of the run is left."""
 
-    def __enter__(self) -> Launch: ...
-    def __exit__(self, *error: object) -> None: ...
+    def __init__(self, log: Path) -> None:
+        self._log, self._before = log, len(log.read_text()) if log.exists() else 0
 
-    def is_alive(self) -> bool:
-        """Whether any of it runs."""
-
-    def pid_of(self, rank: int) -> int:
-        """The process of a rank, once it is there."""
+    def __enter__(self):
+        return self
 
     def printed(self) -> str:
         """All that was printed until now, in any order."""
-
-    def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; rank -> exit code (negative for a signal) of those known to have failed. None is a
-        process that goes on.
-        """
+        return self._log.read_text()[self._before :]
 
 
-class Torchrun:
-    """train_multi_gpu.py in two processes under torchrun. A `Launch`, started when it is made.
+class Torchrun(Launch):
+    """train_multi_gpu.py with these options in two processes under torchrun; what they print is appended to `log`.
 
     Args:
-        log: file that what is printed is appended to.
-        options: of the script.
-        launcher: of torchrun.
+        launcher: options of torchrun.
         cwd: where it is started.
         more: environment variables.
     """
@@ -75,18 +58,12 @@ class Torchrun:
     def __init__(
         self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str
     ) -> None:
-        self._log, self._before = log, len(log.read_text()) if log.exists() else 0
+        super().__init__(log)
+        command = [*torchrun(*launcher), SCRIPT, *map(str, options)]
         with open(log, "a") as file:
             self._process = subprocess.Popen(
-                [*torchrun(*launcher), SCRIPT, *map(str, options)],
-                cwd=cwd,
-                env=environment(**more),
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                command, cwd=cwd, env=environment(**more), stdout=file, stderr=subprocess.STDOUT
             )
-
-    def __enter__(self) -> Torchrun:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self.is_alive():
@@ -97,33 +74,27 @@ class Torchrun:
         return self._process.poll() is None
 
     def pid_of(self, rank: int) -> int:
-        """See `Launch`; of the latest start."""
+        """The process of a rank, of the latest start."""
         children = psutil.Process(self._process.pid).children()
         (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
         return child.pid
 
-    def printed(self) -> str:
-        return self._log.read_text()[self._before :]
-
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """See `Launch`; of the ranks that torchrun names, which leaves out those that it ended itself."""
+        """Wait for the end; rank -> exit code (negative for a signal) of those that torchrun says have failed, which
+        leaves out those that it ended itself.
+        """
         code = self._process.wait(deadline_s)
-        failed: dict[int, int | None] = {
-            int(rank): int(exitcode) for rank, exitcode in _FAILURE.findall(self.printed())
-        }
+        failed: dict[int, int | None] = {int(rank): int(found) for rank, found in _FAILURE.findall(self.printed())}
         assert code == (1 if failed else 0), self.printed()[-6000:]
         return failed
 
 
-class Forked:
-    """The same work in so many processes without a launcher, quick to start on a machine without a GPU. A `Launch`."""
+class Forked(Launch):
+    """The same work in so many processes without a launcher, quick to start on a machine without a GPU."""
 
     def __init__(self, num_ranks: int, log: Path, *options: object) -> None:
-        self._log, self._before = log, len(log.read_text()) if log.exists() else 0
+        super().__init__(log)
         self._ranks = start_ranks(num_ranks, log, *options)
-
-    def __enter__(self) -> Forked:
-        return self
 
     def __exit__(self, *error: object) -> None:
         for rank in self._ranks:
@@ -132,14 +103,10 @@ class Forked:
     def is_alive(self) -> bool:
         return self._ranks[0].is_alive()
 
-    def pid_of(self, rank: int) -> int:
-        pid = self._ranks[rank].pid
-        assert pid is not None
-        return pid
-
-    def printed(self) -> str:
-        return self._log.read_text()[self._before :]
+    def pid_of(self, rank: int) -> int | None:
+        return self._ranks[rank].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
+        """Wait for the end; rank -> exit code of those that failed; None is a process that goes on."""
         codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
         return {number: code for number, code in codes.items() if code != 0}

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import accelerate.accelerator
@@ -21,6 +18,8 @@ import accelerate.utils.transformer_engine
 import pytest
 import torch
 from torch import nn
+
+from tests.support.stand_in_te import install_modules
 
 Format = enum.Enum("Format", "E4M3 E5M2 HYBRID")
 _IN_FORCE: list[Any] = []
@@ -103,13 +102,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "transformer_engine.pytorch.fp8": {"check_mxfp8_support": lambda: (True, "")},
         "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
-    for name, attributes in contents.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)  # asked for by importlib.util.find_spec
-        module.__dict__.update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    install_modules(monkeypatch, contents)
     for module in (accelerate.accelerator, accelerate.utils.dataclasses, accelerate.utils.transformer_engine):
         monkeypatch.setattr(module, "is_transformer_engine_available", lambda: True)

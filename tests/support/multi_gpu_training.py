@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from llm_fp8.utils.json_files import read_jsonl
-from tests.support.processes import exit_code, start_ranks
+from tests.support.processes import run_ranks
+from tests.support.small import steps, summary_json
 
 NUM_STEPS = 6
-
 MICRO_BATCHES = 2
-
 ROWS = {1: 8, 2: 4, 4: 2}
 """Rows of a micro-batch by number of GPUs."""
-
 PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8"],
@@ -23,12 +21,15 @@ PRECISIONS = {
 }
 
 
-def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list[dict[str, float]], dict, str]:
-    """Train on so many GPUs; the records of its steps, its summary and what it printed."""
-    log = folder.with_name(f"{folder.name}.log")
-    processes = start_ranks(
+def train(
+    num_gpus: int, folder: Path, model: Path | str, *options: str, first: Callable[[], None] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    """Train on so many GPUs, each process after calling `first`; the records of its steps, its summary and what it
+    printed.
+    """
+    said = run_ranks(
         num_gpus,
-        log,
+        folder,
         f"--model_name={model}",
         "--max_seq_length=256",
         f"--batch_size={ROWS[num_gpus]}",
@@ -39,9 +40,7 @@ def train(num_gpus: int, folder: Path, model: Path, *options: str) -> tuple[list
         f"--max_steps={NUM_STEPS}",
         f"--output_dir={folder}",
         *options,
+        first=first,
         hosts=2 if "--sharding_mode=fsdp_hybrid" in options else 1,
     )
-    codes = [exit_code(process, deadline_s=240) for process in processes]
-    assert codes == [0] * num_gpus, log.read_text()
-    records = read_jsonl(folder / "metrics.jsonl")
-    return [r for r in records if "loss" in r], json.loads((folder / "summary.json").read_text()), log.read_text()
+    return steps(folder), summary_json(folder), said

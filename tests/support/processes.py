@@ -1,13 +1,12 @@
 """Training in processes of their own, which can be signalled and killed.
 
-Where there is no GPU they are forked from a server that has imported everything once, so that each starts in a tenth of
-a second. (Importing the packages initialises CUDA, which a forked process cannot use.) What runs in them is what
-train_fp8.py runs, down to the exit code.
+Where there is no GPU they are forked from multiprocessing's server, which has imported the packages once. (Importing
+them initialises CUDA, which a forked process cannot use.) What runs in them is what train_fp8.py runs, down to the exit
+code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import socket
@@ -15,14 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import psutil
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script
 
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 if CONTEXT.get_start_method() == "forkserver":
-    CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
+    CONTEXT.set_forkserver_preload(
+        ["llm_fp8.train.run", "peft", "pytest", "torch.distributed.run", "transformers.models.llama.modeling_llama"]
+    )
 
 DEADLINE_S = 60.0
 
@@ -44,6 +47,14 @@ def _train(
         return run_training(*parse_launch(options, os.environ, parallel=bool(launch)))
 
     run_script(main)
+
+
+def _start(log: Path, options: Sequence[object], launch: dict[str, str], first: Callable[[], None] | None) -> Any:
+    log.touch()
+    words = [str(option) for option in options]
+    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, first), daemon=True)
+    process.start()
+    return process
 
 
 def start_training(log: Path, *options: object, first: Callable[[], None] | None = None) -> BaseProcess:
@@ -72,15 +83,13 @@ def start_ranks(
     `first` before it trains. `of_last` are options of the last one only. `hosts`: how many they
     seem to be spread over.
     """
-    launch = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks // hosts),
-    }
-    ranks = [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
     own = [options] * (num_ranks - 1) + [(*options, *of_last)]
-    return [_start(log, given, environment, first) for given, environment in zip(own, ranks, strict=True)]
+    return [
+        _start(log, given, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}, first)
+        for rank, given in enumerate(own)
+    ]
 
 
 def run_ranks(
@@ -88,32 +97,16 @@ def run_ranks(
 ) -> str:
     """As `start_ranks`, beside `folder`, to the end, which has to be a good one; returns what they printed."""
     log = folder.with_name(f"{folder.name}.log")
-    codes = [exit_code(process) for process in start_ranks(num_ranks, log, *options, first=first, hosts=hosts)]
+    ranks = start_ranks(num_ranks, log, *options, first=first, hosts=hosts)
+    codes = [exit_code(process, 4 * DEADLINE_S) for process in ranks]
     assert codes == [0] * num_ranks, log.read_text()
     return log.read_text()
 
 
-def _start(
-    log: Path, options: tuple[object, ...], launch: dict[str, str], first: Callable[[], None] | None
-) -> BaseProcess:
-    log.touch()
-    words = [str(option) for option in options]
-    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, first), daemon=True)
-    process.start()
-    return process
-
-
-class Alive(Protocol):
-    """What can end: a process, or all those of a run."""
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-
-
 def wait_until(
-    condition: Callable[[], bool], process: Alive, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
+    condition: Callable[[], bool], process: Any, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
 ) -> bool:
-    """Wait for `condition`; False where the process ended before it came true."""
+    """Wait for `condition`; False where the process, or all of a run, ended before it came true."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():
@@ -130,20 +123,9 @@ def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | Non
     return process.exitcode
 
 
-def processes_with(name: str, value: str) -> list[int]:
-    """Those that were started with this environment variable, or by one that was."""
-    entry = f"{name}={value}".encode()
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # of another user, or ended
-            if entry in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
-
-
 def wait_for_the_end_of_processes_with(name: str, value: str) -> None:
-    """Wait until there are none of `processes_with`."""
+    """Wait until none is left that was started with this environment variable, or by one that was."""
     deadline = time.monotonic() + DEADLINE_S
-    while left := processes_with(name, value):
+    while left := [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(name) == value]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

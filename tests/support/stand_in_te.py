@@ -88,16 +88,6 @@ class _LinearModule(nn.Module):
         return F.linear(inputs, weight, bias)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
-
-
 class Linear(_LinearModule):
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **shared: Any) -> None:
         super().__init__()
@@ -188,30 +178,8 @@ def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
     return {"geglu": (None, None, None), "swiglu": (swiglu, dswiglu, None)}
 
 
-def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import transformer_engine` give this, and let --use_te do without a GPU, until the test ends."""
-    contents: dict[str, dict[str, Any]] = {
-        "transformer_engine": {},
-        "transformer_engine.pytorch": {
-            **{kind.__name__: kind for kind in (RMSNorm, Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)},
-            "checkpoint": torch.utils.checkpoint.checkpoint,
-        },
-        "transformer_engine.pytorch.quantization": {
-            "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)
-        },
-        "transformer_engine.pytorch.attention": {},
-        "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
-        "transformer_engine.pytorch.attention.dot_product_attention": {
-            "_attention_backends": {
-                "use_fused_attention": True,
-                "use_flash_attention": False,
-                "use_unfused_attention": False,
-            }
-        },
-        "transformer_engine.pytorch.module": {},
-        "transformer_engine.pytorch.module.layernorm_mlp": {"_get_act_func_supported_list": activations},
-        "transformer_engine_torch": {"swiglu": swiglu, "dswiglu": dswiglu},
-    }
+def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
+    """Let imports give modules with these members until the test ends; a parent stands before its children."""
     for name, members in contents.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)  # asked for by importlib.util.find_spec
@@ -220,5 +188,30 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
+
+
+def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `import transformer_engine` give this, and let --use_te do without a GPU, until the test ends."""
+    contents: dict[str, dict[str, Any]] = {
+        "transformer_engine": {},
+        "transformer_engine.pytorch": {
+            **{
+                kind.__name__: kind for kind in (nn.RMSNorm, Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)
+            },
+            "checkpoint": torch.utils.checkpoint.checkpoint,
+        },
+        "transformer_engine.pytorch.quantization": {
+            "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)
+        },
+        "transformer_engine.pytorch.attention": {},
+        "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+        "transformer_engine.pytorch.attention.dot_product_attention": {
+            "_attention_backends": {f"use_{kind}_attention": kind == "fused" for kind in ("fused", "flash", "unfused")}
+        },
+        "transformer_engine.pytorch.module": {},
+        "transformer_engine.pytorch.module.layernorm_mlp": {"_get_act_func_supported_list": activations},
+        "transformer_engine_torch": {"swiglu": swiglu, "dswiglu": dswiglu},
+    }
+    install_modules(monkeypatch, contents)
     monkeypatch.setattr("llm_fp8.models.build.require_te", lambda why: None)
     monkeypatch.setattr("llm_fp8.train.plan.check_machine", lambda *_, **__: None)

@@ -65,37 +65,35 @@ def _values(items: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def the_wandb_run(folder: Path, online: bool = False) -> WandbRun:
-    """The one offline (or online) W&B run of an output folder."""
-    (run,) = wandb_runs(folder, online)
+def the_wandb_run(folder: Path) -> WandbRun:
+    """The one offline W&B run of an output folder."""
+    (run,) = wandb_runs(folder)
     return run
 
 
-def wandb_runs(folder: Path, online: bool = False) -> list[WandbRun]:
+def wandb_runs(folder: Path) -> list[WandbRun]:
     """What each start of a training gave to W&B, in order of time."""
-    return [_run_in(file) for file in sorted(folder.glob(f"wandb/{'run' if online else 'offline-run'}-*/run-*.wandb"))]
+    return [_run_in(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 
 def _run_in(file: Path) -> WandbRun:
-    data = file.read_bytes()
-    assert data[:4] == b":W&B", file
     run = WandbRun()
-    for record in _records(data):
+    for record in _records(file.read_bytes()):
         message = wandb_internal_pb2.Record.FromString(record)
         kind = message.WhichOneof("record_type")
+        content = getattr(message, kind)
         if kind == "run":
-            stored = message.run
-            run.id = stored.run_id
-            run.project, run.name, run.group = stored.project, stored.display_name, stored.run_group
-            run.job_type, run.tags = stored.job_type, tuple(stored.tags)
-        if kind in ("run", "config"):
-            run.config.update(_values((message.run.config if kind == "run" else message.config).update))
+            run.id, run.project, run.name = content.run_id, content.project, content.display_name
+            run.group, run.job_type, run.tags = content.run_group, content.job_type, tuple(content.tags)
+            run.config.update(_values(content.config.update))
+        elif kind == "config":
+            run.config.update(_values(content.update))
         elif kind == "history":
-            run.history.append(_values(message.history.item))
+            run.history.append(_values(content.item))
         elif kind == "summary":
-            run.logged_summary.update(_values(message.summary.update))
+            run.logged_summary.update(_values(content.update))
         elif kind == "metric":
-            run.axes[message.metric.name or message.metric.glob_name] = message.metric.step_metric
+            run.axes[content.name or content.glob_name] = content.step_metric
         elif kind == "exit":
-            run.exit_code = message.exit.exit_code
+            run.exit_code = content.exit_code
     return run

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import AORecipeKwargs
 from torchao.float8 import Float8LinearConfig
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 import llm_fp8.tools.hf_trainer_callback as callback_module
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
@@ -308,7 +307,7 @@ def test_axolotls_plugin_adds_the_callback(monkeypatch):
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["one process", "wrapped as by DDP"])
-def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path, is_wrapped):
+def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, is_wrapped):
     prepare = Accelerator.prepare_model
 
     def prepare_and_wrap(*arguments, **options):
@@ -320,15 +319,19 @@ def test_the_documented_loop_writes_a_certificate(monkeypatch, tmp_path, is_wrap
     monkeypatch.setattr(callback_module, "can_record", lambda: True)
     monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
     monkeypatch.setattr(callback_module, "kernel_times", lambda _: {BF16_KERNEL: (1, 1e-5)})
-    texts = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
-    blocks = [block for text in texts for block in re.findall("```python\n(.*?)```", text, re.DOTALL)]
-    (block,) = [block for block in blocks if "Accelerator()" in block and "CertificateCallback" in block]
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    loader = [{"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}] * 6
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    optimizer = torch.optim.AdamW(model.parameters())
-    exec(block, {"model": model, "optimizer": optimizer, "loader": loader, "max_steps": 6})
-    certificate = certificate_of(tmp_path / "runs" / "loop")
+    args = TrainingArguments("run")  # before Accelerator(), whose state it resets
+    callback, state = CertificateCallback(), TrainerState(max_steps=6)
+    model = AutoModelForCausalLM.from_config(tiny_config()).train()
+    model, optimizer = Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    callback.on_train_begin(args, state, None)
+    for state.global_step in range(6):
+        callback.on_step_begin(args, state, None, model=model)
+        model(input_ids=ids, labels=ids).loss.backward()
+        callback.on_step_end(args, state, None, model=model, optimizer=optimizer)
+    callback.on_train_end(args, state, None)
+    certificate = certificate_of(tmp_path / "run")
     assert certificate["verdict"] == "certified" and certificate["attention"].startswith("sdpa")
 
 

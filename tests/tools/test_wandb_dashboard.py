@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+import wandb_workspaces.workspaces as ws
 
 from llm_fp8.observability.metrics import MEDIANS, METRICS
 from llm_fp8.observability.tracker_labels import LABELS
@@ -20,7 +21,6 @@ from llm_fp8.tools.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, Curve, b
 from llm_fp8.utils.errors import UserError
 from tests.support.small import train
 from tests.support.wandb_file import the_wandb_run
-from tests.support.wandb_server import VIEWER, StandIn, served
 
 
 def the_spec(group: str | None = None) -> dict[str, Any]:
@@ -121,67 +121,36 @@ def test_an_offline_run_holds_every_key_and_is_listed_with_the_command_that_send
         call("--offline", tmp_path / "nowhere")
 
 
-REFUSED = (200, {"data": None, "errors": [{"message": "permission denied"}]})
-
-
-class Views:
-    """The saved views of a project, as W&B keeps them: by internal name."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, dict[str, Any]] = {}
-
-    def save(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        sent = request["variables"]
-        # An id stands for a view that exists, and only that is overwritten.
-        name = next((name for name, view in self.kept.items() if view["id"] == sent.get("id")), sent["name"])
-        view = {"id": f"id of {name}", "name": name, "displayName": sent["displayName"], "spec": sent["spec"]}
-        self.kept[name] = view
-        return 200, {"data": {"upsertView": {"view": {"id": view["id"], "name": name}, "inserted": True}}}
-
-    def find(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        nodes = [view for name, view in self.kept.items() if request["variables"].get("viewName") in (None, name)]
-        page = {"endCursor": None, "hasNextPage": False}
-        return 200, {"data": {"project": {"allViews": {"edges": [{"node": n} for n in nodes], "pageInfo": page}}}}
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
-    """A stand-in of W&B's server, with W&B's client pointed at it."""
-    wandb.teardown()  # of an earlier test's run, which may have been offline
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(wandb, "run", None)  # what a run that died in this process leaves, and login then does nothing
-    with served({"viewer": VIEWER}) as (address, handler):
-        monkeypatch.setenv("WANDB_BASE_URL", address)
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        yield handler
-        wandb.teardown()
+def views(monkeypatch: pytest.MonkeyPatch) -> dict[str, ws.Workspace]:
+    """What W&B's server keeps, by address; every view that is saved comes to one address."""
+    address = "https://wandb.ai/team/llm-fp8?nw=abc"
+    kept: dict[str, ws.Workspace] = {}
+    monkeypatch.setattr(ws.Workspace, "save", lambda view: kept.update({address: view}))
+    monkeypatch.setattr(ws.Workspace, "from_url", classmethod(lambda cls, url: kept[url]))
+    monkeypatch.setattr(ws.Workspace, "url", property(lambda view: address))
+    return kept
 
 
-@pytest.mark.slow
 def test_the_view_is_sent_and_updated_and_what_others_added_stays(
-    server: type[StandIn], call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    views: dict[str, ws.Workspace], call: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    views = Views()
-    server.answers = {"upsertView": views.save, "allViews": views.find, **server.answers}
-    assert call("--project", "llm-fp8", "--group", "llama") == 0
+    assert call("--entity", "team", "--project", "llm-fp8", "--group", "llama") == 0
     address = capsys.readouterr().out.split()[-1]
-    ((name, view),) = views.kept.items()
-    assert "/team/llm-fp8?nw=" in address and view["displayName"] == "fp8 comparison"
-    spec = json.loads(view["spec"])
-    sections = spec["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == list(SECTIONS)
-    own = json.loads(json.dumps(sections[1]))
-    own["name"] = "Mine"
-    del sections[2]
-    sections.insert(0, own)
-    view["spec"] = json.dumps(spec)
-    assert call("--view", address) == 0
-    again = json.loads(views.kept[name]["spec"])["section"]["panelBankConfig"]["sections"]
-    assert list(views.kept) == [name] and [section["name"] for section in again] == ["Mine", *SECTIONS]
+    view = views[address]
+    assert (view.entity, view.project, view.name) == ("team", "llm-fp8", "fp8 comparison")
+    assert [section.name for section in view.sections] == list(SECTIONS)
+    view.sections = [ws.Section(name="Mine"), *view.sections[1:]]
+    assert call("--entity", "team", "--view", address) == 0
+    assert [section.name for section in views[address].sections] == ["Mine", *SECTIONS]
 
 
-def test_what_the_server_refuses_is_one_sentence(server: type[StandIn], call: Callable[..., int]) -> None:
-    server.answers = {"upsertView": REFUSED, "allViews": Views().find({"variables": {}}), **server.answers}
+def test_what_the_server_refuses_is_one_sentence(
+    views: dict[str, ws.Workspace], call: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(view: ws.Workspace) -> None:
+        raise ValueError("permission denied")
+
+    monkeypatch.setattr(ws.Workspace, "save", refuse)
     with pytest.raises(UserError, match="--project llm-fp8: .*permission denied"):
-        call()
+        call("--entity", "team")

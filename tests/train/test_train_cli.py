@@ -19,14 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config.parser import parse_config
 from llm_fp8.train.run_dir import with_output_dir
 from llm_fp8.utils.ranks import LaunchRanks
-from tests.support.documented_commands import (
-    COMMANDS,
-    config_of,
-    is_multi_gpu,
-    readme_commands,
-    words_for_a_cpu,
-    write_dataset,
-)
+from tests.support.documented_commands import ON_ONE_GPU, RUN, config_of, words_for_a_cpu, write_dataset
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
 
 pytestmark = pytest.mark.slow
@@ -105,18 +98,11 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
     return {"meta-llama": tiny_model, "Qwen": qwen}
 
 
-DOCUMENTED = {
-    name: command
-    for name, command in (COMMANDS | readme_commands()).items()
-    if name != "split_test" and not is_multi_gpu(command)
-}
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", ON_ONE_GPU)
 def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked, folder = config_of(DOCUMENTED[name]), tmp_path / "run"
-    words = words_for_a_cpu(DOCUMENTED[name], hub_models[asked.model.model_name.partition("/")[0]], hub_dataset)
+    asked, folder = config_of(RUN[name]), tmp_path / "run"
+    words = words_for_a_cpu(RUN[name], hub_models[asked.model.model_name.partition("/")[0]], hub_dataset)
     assert train(*words, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
     wandb.teardown()
     recorded = run_json(folder)
