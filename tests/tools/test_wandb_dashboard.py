@@ -126,6 +126,7 @@ def views(monkeypatch: pytest.MonkeyPatch) -> dict[str, ws.Workspace]:
     """What W&B's server keeps, by address; every view that is saved comes to one address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     kept: dict[str, ws.Workspace] = {}
+    monkeypatch.setattr(wandb_dashboard, "require_wandb_login", lambda program: None)
     monkeypatch.setattr(ws.Workspace, "save", lambda view: kept.update({address: view}))
     monkeypatch.setattr(ws.Workspace, "from_url", classmethod(lambda cls, url: kept[url]))
     monkeypatch.setattr(ws.Workspace, "url", property(lambda view: address))
