@@ -23,6 +23,7 @@ import random
 import statistics
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def main() -> int:
         told = f"{row.get('tokens_per_s', 0):9,.0f} tokens/s  {row.get('peak_memory_gib', 0):.1f} GiB"
         print(f"{row['variant']:13} {row.get('failed') or told}")
     if options.output is not None:
-        record = {"provenance": collect_provenance(sys.argv), **work.to_dict(), "rows": table}
+        record = {"provenance": collect_provenance(sys.argv), "workload": work.name, **asdict(work), "rows": table}
         write_json_atomic(options.output, record)
     return EXIT_FAILED_CHECK if any("failed" in row for row in table) else 0
 

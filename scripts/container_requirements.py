@@ -37,16 +37,16 @@ def constraints(found: dict[str, str]) -> str:
 
 def requirements(found: dict[str, str]) -> str:
     """The lines of requirements.txt: every pin whose marker holds here, and whose package is not among those found."""
-    return "".join(f"{pin.requirement}\n" for pin in read_pins() if pin.name not in found)
+    return "".join(f"{pin}\n" for pin in read_pins() if pin.name not in found)
 
 
 def changed(text: str, found: dict[str, str]) -> list[str]:
     """A sentence for each package of a constraints file that is not installed as it says."""
     sentences = []
-    for pin in pins_of(text, "constraints.txt"):
+    for pin in pins_of(text):
         there = found.get(pin.name)
-        if there is None or not pin.requirement.specifier.contains(there, prereleases=True):
-            sentences.append(f"{pin.requirement} became {there or 'not installed'}")
+        if there is None or not pin.specifier.contains(there, prereleases=True):
+            sentences.append(f"{pin} became {there or 'not installed'}")
     return sentences
 
 

@@ -43,10 +43,8 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
         FLASH_ATTENTION_2.require_installed("--attn_implementation flash_attention_2")
     if requested != "auto":
         if not _has_attention(hf_config, requested):
-            raise UserError(
-                f"--attn_implementation {requested}: transformers has none for models of type "
-                f"'{hf_config.model_type}'; leave it at auto, or give --attn_implementation eager."
-            )
+            kind = f"models of type '{hf_config.model_type}'"
+            raise UserError(f"--attn_implementation {requested}: transformers has none for {kind}; leave it at auto.")
         return requested
     installed = package_version(FLASH_ATTENTION_2.name) is not None
     fits = installed and device.type == "cuda" and dtype != torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -44,14 +45,14 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}
 
 @dataclass(frozen=True)
 class Row:
-    """One way of training under one sharding mode."""
+    """One way of training under one sharding mode: `run` with the micro-batch that was asked for, `fitted` with the
+    longest one that fits.
+    """
 
     way: str
     mode: str
     run: RunSize
-    """With the micro-batch that was asked for."""
     fitted: RunSize | None
-    """With the longest one that fits."""
 
     @property
     def fits(self) -> str:
@@ -68,45 +69,43 @@ class Row:
 
     def command(self, model_words: list[str]) -> str:
         """The command that trains so."""
-        run = self.fitted or self.run
-        config, several = run.config, run.num_gpus > 1
-        words = ["torchrun", f"--nproc_per_node={run.num_gpus}", "train_multi_gpu.py"] if several else []
-        words += [f"--sharding_mode={self.mode}"] if several else ["python", "train_fp8.py"]
-        words += [*model_words, *(["--use_te"] if config.model.use_te else [])]
-        words += [f"--mixed_precision={config.precision.mixed_precision}"]
-        changes = WAYS[self.way].items()
-        words += [f"--{name}" if value is True else f"--{name}={value}" for name, value in changes]
-        words += ["--sync_every_micro_batch"] if config.parallel.sync_every_micro_batch else []
-        words += [f"--max_seq_length={config.data.max_seq_length}", f"--batch_size={config.data.batch_size}"]
-        words += [f"--gradient_accumulation_steps={config.optim.gradient_accumulation_steps}"]
-        return shlex.join(words)
+        config, num_gpus = (self.fitted or self.run).config, self.run.num_gpus
+        words = ["python", "train_fp8.py"]
+        if num_gpus > 1:
+            words = ["torchrun", f"--nproc_per_node={num_gpus}", "train_multi_gpu.py", f"--sharding_mode={self.mode}"]
+        options = {
+            "use_te": config.model.use_te,
+            "mixed_precision": config.precision.mixed_precision,
+            **WAYS[self.way],
+            "sync_every_micro_batch": config.parallel.sync_every_micro_batch,
+            "max_seq_length": config.data.max_seq_length,
+            "batch_size": config.data.batch_size,
+            "gradient_accumulation_steps": config.optim.gradient_accumulation_steps,
+        }
+        given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
+        return shlex.join([*words, *model_words, *given])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; options of training have the names and defaults of train_fp8.py's."""
     defaults = Config()
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--model_name",
-        type=os.path.expanduser,
-        required=True,
-        help=f"hub id, local folder, or a bundled name: {', '.join(bundled_architectures())}",
-    )
-    parser.add_argument("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
-    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs that train together (default %(default)s)")
-    parser.add_argument(
-        "--batch_size", type=int, default=defaults.data.batch_size, help="rows of a micro-batch (default %(default)s)"
-    )
-    parser.add_argument(
-        "--max_seq_length", type=int, default=defaults.data.max_seq_length, help="tokens of a row (default %(default)s)"
-    )
-    parser.add_argument(
-        "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a step (default %(default)s)"
-    )
-    parser.add_argument("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    bundled = ", ".join(bundled_architectures())
+    sizes = {
+        "num_gpus": (1, "GPUs that train together"),
+        "batch_size": (defaults.data.batch_size, "rows of a micro-batch"),
+        "max_seq_length": (defaults.data.max_seq_length, "tokens of a row"),
+        "gradient_accumulation_steps": (1, "micro-batches of a step"),
+    }
+    add = parser.add_argument
+    add("--model_name", type=os.path.expanduser, required=True, help=f"hub id, folder, or bundled name: {bundled}")
+    add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
+    for name, (default, what) in sizes.items():
+        add(f"--{name}", type=int, default=default, help=f"{what} (default %(default)s)")
+    add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
+    add("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
     options = parser.parse_args(argv)
-    for name in ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps"):
+    for name in sizes:
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     if options.output is not None:
@@ -126,12 +125,10 @@ def gpu_memory(name: str | None) -> tuple[str, float, bool]:
     key = next((key for key in GPUS if key in name.lower()), None)
     if key is not None:
         return name, GPUS[key], key not in WITHOUT_FP8
-    try:
-        gib = float(name.lower().removesuffix("gib").removesuffix("gb"))
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
+    number = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)(gi?b)?", name.lower())
+    if number is None:
         raise UserError(f"--gpu {name}: give a known name ({', '.join(GPUS)}) or the GPU's memory in GiB, as 80.")
+    gib = float(number[1])
     return f"a GPU of {gib:g} GiB", gib, True
 
 
@@ -212,28 +209,21 @@ def main() -> int:
     table = Table()
     for column in ("training", "sharding", "GiB per GPU", "needs", "fits"):
         table.add_column(column, justify="right" if column in ("GiB per GPU", "needs") else "left")
+    content = []
     for row in rows:
         found = row.run.estimate()
         table.add_row(row.way, row.mode, f"{found.total_gib:.1f}", f"{found.needed_gib:.1f}", row.fits)
+        figures = {"parts_gib": found.parts, "total_gib": found.total_gib, "needed_gib": found.needed_gib}
+        how = {"training": row.way, "sharding_mode": row.mode, "fits": row.fits}
+        content.append({**how, **figures, "command": row.command(model_words)})
     console.print(table, soft_wrap=False)
-    if not rows[0].run.estimate().is_whole:
-        console.print(
-            "note: there is no TE decoder for this model, so activations, logits and casts are not counted: the GPU "
-            "must have more"
-        )
-    cheapest = rows[0]
-    if cheapest.fitted is None:
+    if not found.is_whole:
+        console.print("note: without a TE decoder for this model activations, logits and casts are not counted")
+    if rows[0].fitted is None:
         console.print("nothing fits: take more GPUs or shorter rows")
     else:
-        console.print(f"the cheapest that fits:\n  {cheapest.command(model_words)}")
+        console.print(f"the cheapest that fits:\n  {content[0]['command']}")
     if options.output is not None:
-        content = []
-        for row in rows:
-            found = row.run.estimate()
-            figures = {"parts_gib": found.parts, "total_gib": found.total_gib, "needed_gib": found.needed_gib}
-            how = {"training": row.way, "sharding_mode": row.mode, "fits": row.fits}
-            content.append({**how, **figures, "command": row.command(model_words)})
         given = {name: str(value) for name, value in vars(options).items()}
         write_json_atomic(options.output, {"options": given, "gpu": gpu, "gpu_gib": gpu_gib, "rows": content})
-        console.print(f"figures in {options.output}")
     return 0

@@ -87,7 +87,7 @@ def test_the_images_own_packages_are_kept(tmp_path, monkeypatch, capsys):
     assert container_requirements.main(["write", str(tmp_path)]) == 0
     kept = (tmp_path / "constraints.txt").read_text().splitlines()
     assert kept == [f"{name}=={IMAGE[name]}" for name in sorted(IMAGE)]
-    left = versions.pins_of((tmp_path / "requirements.txt").read_text(), "requirements.txt")
+    left = versions.pins_of((tmp_path / "requirements.txt").read_text())
     assert {pin.name for pin in left} == {pin.name for pin in versions.read_pins()} - set(IMAGE)
     assert container_requirements.main(["check", str(tmp_path)]) == 0
     monkeypatch.setattr(container_requirements, "installed", lambda names: {**IMAGE, "torch": "2.13.0"})

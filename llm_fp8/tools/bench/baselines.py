@@ -37,7 +37,7 @@ from llm_fp8.data import prepare_data
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
-from llm_fp8.observability.metrics import GIB, DecoderSize, StepTokens, step_flops
+from llm_fp8.observability.metrics import GIB, DecoderSize, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.torchao import build_config, compile_layers
@@ -90,16 +90,6 @@ def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels.roll(1, 1)}
 
 
-def figures(tokens: StepTokens, size: DecoderSize, step_time_s: float, num_gpus: int) -> dict[str, float]:
-    """The speed of a step, under the keys of our own runs; all processes have as many tokens as this one."""
-    return {
-        "step_time_s": step_time_s,
-        "tokens_per_s": tokens.num_tokens * num_gpus / step_time_s,
-        "real_tokens_per_s": tokens.num_real_tokens * num_gpus / step_time_s,
-        "model_tflops": step_flops(size, tokens) / step_time_s / 1e12,
-    }
-
-
 def train(name: str, config: Config) -> None:
     """Train, and write metrics.jsonl and summary.json."""
     accelerator = build_accelerator(name, config)
@@ -150,7 +140,14 @@ def train(name: str, config: Config) -> None:
     times = (clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True))
     with (folder / "metrics.jsonl").open("w") as file:
         for number, (loss, counted, time_s) in enumerate(zip(values, tokens, times, strict=True), start=1):
-            record = {"step": number, "loss": loss, **figures(counted, size, time_s, num_gpus)}
+            record = {  # under the keys of our own runs; all processes have as many tokens as this one
+                "step": number,
+                "loss": loss,
+                "step_time_s": time_s,
+                "tokens_per_s": counted.num_tokens * num_gpus / time_s,
+                "real_tokens_per_s": counted.num_real_tokens * num_gpus / time_s,
+                "model_tflops": step_flops(size, counted) / time_s / 1e12,
+            }
             file.write(json.dumps(record | ({"peak_memory_gib": peak_gib} if peak_gib else {})) + "\n")
     write_json_atomic(folder / "summary.json", {"baseline": name, "steps": len(values)})
 

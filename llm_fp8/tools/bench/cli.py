@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,6 @@ class Workload:
     def name(self) -> str:
         shape = f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
         return shape + (f"@{self.dataset}" if self.dataset else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("model", "batch_size", "seq_length", "micro_batches", "num_gpus", "dataset")
-        return {"workload": self.name, **{name: getattr(self, name) for name in names}}
 
     def words(self, dataset: str, num_steps: int) -> list[str]:
         """The options that all variants have in common."""
@@ -135,23 +131,18 @@ def measure(
         command = variant.command(work.num_gpus, words)
         ended = run_program(command, log=Path(scratch, "log"), environ=inherited, timeout_s=timeout_s)
         if ended.failure is not None:
-            return {"failed": ended.failure, "wall_s": ended.wall_s}
+            return {"failed": ended.failure}
         steps, summary = read_jsonl(folder / "metrics.jsonl"), read_json(folder / "summary.json")
     timed = [step for step in steps[warmup:] if RECORDED_STEP not in step]
-    found = {
-        "failed": None,
-        "steps": timed,
-        "losses": [step["loss"] for step in steps],
-        "wall_s": ended.wall_s,
-        **{name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)},
-    }
+    found = {"failed": None, "steps": timed, "losses": [step["loss"] for step in steps]}
+    found |= {name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)}
     peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
     return {**found, "peak_memory_gib": max(peaks)} if peaks else found
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The row of a variant: its median over the timed steps of all rounds, and the middle eight tenths of them."""
-    row: dict[str, Any] = {**work.to_dict(), "variant": variant.name, "baseline": variant.baseline}
+    row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.words)
     measured = [answer for answer in rounds if answer["failed"] is None]
     if failures := [answer["failed"] for answer in rounds if answer["failed"] is not None]:
@@ -196,13 +187,10 @@ def measure_all(
                     continue  # it would fail again
                 answer = measure(work, variant, dataset, num_steps, warmup, timeout_s)
                 rounds[variant.name].append(answer)
-                told = (
-                    answer["failed"] or f"{statistics.median(s['tokens_per_s'] for s in answer['steps']):,.0f} tokens/s"
-                )
-                print(f"round {number + 1}  {work.name}  {variant.name}: {told} ({answer['wall_s']:.0f} s)", flush=True)
-                rows = [
-                    {**(labels or {}), **summarise(work, one, rounds[one.name])} for one in variants if rounds[one.name]
-                ]
+                told = answer["failed"] or f"{statistics.median(step['tokens_per_s'] for step in answer['steps']):,.0f}"
+                print(f"round {number + 1}  {work.name}  {variant.name}: {told} tokens/s", flush=True)
+                measured = [one for one in variants if rounds[one.name]]
+                rows = [{**(labels or {}), **summarise(work, one, rounds[one.name])} for one in measured]
                 if output is not None:
                     write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
     return rows
@@ -226,12 +214,13 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """--steps, --warmup, --rounds, --timeout_s and --output."""
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the variants take turns (default %(default)s)")
-    parser.add_argument("--timeout_s", type=float, default=600, help="a longer run has failed (default %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    """Add --steps, --warmup, --rounds, --timeout_s and --output."""
+    add = parser.add_argument
+    add("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
+    add("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
+    add("--rounds", type=int, default=3, help="how often the variants take turns (default %(default)s)")
+    add("--timeout_s", type=float, default=600, help="a longer run has failed (default %(default)s)")
+    add("--output", type=Path, help="JSON file for the results")
 
 
 def check_measuring_options(options: argparse.Namespace) -> None:
@@ -241,8 +230,8 @@ def check_measuring_options(options: argparse.Namespace) -> None:
             f"--warmup {options.warmup} must be from {LEAST_WARMUP}, because the fifth step's kernels are recorded, to "
             f"less than --steps {options.steps}."
         )
-    if options.rounds < 1 or not options.timeout_s > 0:
-        raise UserError("--rounds and --timeout_s must be more than 0.")
+    if options.rounds < 1:
+        raise UserError("--rounds must be 1 or more.")
     if options.output is not None:
         require_writable("--output", options.output)
 
@@ -250,15 +239,14 @@ def check_measuring_options(options: argparse.Namespace) -> None:
 def main() -> int:
     """Measure the variants of the command line and print the table; the exit code is 1 where none was measured."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--model", default="Llama-3.2-1B", help="bundled name or folder (default %(default)s)")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a micro-batch per GPU (default %(default)s)")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
-    parser.add_argument("--micro_batches", type=int, default=4, help="of a step (default %(default)s)")
-    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of this host (default %(default)s)")
-    parser.add_argument("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
-    parser.add_argument(
-        "--variants", default=DEFAULT_VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)"
-    )
+    add = parser.add_argument
+    add("--model", default="Llama-3.2-1B", help="bundled name or folder (default %(default)s)")
+    add("--rows", type=int, default=8, help="rows of a micro-batch per GPU (default %(default)s)")
+    add("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
+    add("--micro_batches", type=int, default=4, help="of a step (default %(default)s)")
+    add("--num_gpus", type=int, default=1, help="GPUs of this host (default %(default)s)")
+    add("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
+    add("--variants", default=DEFAULT_VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
     add_measuring_options(parser)
     options = parser.parse_args()
     check_measuring_options(options)

@@ -30,17 +30,10 @@ def check_gpu(setup: Setup) -> Result:
     gpus, cuda = (listed or "").splitlines(), torch.version.cuda
     result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})
     if setup.num_gpus:
-        first, driver = torch.cuda.get_device_properties(0), gpus[0].rpartition(", ")[2] if gpus else "unknown"
-        names = [torch.cuda.get_device_name(index) for index in range(setup.num_gpus)]
-        capability, memory_gib = f"{first.major}.{first.minor}", first.total_memory / 2**30
-        cudnn, nccl = torch.backends.cudnn.version(), ".".join(map(str, torch.cuda.nccl.version()))
-        result.facts |= {"names": names, "capability": capability, "memory_gib": memory_gib, "cudnn": cudnn}
-        result.summary = (
-            f"{len(names)} x {first.name}, compute capability {capability}, {memory_gib:.1f} GiB, driver {driver}, "
-            f"CUDA {cuda}, cuDNN {cudnn}, NCCL {nccl}"
-        )
-        if len(set(names)) > 1:
-            result.warn(f"the GPUs differ ({', '.join(names)}): a run on all is as fast as the slowest", "nvidia-smi")
+        first, cudnn = torch.cuda.get_device_properties(0), torch.backends.cudnn.version()
+        result.facts |= {"capability": f"{first.major}.{first.minor}", "memory_gib": first.total_memory / 2**30}
+        listed = gpus[0].replace(", ", ", driver ") if gpus else first.name
+        result.summary = f"{setup.num_gpus} x {listed}, CUDA {cuda}, cuDNN {cudnn}"
     elif not gpus:
         result.summary, result.skipped = "no NVIDIA GPU: nvidia-smi lists none, torch finds none", True
     else:

@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from llm_fp8.utils.json_files import read_json, read_metrics
 from llm_fp8.utils.packages import GPU_REQUIREMENTS, REPOSITORY
 from llm_fp8.utils.subprocesses import Ended, run_program, torchrun
 
-TIMEOUT_S = 300.0
 BASELINE = "bf16"
 NUM_LAYERS = 2
 NUM_STEPS = 6
@@ -85,7 +85,7 @@ def precision_words(name: str) -> list[str]:
 
 def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
     """Train for a few steps; `num_processes`: under torchrun, where it is not 0."""
-    folder = setup.scratch / f"run-{name}-{len(list(setup.scratch.iterdir()))}"
+    folder = Path(tempfile.mkdtemp(dir=setup.scratch, prefix=name)) / "run"
     if setup.num_gpus:
         shape = ["--max_seq_length", str(setup.max_seq_length), "--batch_size", str(setup.batch_size)]
         words = ("--model_name", str(cut_model(setup)), "--random_init", *shape, *words)
@@ -97,10 +97,11 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
     else:
         command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
     environ = {**os.environ, "WANDB_MODE": "disabled"}
-    ended = run_program(command, log=folder.with_suffix(".log"), environ=environ, timeout_s=TIMEOUT_S)
-    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
-    losses = [record["loss"] for record in read_metrics(metrics) if "loss" in record] if metrics.exists() else []
-    return Run(name, command, ended, read_json(summary) if summary.exists() else {}, losses)
+    ended = run_program(command, log=folder.with_suffix(".log"), environ=environ, timeout_s=300)
+    if ended.failure is not None:
+        return Run(name, command, ended, {}, [])
+    losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+    return Run(name, command, ended, read_json(folder / "summary.json"), losses)
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
@@ -108,8 +109,8 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     name, losses, again = run.name, run.losses, shlex.join(run.command)
     certificate = run.summary.get("certificate") or {}
     result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
-    if run.ended.failure is not None or not losses:
-        result.fail(f"{name}: the run failed: {run.ended.failure or 'it recorded no loss'}", again)
+    if run.ended.failure is not None:
+        result.fail(f"{name}: the run failed: {run.ended.failure}", again)
         result.details += run.ended.output.strip().splitlines()[-12:]
         return
     verdict = certificate.get("verdict")
@@ -121,7 +122,7 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
         result.fail(f"{name}: attention runs unfused, several times slower than cuDNN's", fix)
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         result.fail(f"{name}: the loss does not fall ({losses})", again)
-    elif baseline is not None and len(losses) == len(baseline.losses):
+    elif baseline is not None and baseline.losses:
         away = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, baseline.losses, strict=True))
         if away > MAX_LOSS_DIFFERENCE:
             result.fail(f"{name}: the losses {losses} are {away:.1%} from bf16's {baseline.losses}", again)
@@ -137,10 +138,9 @@ def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
     for name in recipes:
         judge(result, train(setup, name, *precision_words(name), *words), baseline)
     if not result.failures:
+        where = "certified" if setup.num_gpus else "on the CPU, so nothing is said of fp8 kernels"
         attention = baseline.summary["attention_backend"]
-        result.summary = f"{', '.join(result.facts)}: the loss falls as it should"
-        result.summary += ", certified" if setup.num_gpus else " (on the CPU, so nothing is said of fp8 kernels)"
-        result.summary += f"; attention: {attention}" if attention else ""
+        result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {where}; attention: {attention}"
     return result
 
 

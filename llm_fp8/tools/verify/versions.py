@@ -10,9 +10,9 @@ import importlib
 import io
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.packages import SHIPPED, package_version
@@ -38,29 +38,18 @@ IMPORTED = (
 _PIP = f"{sys.executable} -m pip"
 
 
-@dataclass(frozen=True)
-class Pin:
-    """One line of a requirements file that holds for this Python."""
-
-    requirement: Requirement
-    file: str
-
-    @property
-    def name(self) -> str:
-        """The package, in normal form."""
-        return self.requirement.name.lower().replace("_", "-")
-
-
-def pins_of(text: str, file: str) -> list[Pin]:
-    """The requirements of a file's text whose markers hold here."""
+def pins_of(text: str) -> list[Requirement]:
+    """The requirements of a file's text whose markers hold here, with names in normal form."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
-    return [Pin(each, file) for each in found if each.marker is None or each.marker.evaluate()]
+    pins = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    for pin in pins:
+        pin.name = canonicalize_name(pin.name)
+    return [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
 
 
-def read_pins() -> list[Pin]:
+def read_pins() -> list[Requirement]:
     """The pins of all `REQUIREMENTS`."""
-    return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text(), file)]
+    return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text())]
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -68,7 +57,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return {name: version for name in names if (version := package_version(name)) is not None}
 
 
-def judge(pins: list[Pin], found: dict[str, str], errors: dict[str, str], has_gpu: bool) -> Result:
+def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str], has_gpu: bool) -> Result:
     """A missing or broken package that every run needs fails; another version, or a broken package that only an option
     needs, is a warning. `found`: what is installed. `errors`: package -> why it does not load.
     """
@@ -76,13 +65,13 @@ def judge(pins: list[Pin], found: dict[str, str], errors: dict[str, str], has_gp
     for pin in pins:
         there = found.get(pin.name)
         # Transformer Engine builds against the torch that is installed; other packages do not mind.
-        fix = f"{_PIP} install --no-build-isolation '{str(pin.requirement).partition(';')[0]}'"
+        fix = f"{_PIP} install --no-build-isolation '{str(pin).partition(';')[0]}'"
         if there is None and pin.name not in OPTIONAL and (has_gpu or pin.name != TE):
             result.fail(f"{pin.name} is not installed", fix)
         elif there is None:
             result.details.append(f"{pin.name} is not installed ({OPTIONAL.get(pin.name, 'fp8 on a GPU')})")
-        elif not pin.requirement.specifier.contains(there, prereleases=True):
-            result.warn(f"{pin.name} is {there}, {pin.file} pins {pin.requirement.specifier}", fix)
+        elif not pin.specifier.contains(there, prereleases=True):
+            result.warn(f"{pin.name} is {there}, and not {pin.specifier}", fix)
     for name, error in errors.items():
         report = result.warn if name in OPTIONAL else result.fail
         report(f"{name} does not load: {error}", f"{_PIP} uninstall -y {name}   # and install it again for this torch")
