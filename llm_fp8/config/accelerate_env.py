@@ -10,7 +10,7 @@ launcher by tests/config/test_accelerate_launch.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,11 @@ def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: 
     elif is_on(values["ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"]):
         settings["fp8_scenario"] = scenario = "mxfp8"
     recipe = RECIPES[chosen(scenario, backend)]
-    convert = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
+    convert: dict[str, Callable[[str], Any]] = {
+        "fp8_format": str.upper,
+        "amax_history_len": int,
+        "amax_compute_algo": str.lower,
+    }
     for name, variable in OF_RECIPES.items():
         is_written = not is_default(variable, values[variable])
         if name not in recipe.options:
@@ -229,7 +233,8 @@ def _sharding(found: Mapping[str, str]) -> dict[str, Any]:
         if is_on(values["FSDP_ACTIVATION_CHECKPOINTING"]):
             settings["gradient_checkpointing"] = 1
     if "DEEPSPEED" in found:
-        stage, file = int(values["ACCELERATE_DEEPSPEED_ZERO_STAGE"]), values["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+        stage: Any = int(values["ACCELERATE_DEEPSPEED_ZERO_STAGE"])
+        file = values["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
         if file != "None":
             settings["deepspeed_config"] = file
             stage = (read_json(Path(file)).get("zero_optimization") or {}).get("stage")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, problem_of
 from llm_fp8.data.split import problem_key
-from llm_fp8.utils.subprocesses import forked_processes_end_with_this_one
+from llm_fp8.utils.subprocesses import end_with_parent
 
 FEATURES = Features(
     {
@@ -178,8 +180,13 @@ def _tokenise_batch(
     columns: Mapping[str, str],
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
+    main_pid: int | None = None,
 ) -> dict[str, list[Any]]:
     """The columns of `FEATURES` for rows whose `columns` (our name -> theirs) a batch holds."""
+    if main_pid not in (None, os.getpid()):
+        # A terminal sends Ctrl-C to workers too, and each would print a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
     rows = [{ours: batch[theirs][i] for ours, theirs in columns.items()} for i in range(len(row_ids))]
     encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
     made: dict[str, list[Any]] = {name: [] for name in FEATURES}
@@ -231,17 +238,16 @@ def tokenise(
     key = cache_key(dataset._fingerprint, tokenizer, options)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder.mkdir(parents=True, exist_ok=True)
-    with forked_processes_end_with_this_one():
-        return selected.map(
-            _tokenise_batch,
-            fn_kwargs=how,
-            num_proc=num_workers if num_workers > 1 else None,
-            new_fingerprint=key,
-            cache_file_name=str(folder / f"tokenised-{key}.arrow"),
-            load_from_cache_file=True,
-            desc="tokenising",
-            **common,
-        )
+    return selected.map(
+        _tokenise_batch,
+        fn_kwargs={**how, "main_pid": os.getpid()},
+        num_proc=num_workers if num_workers > 1 else None,
+        new_fingerprint=key,
+        cache_file_name=str(folder / f"tokenised-{key}.arrow"),
+        load_from_cache_file=True,
+        desc="tokenising",
+        **common,
+    )
 
 
 def figures_of(tokenised: Dataset) -> Figures:

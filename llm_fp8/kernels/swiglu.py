@@ -21,8 +21,8 @@ NAME = "swiglu_with_fused_cast"
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
     """Let `mlp`, a LayerNormMLP with activation "swiglu" and without biases, fuse its inner gradient and cast."""
-    if add_activation(NAME, _backward_and_cast):
-        mlp.activation = NAME  # type: ignore[assignment]
+    add_activation(NAME, _backward_and_cast)
+    mlp.activation = NAME  # type: ignore[assignment]
 
 
 def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) -> tuple[None, Any]:

@@ -40,7 +40,7 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
     Raises `UserError` where the requested one is not installed, or the architecture lacks it.
     """
     if requested == "flash_attention_2":
-        FLASH_ATTENTION_2.require_installed("--attn_implementation flash_attention_2")
+        FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if requested != "auto":
         if not _has_attention(hf_config, requested):
             kind = f"models of type '{hf_config.model_type}'"

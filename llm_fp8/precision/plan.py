@@ -158,7 +158,7 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
     TORCHAO.require(why)
     if on_gpu:
         require_fp8_gpu(device)
-        TRITON.require_installed(why)
+        TRITON.require(why)
         torchao_fp8.require_c_compiler(why)
     scenario = chosen(options.fp8_scenario, "torchao")
     return PrecisionPlan(

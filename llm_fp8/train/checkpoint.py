@@ -252,7 +252,7 @@ class CheckpointManager:
         for cause in _causes(error):
             if isinstance(cause, KeyboardInterrupt):
                 return cause
-            if isinstance(cause, OSError) and (reason := reason_not_written(cause, self.folder)):
+            if isinstance(cause, OSError) and (reason := reason_not_written(cause)):
                 return UserError(
                     f"The checkpoint {final} needs {needed_bytes / 2**30:.2g} GiB and could not be written: {reason}, "
                     "or choose another --output_dir. Checkpoints saved before are intact."

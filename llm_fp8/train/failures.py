@@ -27,7 +27,7 @@ def explained_failures(config: Config, folder: Path, mode: str) -> Iterator[None
         raise UserError(out_of_memory_advice(config, mode)) from error
     except OSError as error:  # of libraries that write to their caches it names no file
         written = Path(error.filename) if isinstance(error.filename, str) else folder
-        if reason := reason_not_written(error, written):
+        if reason := reason_not_written(error):
             where = "--output_dir, or a folder of libraries: HF_HOME, TMPDIR"
             raise UserError(f"{written} ({where}): {reason}. {intact}") from error
         raise

@@ -219,7 +219,7 @@ def _check_run(
     if config.model.use_te:
         require_te("--use_te")
     if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
-        TRITON.require_installed(f"--optimizer {kind}")
+        TRITON.require(f"--optimizer {kind}")
     if rank:
         from llm_fp8.models.lora import require_peft
 

@@ -5,12 +5,10 @@ os.environ.update({**CUDA_DEFAULTS, **os.environ})
 
 from __future__ import annotations
 
-TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
-
 CUDA_DEFAULTS = {
     # Growing segments leave less unusable memory between blocks of many sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # Transformer Engine multiplies fp32 matrices in TF32 otherwise: fp32 would not be fp32.
-    TF32_VARIABLE: "0",
+    "NVIDIA_TF32_OVERRIDE": "0",
 }
-"""Of every run; what the user has set stays."""
+"""Values for every run; what the user has set stays."""

@@ -11,7 +11,6 @@ import faulthandler
 import io
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +27,6 @@ EXIT_INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
 EXIT_OUTPUT_CLOSED = 141
 """What a shell reports for a program that SIGPIPE ended."""
-STDERR_DESCRIPTOR = 2
-"""Where a crash is written: `sys.stderr` may be an object without a descriptor."""
 
 
 class UserError(Exception):
@@ -77,14 +74,10 @@ def existing_part(path: Path) -> Path:
     return next(part for part in (path, *path.absolute().parents) if os.path.exists(part))
 
 
-def reason_not_written(error: OSError, path: Path) -> str | None:
-    """Why `path` or a file below it could not be written, and what to do; None for an error of another kind."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(existing_part(path)).free / 2**20
-        return f"the disk (or quota) is full, with {free:,.1f} MiB free ({os.strerror(error.errno)}); free some space"
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{os.strerror(error.errno)}; choose a folder that can be written"
-    return None
+def reason_not_written(error: OSError) -> str | None:
+    """The system's word for a file that could not be written (a full disk, no permission); None for another error."""
+    not_written = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+    return os.strerror(error.errno) if error.errno in not_written else None
 
 
 def listed(names: Iterable[str]) -> str:
@@ -131,13 +124,12 @@ class OneSentenceParser(argparse.ArgumentParser):
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with its code; on a `UserError` or a file that cannot be written (2) or `FailedCheck` (1)
     with one sentence, printed by one process of the launch; on Ctrl-C with 130; where a pipe's reader is gone
-    (`| head`) with 141. A crash in a native library prints Python's stack first. Characters that the console's encoding
-    lacks are printed as escapes.
+    (`| head`) with 141. A crash in a native library prints Python's stack first.
     """
     if not faulthandler.is_enabled():
-        faulthandler.enable(file=STDERR_DESCRIPTOR)
-    # Data and names of files may hold what the console's encoding lacks. Python does so itself for stderr.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
+    # Data may hold characters that the console's encoding lacks; Python prints them so to stderr itself.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
@@ -147,15 +139,11 @@ def run_script(main: Callable[[], int]) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED_CHECK
     except BrokenPipeError:
-        print("interrupted: nothing reads the output any more", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-        code = EXIT_OUTPUT_CLOSED
+        os._exit(EXIT_OUTPUT_CLOSED)  # what is still to be flushed cannot be
     except OSError as error:
-        path = Path(error.filename) if isinstance(error.filename, str) else None
-        reason = None if path is None else reason_not_written(error, path)
-        if reason is None:
+        if error.filename is None or (reason := reason_not_written(error)) is None:
             raise
-        print(f"error: {path}: {reason}.", file=sys.stderr, flush=True)
+        print(f"error: {error.filename}: {reason}.", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

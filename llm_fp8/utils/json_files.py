@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -57,73 +57,51 @@ def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def read_text(path: Path) -> str:
     """The text of a file; `UserError` where it cannot be read."""
-    try:
+    with reading("the file", path):
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _parsed(text: str, where: str, entries: Iterable[str] = ()) -> dict[str, Any]:
+def _object(text: str, where: str, entries: Iterable[str] = ()) -> dict[str, Any]:
     """The JSON object in `text`; `UserError` that begins with `where` where it holds none, or lacks `entries`."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON ({error}); was it damaged?") from error
-    require_entries(where, value, entries)
-    return value
-
-
-def require_entries(where: str, content: Any, entries: Iterable[str]) -> None:
-    """Raise `UserError`, beginning with `where`, unless `content` is an object with these entries, whose dotted names
-    lead through objects.
-    """
-    if not isinstance(content, dict):
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object.")
-    for name in entries:
-        value: Any = content
-        for key in name.split("."):
-            if not isinstance(value, dict) or key not in value:
-                raise UserError(f"{where} lacks {name}; was it damaged?")
-            value = value[key]
+    if missing := [name for name in entries if name not in value]:
+        raise UserError(f"{where} lacks {missing[0]}.")
+    return value
 
 
 def read_json(path: Path, entries: Iterable[str] = ()) -> dict[str, Any]:
     """The object of a JSON file, NaN and infinity as floats; `UserError` where it cannot be read, is none or lacks one
     of `entries`.
     """
-    return with_floats(_parsed(read_text(path), str(path), entries))
+    return with_floats(_object(read_text(path), str(path), entries))
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The records of a run's metrics.jsonl, NaN and infinity as floats."""
-    return [with_floats(_parsed(line, where, ("step",))) for where, line in _lines(path)]
+    return with_floats(read_jsonl(path, ("step",)))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, entries: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises
-    `UserError` with the number of a line that holds none.
+    `UserError` with the number of a line that holds none, or lacks one of `entries`.
     """
-    return [_parsed(line, where) for where, line in _lines(path)]
-
-
-def _lines(path: Path) -> list[tuple[str, str]]:
-    """Each line of a file, after the words that name it."""
     text = read_text(path)
     # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
     lines = text.removesuffix("\n").split("\n") if text else []
-    return [(f"{path}: line {number}", line) for number, line in enumerate(lines, start=1)]
+    return [_object(line, f"{path}: line {number}", entries) for number, line in enumerate(lines, start=1)]
 
 
 def require_writable(flag: str, path: Path) -> None:
     """Make the folder of an output file; `UserError` now where the file could not be written after long work."""
-    existed = path.exists()
-    try:
+    with reading(flag, path, "the folder to write in"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: {error.strerror}; give a file in a folder that can be written.") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{flag} {path} cannot be written; give a file in a folder that can.")
 
 
 def write_text_atomic(path: Path, text: str) -> None:

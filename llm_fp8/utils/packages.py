@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -43,19 +42,12 @@ class OptionalPackage:
     install: str
     """The command that installs it."""
 
-    def require_installed(self, why: str) -> None:
-        """Raise `UserError` that starts with `why` where the package is missing."""
-        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
-            raise UserError(f"{why} needs {self.name}, which is not installed; run: {self.install}")
-
     def require(self, why: str) -> ModuleType:
-        """The module, imported. Raises `UserError` as `require_installed`, and where it does not load."""
-        self.require_installed(why)
+        """The module, imported. Raises `UserError` that starts with `why` where it is missing or does not load."""
         try:
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:
-            problem = f"which is installed but does not load ({error})"
-            raise UserError(f"{why} needs {self.name}, {problem}; run: {self.install}") from error
+            raise UserError(f"{why} needs {self.name} ({error}); run: {self.install}") from error
 
 
 TRANSFORMER_ENGINE = OptionalPackage(

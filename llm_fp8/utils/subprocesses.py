@@ -1,6 +1,4 @@
-"""Other processes: what a program prints, torchrun's command, and who ends with whom. Imports nothing that may fail to
-load.
-"""
+"""Other processes: what a program prints, torchrun's command, and who ends with whom."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +26,8 @@ def output_of(*command: str, timeout_s: float = 30) -> str | None:
     return done.stdout.strip()
 
 
-_TELLS_WHY = re.compile(
-    r"^(error: .*)|^(?:\[\w+\]:\s*)?((?!.*(?:ChildFailed|CalledProcess)Error)[\w.]*(?:Error|Exception)\b.*)$"
-)
-"""A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own."""
+_TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess)Error)[\w.]*(Error|Exception)\b)")
+"""Begins a program's `error: ...`, or the last line of a Python traceback that is not a launcher's own."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,7 @@ class Ended:
             return f"it was killed after {self.wall_s:.0f} s"
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         said = ([line for line in lines if _TELLS_WHY.match(line)] or lines or ["it printed nothing"])[-1]
-        code = self.exit_code
-        ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        return f"{ended}: {said[:300]}"
+        return f"exit code {self.exit_code}: {said[:300]}"
 
 
 def run_program(
@@ -114,28 +108,3 @@ def end_with_parent() -> None:
     of a killed launcher must not train on.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-_forked_ones_end_with_us = False
-
-
-@contextlib.contextmanager
-def forked_processes_end_with_this_one() -> Iterator[None]:
-    """Processes that a library forks in the block end when this one is gone, however it ended, and leave Ctrl-C to it:
-    a terminal sends that to all of them, and each would print a traceback.
-    """
-    global _forked_ones_end_with_us
-    _forked_ones_end_with_us = True
-    try:
-        yield
-    finally:
-        _forked_ones_end_with_us = False
-
-
-def _after_fork() -> None:
-    if _forked_ones_end_with_us:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        end_with_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

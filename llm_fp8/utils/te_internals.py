@@ -1,18 +1,14 @@
 """The private names of Transformer Engine that this project uses; no other file knows them. Read in version 2.20.
 
-    name                                            what for                         without it
-    module._is_fsdp2                                fp8 casts kept under fsdp_grad,  cast in every micro-batch;
-                                                    none with --fp8_recast_weights   2 bytes per weight more
-    layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast  two kernels, slower and as right
-    dot_product_attention._attention_backends       which attention ran              ImportError in `attention_backends`
-    FP8GlobalStateManager                           delayed scaling's updates        KeyError in
-      .reduce_and_update_fp8_tensors, which         behind a CUDA graph              `put_off_scale_updates`
-      development versions of 2.21 only keep as
-      an alias of
-      .reduce_and_update_quantization_state
+    name                                            what for
+    module._is_fsdp2                                fp8 casts kept under fsdp_grad, none with --fp8_recast_weights
+    layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast
+    dot_product_attention._attention_backends       which attention ran
+    FP8GlobalStateManager
+      .reduce_and_update_fp8_tensors                delayed scaling's updates after a CUDA graph
 
 tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py, tests/train/test_micro_batch_graphs_gpu.py
-and tests/tools/verify notice.
+and tests/tools/verify notice where one is missing.
 """
 
 from __future__ import annotations
@@ -42,16 +38,14 @@ def would_lose_main_grad(module: Any) -> bool:
     return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
 
-def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
-    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts; False without the table."""
+def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
+    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # A function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).
-    table = getattr(layernorm_mlp, "_get_act_func_supported_list", None)
-    if table is None:
-        return False
+    table = layernorm_mlp._get_act_func_supported_list
     if name in table(None):
-        return True
+        return
 
     def with_activation(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
         functions = table(recipe)
@@ -59,7 +53,6 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> bool:
         return {**functions, name: (forward, backward, None if recipe is None else backward_and_cast)}
 
     layernorm_mlp._get_act_func_supported_list = with_activation
-    return True
 
 
 @contextlib.contextmanager
@@ -67,15 +60,12 @@ def put_off_scale_updates() -> Iterator[None]:
     """Passes inside note the amax of their tensors and update no scale of delayed scaling: `update_scales` does."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    members = vars(FP8GlobalStateManager)
-    new_name = "reduce_and_update_quantization_state"
-    name = new_name if new_name in members else "reduce_and_update_fp8_tensors"
-    update = members[name]
-    setattr(FP8GlobalStateManager, name, staticmethod(lambda forward=True: None))
+    update = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"]
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors = staticmethod(lambda forward=True: None)
     try:
         yield
     finally:
-        setattr(FP8GlobalStateManager, name, update)
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors = update
 
 
 def update_scales() -> None:

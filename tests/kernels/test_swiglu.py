@@ -37,10 +37,3 @@ def test_the_name_is_added_and_the_others_stay(table):
         assert (forward, backward) == (swiglu, dswiglu)
         assert (cast is None) == (recipe is None)
         assert entries == activations(recipe)
-
-
-def test_a_transformer_engine_without_the_table_is_left_alone(table, monkeypatch):
-    monkeypatch.delattr(table, "_get_act_func_supported_list")
-    module = mlp()
-    fuse_swiglu_backward(module)
-    assert module.activation == "swiglu"

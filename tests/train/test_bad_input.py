@@ -266,7 +266,7 @@ def test_a_full_disk(tmp_path, common, refuse, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     line = refuse(unchanged=False)
-    assert str(tmp_path / "run") in line and "disk" in line
+    assert str(tmp_path / "run") in line and "No space left" in line
 
 
 def test_out_of_memory_in_a_step(refuse, monkeypatch):

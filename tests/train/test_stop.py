@@ -106,7 +106,7 @@ def test_what_lowers_the_memory_depends_on_the_run():
     ("error", "named"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "--batch_size"),
-        (OSError(errno.ENOSPC, "No space left on device"), "full"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space"),
     ],
 )
 def test_a_failure_of_the_machine_is_a_sentence(tmp_path, error, named):

@@ -29,4 +29,4 @@ def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "interrupted: nothing reads the output any more\n")
+    assert (done.returncode, done.stderr) == (141, "")
