@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.nvml import gpu_uuid
 from llm_fp8.utils.packages import REPOSITORY, package_version
 from llm_fp8.utils.subprocesses import output_of
 
@@ -65,7 +64,7 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Provenance of this process as JSON values, None for what this machine lacks; `argv` is `sys.argv`."""
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    script, gpus = Path(argv[0]).resolve(), range(torch.cuda.device_count())
+    script = Path(argv[0]).resolve()
     # As called in the repository's root; a script outside of it keeps its name.
     program = script.relative_to(REPOSITORY).as_posix() if script.is_relative_to(REPOSITORY) else argv[0]
     return {
@@ -77,9 +76,7 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": drivers.splitlines()[0] if drivers else None,
-        "gpus": [_gpu(index) for index in gpus],
-        # Not within `gpus`: runs on several GPUs of one kind ran on the same hardware.
-        "gpu_uuids": [gpu_uuid(index) for index in gpus],
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "cpu": {"model": _cpu_model(), "num_cores": os.cpu_count()},
         "os": platform.platform(),
         "environment": relevant_environment(dict(os.environ)),

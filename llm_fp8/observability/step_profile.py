@@ -78,18 +78,6 @@ class StepProfile:
         """Plain values for summary.json, without the single kernels."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "kernels"}
 
-    def describe(self) -> str:
-        total_s = sum(self.time_s_by_class.values())
-        shares = [f"{name} {time_s / total_s:.0%}" for name, time_s in self.time_s_by_class.items()]
-        by_time = ", ".join(share for share in shares if not share.endswith(" 0%"))
-        gemms = ", ".join(f"{count} {kind}" for kind, count in sorted(self.gemm_kernels.items()))
-        words = [f"one step recorded: kernels by time: {by_time or 'none'}", f"GEMM kernels: {gemms or 'none'}"]
-        figures = self.figures()
-        if "communication_share" in figures:
-            shared, alone = figures["communication_share"], figures["exposed_communication_share"]
-            words.append(f"communication {shared:.0%} of the time, {alone:.0%} alone")
-        return "; ".join(words)
-
 
 @contextlib.contextmanager
 def profiled() -> Iterator[StepProfile]:

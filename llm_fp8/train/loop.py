@@ -363,7 +363,6 @@ class TrainingLoop:
         self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
         self.results.recorded = profile
-        self.reporter.print(profile.describe())
         attention = self.results.attention_backend or self.setup.attention
         self.results.certificate = certify_step(self.setup, profile, attention, self.reporter, num_micro_batches)
         return self.restart_clocks()

@@ -5,13 +5,12 @@ starts it, with torchrun.
 from __future__ import annotations
 
 import functools
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.faults import START_S, kill_one_rank_and_restart, kill_one_rank_in_a_save, signal_one_rank
+from tests.support.faults import START_S, kill_one_rank_and_restart, kill_one_rank_in_a_save
 from tests.support.launches import Torchrun
 from tests.support.planted import SCALES, VALUES, check_that_the_run_stops
 from tests.support.small import assert_goes_on, run_json, write_rows
@@ -34,13 +33,6 @@ def options(models, tmp_path) -> list[str]:
         "--sharding_mode=fsdp_full",
         "--max_seq_length=256",
     ]
-
-
-def test_a_signal_to_one_rank_stops_all_after_saving(options, tmp_path, record_property):
-    folder = tmp_path / "run"
-    training = [*options, "--log_every=1", f"--output_dir={folder}"]
-    record_property("codes", signal_one_rank(functools.partial(Torchrun, tmp_path / "log", *training), folder))
-    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "SIGTERM"
 
 
 def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(options, tmp_path, record_property):

@@ -5,6 +5,7 @@ CPU.
 from __future__ import annotations
 
 import functools
+import math
 import signal
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 
 from tests.support.faults import kill_one_rank_in_a_save, signal_one_rank
 from tests.support.launches import Forked
+from tests.support.planted import check_that_the_run_stops
 from tests.support.processes import exit_code, run_ranks, start_ranks
 from tests.support.reference import check_against_reference, reference_options
-from tests.support.small import assert_goes_on, run_json, steps
+from tests.support.small import assert_goes_on, run_json, steps, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -146,3 +148,13 @@ def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert "latest" in names and not [name for name in names if name.startswith(".tmp-")]
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "value"),
+    [("activation", "fsdp_full", math.nan), ("gradient", "ddp", math.inf), ("gradient", "deepspeed_1", math.nan)],
+)
+def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(tmp_path, tiny_model, place, mode, value):
+    rows = write_rows(tmp_path / "rows.jsonl", 64)
+    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128"]
+    check_that_the_run_stops(tmp_path / "run", place, value, *options, f"--sharding_mode={mode}")

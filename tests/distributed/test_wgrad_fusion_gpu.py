@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -137,24 +136,3 @@ def test_additions_are_gone_and_no_gemm_is_added(kind, scenario, device, record_
     record_property("additions", additions)
     assert gemms["gemms"] == gemms["autograd"]
     assert additions["autograd"] - additions["gemms"] == num_weights * (NUM_MICRO_BATCHES - 1)
-
-
-@pytest.mark.parametrize("scenario", ["default", None])
-def test_a_step_needs_no_more_memory_and_keeps_none(scenario, device, record_property):
-    batches = micro_batches(3, device)
-    peaks = {}
-    for summed_by in ("autograd", "gemms"):
-        model, precision, _ = build(options_of(scenario), device)
-        engine, model, optimizer = prepared(model, summed_by)
-        gc.collect()  # the model before
-        parameters = list(model.parameters())
-        for _ in range(4):  # the last one counts
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            backward(engine, model, precision, batches)
-            engine.step(optimizer, parameters, max_norm=1.0)
-        peaks[summed_by] = torch.cuda.max_memory_allocated(device) - before
-        assert torch.cuda.memory_allocated(device) == before
-        assert not any(hasattr(parameter, "main_grad") for parameter in parameters)
-    record_property("peak_bytes", peaks)
-    assert 0 < peaks["gemms"] <= 1.01 * peaks["autograd"] + ALLOCATORS_BLOCK

@@ -19,10 +19,8 @@ GEMMS = {
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
     "nvjet_sm90_qrtst_96x128_128x7_2x1_v_bz_coopA_algo2_TNN": "fp8",
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Ablk128_Bvec128_TNN": "fp8",
-    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Avec128_Bvec128_TNT": "fp8",
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "fp8",
     "nvjet_sm90_tst_128x192_64x5_4x1_v_bz_coopB_NTN": "bf16",
-    "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": "bf16",
     "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_"
     "execute_kernel__5x_cublas": "fp32",
     "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm_128x32_8x5_"
@@ -43,8 +41,6 @@ GEMMS = {
     "kernel__5x_cublas": "bf16",
     "cutlass3x_sm90_tensorop_gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128_2x1x1_0_tnn_align16": "fp8",
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)": "bf16",
-    "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn": "bf16",
-    "sm120_xmma_gemm_f8f8_f8f32_f32_tn_n_tilesize128x128x128_kernel__5x_cublas": "fp8",
     "cutlass3x_sm120_tensorop_gemm_f8_f8_f32_bf16_bf16_128x128x128_tnn_align16": "fp8",
     "ampere_fp16_s16816gemm_fp16_256x128_ldg8_f2f_stages_64x3_tn": "fp16",
     "ampere_h16816gemm_128x128_ldg8_stages_64x3_tn": "fp16",
@@ -65,7 +61,6 @@ NO_GEMMS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_"
     "0": "attention",
     "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*, void*, unsigned int)": "attention",
-    "void cudnn::fusion::matmul_dq<true, 64>(void const*, void const*, void*, unsigned int)": "attention",
     "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 64>(void const*, void const*, void*, "
     "void*)": "attention",
     "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
@@ -73,34 +68,20 @@ NO_GEMMS = {
     "attn::RaggedOffsetMultipliers)": "attention",
     "void transformer_engine::kv_cache::convert_thd_to_bshd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
     "int*, int, int, int, int)": "attention",
-    "void transformer_engine::kv_cache::convert_bshd_to_thd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
-    "int*, int, int, int, int)": "attention",
     # as the operators of flash-attn 3 name theirs
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
     "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, "
     "cutlass::bfloat16_t, float, cutlass::arch::Sm90, true> > > >": "attention",
-    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2, 2, 2, "
-    "cute::tuple<cute::C<1> >, cutlass::bfloat16_t, float, cutlass::arch::Sm90> > > >": "attention",
     "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<80>, cute::C<128> >, "
     "cutlass::bfloat16_t, float, cutlass::arch::Sm90> >": "attention",
-    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<80>, cute::C<128> >, "
-    "cutlass::bfloat16_t, float, cutlass::arch::Sm90, 256> >": "attention",
-    "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*, int const*, int const*, int const*, int "
-    "const*, int const*)": "attention",
     "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_"
     "25CollectiveMainloopFwdSm90ILi2EN4cute5tupleEEEEEEEEvNT_6ParamsE": "attention",
-    "_ZN7cutlass13device_kernelIN5flash22FlashAttnBwdPreprocessIN4cute5tupleIJNS3_1CILi80EEENS5_"
-    "ILi128EEEEEENS_10bfloat16_tEfNS_4arch4Sm90E": "attention",
     "fmha_cutlassF_bf16_aligned_64x64_rf_"
     "sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::gemm::GemmShape>)": "attention",
-    "void transformer_engine::scaled_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, "
-    "10>(__nv_bfloat16*)": "attention",
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*, "
     "int)": "attention",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, "
     "float const*)": "cast",
-    "cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<__nv_bfloat16, __nv_bfloat16, "
-    "__nv_fp8_e5m2, float>)": "cast",
     "void transformer_engine::(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, "
     "__nv_bfloat16, __nv_fp8_e4m3>()": "cast",
     "transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long, "
@@ -122,22 +103,15 @@ NO_GEMMS = {
     "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16, __nv_bfloat16, "
     "__nv_fp8_e4m3>>()": "norm",
     "ln_tma_fwd_kernel": "norm",
-    "ln_fwd_kernel": "norm",
-    "ln_bwd_finalize_kernel": "norm",
-    "triton_red_fused__to_copy__unsafe_view_add_mean_mul_pow_rsqrt_3": "elementwise",
-    "triton_red_fused__to_copy_abs_add_max_mean_mul_pow_rsqrt_0": "cast",
-    "triton_per_fused__to_copy_add_div_expand_mul_pow_sum_view_20": "elementwise",
     "void transformer_engine::gated_act_kernel<16, true, float, transformer_engine::Empty, &(float "
     "transformer_engine::silu<float, float>(float)), __nv_bfloat16, __nv_fp8_e4m3>(__nv_bfloat16 const*, "
     "__nv_fp8_e4m3*, float const*)": "activation",
     "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous "
     "namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}>()": "activation",
     "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_silu_silu_backward_t_view_7": "cast",
-    "triton_poi_fused__unsafe_view_mul_silu_4": "elementwise",
     "void transformer_engine::fused_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float "
     "const*)": "rope",
     "_split_rope_kernel": "rope",
-    "triton_poi_fused_add_cat_mul_neg_slice_transpose_unsqueeze_view_9": "elementwise",
     "cross_entropy_backward_kernel": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous "
     "namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)": "loss",
@@ -145,11 +119,6 @@ NO_GEMMS = {
     "float*)": "loss",
     "_update_kernel": "optimizer",
     "_eight_bit_update_kernel": "optimizer",
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
-    "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous "
-    "namespace)::FusedAdamMathFunctor<c10::BFloat16, 4>>()": "optimizer",
-    "void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, float, true, float>(float "
-    "const*)": "optimizer",
     "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy DtoD (Device -> Device)": "copy",
     "Memset (Device)": "copy",
@@ -164,7 +133,6 @@ NO_GEMMS = {
     "void (anonymous namespace)::indexing_backward_kernel<c10::BFloat16, 4>(long const*, long const*, c10::BFloat16 "
     "const*, c10::BFloat16*, long, long, long, long, bool)": "elementwise",
     "triton_poi_fused_add_view_20": "elementwise",
-    "triton_poi_fused__to_copy_view_21": "elementwise",
     "a_kernel_of_no_known_library": "other",
     "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, "
     "false>(cublasSplitKParams<float>)": "gemm",

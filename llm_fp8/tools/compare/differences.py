@@ -19,7 +19,7 @@ FIRST_LOSS_TOLERANCE = 0.05
 """Relative difference of the first step's loss, on the same weights and sequences, that rounding does not explain."""
 
 _OWN: tuple[str, ...] = ("config.run.output_dir", "config.run.wandb_", "config.run.use_wandb", "config.run.resume_from")
-_OWN += ("config.optim.seed", "provenance.time_utc", "provenance.command", "provenance.gpu_uuids")
+_OWN += ("config.optim.seed", "provenance.time_utc", "provenance.command")
 _SECTIONS = ("effective", "data", "model", "provenance")
 """Sections that the source of a record may lack; then they are not compared."""
 _EFFECTS: tuple[tuple[str, Effect], ...] = (
