@@ -22,8 +22,7 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     HF_DATASETS_CACHE=str(Path(_CACHE.name) / "datasets"),
     WANDB_SILENT="true",
-    # cuBLAS reads it once; Transformer Engine multiplies fp32 in TF32 otherwise, and fp32 parity would not be near fp32
-    # rounding.
+    # cuBLAS reads it once; Transformer Engine multiplies fp32 in TF32 otherwise, far from fp32 rounding.
     NVIDIA_TF32_OVERRIDE="0",
 )
 # What a launcher left in the environment would change the configuration under test.
@@ -41,12 +40,9 @@ from tests.support.small import forget_accelerator, tiny_config, write_model, wr
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    config.add_cleanup(_CACHE.cleanup)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes of tests inherit it
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    _CACHE.cleanup()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,9 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave modules and tests out of the garbage collector's sight: every run of a test ends with `gc.collect()`, which
-    took half of its time.
-    """
+    """Leave modules out of the garbage collector's sight: every training ends with `gc.collect()`."""
     gc.collect()
     gc.freeze()
 
@@ -98,9 +92,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model of one layer, whose sizes are multiples of 16, with its tokenizer and without
-    weights.
-    """
+    """The folder of a tiny model of one layer without weights, whose sizes are multiples of 16."""
     folder = tmp_path_factory.mktemp("architecture") / "tiny"
     tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)

@@ -9,12 +9,10 @@ room for, and recomputes its layers.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,6 +27,7 @@ from tests.support.documented_commands import (
     with_values,
     write_dataset,
 )
+from tests.support.small import run_json, steps, summary_json
 
 pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 
@@ -55,39 +54,27 @@ def words_of(name: str, dataset: Path, folder: Path) -> list[str]:
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """The command from the repository, as a user gives it."""
-    variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"} | {
-        "WANDB_MODE": "offline"
-    }
+    variables = {**os.environ, "WANDB_MODE": "offline"}
+    variables.pop("NVIDIA_TF32_OVERRIDE", None)
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
-
-
-def records_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """run.json, summary.json and the records of the steps."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    return json.loads((folder / "run.json").read_text()), json.loads((folder / "summary.json").read_text()), steps
 
 
 def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, record_property) -> None:
     """It trained in the precision that was asked for, and the kernels show it."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    recorded, summary, steps = records_of(folder)
+    precision, summary, taken = run_json(folder)["precision"], summary_json(folder), steps(folder)
     asked = config_of(RUN[name]).precision
-    assert recorded["precision"]["requested"] == recorded["precision"]["effective"] == asked.mixed_precision
+    assert precision["requested"] == precision["effective"] == asked.mixed_precision
     assert summary["certificate"]["verdict"] == "certified", summary["certificate"]
-    assert [step["step"] for step in steps] == [1, 2, 3] and all(step["loss"] > 0 for step in steps)
+    assert [step["step"] for step in taken] == [1, 2, 3] and all(step["loss"] > 0 for step in taken)
     kernels = summary["recorded_step"]["gemm_kernels"]
     assert ("fp8" in kernels) == (asked.mixed_precision == "fp8"), kernels
-    if asked.fp8_scenario == "mxfp8" and recorded["precision"]["fallback_reason"] is not None:
+    if asked.fp8_scenario == "mxfp8" and precision["fallback_reason"] is not None:
         assert "FELL BACK to delayed" in done.stdout
-        assert (recorded["precision"]["requested_scenario"], recorded["precision"]["effective_scenario"]) == (
-            "mxfp8",
-            "delayed",
-        )
+        assert (precision["requested_scenario"], precision["effective_scenario"]) == ("mxfp8", "delayed")
     record_property("gemm_kernels", kernels)
-    record_property("peak_memory_gib", max(step["peak_memory_gib"] for step in steps))
-    record_property("tokens_per_s_of_steps", [step["tokens_per_s"] for step in steps])
-    record_property("fp8_linear_flop_share", recorded["precision"]["coverage"]["fp8_linear_flop_share"])
+    record_property("peak_memory_gib", max(step["peak_memory_gib"] for step in taken))
+    record_property("tokens_per_s_of_steps", [step["tokens_per_s"] for step in taken])
 
 
 @pytest.mark.parametrize("name", ON_ONE_GPU)
@@ -104,10 +91,7 @@ def test_a_split_that_is_not_there_is_one_sentence(dataset, tmp_path):
     """The dataset has no split of this name on the hub either."""
     done = run([sys.executable, "train_fp8.py", *words_of("split_test", dataset, tmp_path / "run")])
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert (
-        done.stderr.splitlines()[-1].startswith("error: --split_name test:")
-        and "it has: train, train_1M" in done.stderr
-    )
+    assert done.stderr.splitlines()[-1].startswith("error: --split_name test:")
 
 
 @pytest.mark.multi_gpu
@@ -115,4 +99,4 @@ def test_the_documented_command_on_two_gpus(dataset, tmp_path, record_property):
     assert "--nproc_per_node=2" in RUN[ON_TWO_GPUS]
     done = run(torchrun(2, "train_multi_gpu.py", *words_of(ON_TWO_GPUS, dataset, tmp_path / "run")))
     check(ON_TWO_GPUS, done, tmp_path / "run", record_property)
-    assert records_of(tmp_path / "run")[1]["sharding_mode"] == "fsdp_full"
+    assert summary_json(tmp_path / "run")["sharding_mode"] == "fsdp_full"

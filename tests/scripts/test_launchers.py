@@ -82,7 +82,6 @@ def test_a_pair_differs_in_precision_alone_and_options_after_it_win(bf16, fp8, s
 
 
 def test_the_twins_train_the_pair_of_one_gpu(stand_in):
-    """So that what several GPUs bring can be told: everything but the sharding is the same."""
     one, several = config_of("train_fp8", stand_in), config_of("train_fp8_multi_gpu", stand_in)
     assert several.parallel.sharding_mode == "ddp"
     run = dataclasses.replace(several.run, output_dir=one.run.output_dir)
@@ -162,10 +161,8 @@ def test_a_dry_run_prints_the_command(environment):
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
         ({"NNODES": "2", "MASTER_ADDR": "h"}, "NODE_RANK is not set"),
-        ({"NNODES": "two"}, "NNODES must be a number"),
         ({"GPU_NUM": "8"}, "set NPROC_PER_NODE"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "set NNODES"),
-        ({"TRAIN_SCRIPT": "/nowhere/train.py"}, "/nowhere/train.py: no such file"),
         ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python"),
     ],
 )

@@ -118,18 +118,3 @@ def test_fp8_gpus_are_told_by_compute_capability(capabilities: str, expected: bo
     write_program(tmp_path / "nvidia-smi", f"printf '{capabilities}\\n'")
     done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout.strip() == ("yes" if expected else "no")
-
-
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        ("The detected CUDA version (12.4) mismatches the version", "CUDA_HOME=/usr/local/cuda-13.0 bash"),
-        ("g++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1 bash"),
-        ("nvcc: No such file or directory", "sudo apt-get install cuda-toolkit-13-0"),
-    ],
-)
-def test_usual_failures_of_the_long_compilation_come_with_the_command_that_mends_them(log, expected, tmp_path):
-    (tmp_path / "log").write_text(log)
-    write_program(tmp_path / "bin" / "python", "echo 13.0")  # torch's CUDA version
-    code = f"has_nvcc() {{ false; }}; explain_te_failure {tmp_path / 'log'}"
-    assert expected in run_bash(code, VENV_DIR=str(tmp_path)).stdout

@@ -34,13 +34,7 @@ def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
     """The precision section of a run of `variant`, which fell back where `effective` is another scenario."""
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
     if variant in ("bf16", "no"):
-        return {
-            **shared,
-            "requested": variant,
-            "effective": variant,
-            "requested_scenario": None,
-            "effective_scenario": None,
-        }
+        return {**shared, "requested": variant, "effective": variant}
     fallback = None if effective in (None, variant) else f"{variant} is not available on NVIDIA H200"
     scenarios = {"requested_scenario": variant, "effective_scenario": effective or variant}
     return {**shared, "requested": "fp8", "effective": "fp8", **scenarios, "fallback_reason": fallback}
@@ -56,20 +50,11 @@ def made_up_run(
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):
         figure = rate * noise.uniform(0.98, 1.02) if step > 10 else rate / 4
-        steps.append(
-            {
-                "step": step,
-                "loss": loss + 3.0 / step,
-                "tokens_seen": 8000 * step + seed,
-                "step_time_s": 8192 / figure,
-                "tokens_per_s": figure,
-                "peak_memory_gib": 37.0,
-            }
-        )
+        times = {"step_time_s": 8192 / figure, "tokens_per_s": figure, "peak_memory_gib": 37.0}
+        steps.append({"step": step, "loss": loss + 3.0 / step, "tokens_seen": 8000 * step + seed, **times})
         if step % 15 == 0:
-            evaluations.append(
-                {"step": step, "eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987}
-            )
+            found = {"eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987}
+            evaluations.append({"step": step, **found})
     options = ["--mixed_precision", "bf16", "--use_te", "--seed", str(seed), "--model_name", "meta-llama/Llama-3.2-1B"]
     config = parse_config(options).to_dict()
     if variant not in ("bf16", "no"):
@@ -102,10 +87,10 @@ def write_run_folder(folder: Path, run: RunRecord) -> Path:
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = sorted([*run.steps, *run.evaluations], key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    answers = [
-        {"row_id": row, "problem": problem, "correct": correct}
-        for row, problem, correct in ((*name.split(": "), right) for name, right in run.answers.items())
-    ]
+    answers = []
+    for name, correct in run.answers.items():
+        row, problem = name.split(": ")
+        answers.append({"row_id": row, "problem": problem, "correct": correct})
     if answers:
         (folder / "exact_match.json").write_text(json.dumps({"answers": answers}))
     return folder
