@@ -15,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 EMBEDDED = "embedded"
@@ -56,7 +54,7 @@ def option(
     alias: str | None = None,
     bare: int | None = None,
     needs: tuple[str, ...] = (),
-    excludes: Mapping[str, str] = MappingProxyType({}),
+    excludes: tuple[str, ...] = (),
     **bounds: float,
 ) -> Any:
     """A dataclass field that becomes a command-line option; `llm_fp8.config.validation` holds it to what it declares.
@@ -68,7 +66,7 @@ def option(
         bare: the value of a number whose flag stands alone.
         needs: conditions without which it has no effect: the name of an option that must be on, or its name, `=` and
             the values that serve, with wildcards, separated by `|`. The value of sharding_mode is 'single' on one GPU.
-        excludes: conditions that it cannot go with -> why.
+        excludes: conditions that it cannot go with.
         **bounds: at_least, at_most, above, below: what a number must be.
     """
     aliases = [] if alias is None else [f"--{alias}"]
@@ -89,7 +87,7 @@ class ModelConfig:
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
         "Attention without --use_te; auto: flash-attn 2 where it is installed, else sdpa or eager.",
-        excludes={"use_te": "its attention is Transformer Engine's choice"},
+        excludes=("use_te",),
     )
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: int = option(
@@ -99,13 +97,13 @@ class ModelConfig:
         False,
         "Replay micro-batches as CUDA graphs, for models so small that they are launch-bound; takes more memory.",
         needs=("use_te", "packing", WHOLE_MODEL),
-        excludes={
-            "gradient_checkpointing": "recomputation reads the random state on the host",
-            "lora_rank": "frozen weights are cast to fp8 once",
-            "fp8_recast_weights": "the first micro-batch's GEMMs begin the gradients anew only where casts are kept",
-            "sync_every_micro_batch": "gradients are all-reduced after the last micro-batch",
-            "optimizer=adamw_fp32": "it is for parameters in bf16",
-        },
+        excludes=(
+            "gradient_checkpointing",
+            "lora_rank",
+            "fp8_recast_weights",
+            "sync_every_micro_batch",
+            "optimizer=adamw_fp32",
+        ),
     )
 
 
@@ -122,11 +120,7 @@ class PrecisionConfig:
         "te",
         "Transformer Engine, or torchao without --use_te (emulated on a CPU).",
         needs=(IN_FP8,),
-        excludes={
-            "use_te": "torchao cannot convert Transformer Engine's modules",
-            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters in and out of modules that torchao compiles",
-            "lora_rank": "torchao's layers compute the gradients of frozen weights too",
-        },
+        excludes=("use_te", "sharding_mode=deepspeed_*", "lora_rank"),
     )
     fp8_scenario: str = option(  # choices and help come from the table, in the parser
         "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
@@ -149,7 +143,7 @@ class PrecisionConfig:
         False,
         "Keep no fp8 casts of weights: two bytes per weight less, slower (one GPU and ddp).",
         needs=(IN_FP8, WHOLE_MODEL),
-        excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
+        excludes=("fp8_backend=torchao", "lora_rank"),
     )
     fp8_strict: bool = option(False, "Stop where an fp8 recipe would fall back to another.", needs=(IN_FP8,))
 
@@ -193,10 +187,7 @@ class DataConfig:
     validation_fraction: float | None = option(
         None,
         "Share of the training problems held out for evaluation; 0: none. Default: 0.01, but at least 100 rows.",
-        excludes={
-            "eval_dataset_name": "evaluation is on that dataset",
-            "validation_split_name": "evaluation is on that split",
-        },
+        excludes=("eval_dataset_name", "validation_split_name"),
         at_least=0,
         below=1,
     )
@@ -255,7 +246,7 @@ class OptimConfig:
         0.0,
         "Share of adamw_master's state that lies in host memory, 0 to 1; on one GPU, or under ddp.",
         needs=("optimizer=auto|adamw_master", WHOLE_MODEL),
-        excludes={"lora_rank": "frozen weights have no optimizer state"},
+        excludes=("lora_rank",),
         at_least=0,
         at_most=1,
     )
@@ -315,7 +306,7 @@ class LoraConfig:
     lora_rank: int = option(
         0,
         "Rank of the adapters; all other weights are frozen. 0: full fine-tuning.",
-        excludes={"sharding_mode=deepspeed_*": "DeepSpeed moves the frozen parameters too"},
+        excludes=("sharding_mode=deepspeed_*",),
         at_least=0,
     )
     lora_alpha: float | None = option(
@@ -358,10 +349,7 @@ class ParallelConfig:
         False,
         "Gather the decoder's linear weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
         needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
-        excludes={
-            "optimizer=adamw_master|adamw_8bit": "it keeps fp32 master weights",
-            "lora_rank": "frozen weights have no use for it",
-        },
+        excludes=("optimizer=adamw_master|adamw_8bit", "lora_rank"),
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a sequence.", needs=("use_te", "sharding_mode=fsdp_*"), at_least=1
@@ -369,11 +357,7 @@ class ParallelConfig:
     deepspeed_config: str | None = option(
         None, "DeepSpeed's JSON file (default: configs/ds_z1.json to ds_z3.json).", needs=("sharding_mode=deepspeed_*",)
     )
-    async_save: bool = option(
-        False,
-        "Write checkpoints in the background.",
-        excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes its checkpoints itself"},
-    )
+    async_save: bool = option(False, "Write checkpoints in the background.", excludes=("sharding_mode=deepspeed_*",))
     empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
 
 

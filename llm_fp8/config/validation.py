@@ -46,11 +46,11 @@ def check_declared(config: Config, mode: str | None = None) -> None:
             is_known = not condition.startswith("sharding_mode") or values["sharding_mode"] != "auto"
             if is_known and not holds(condition):
                 raise UserError(f"{given} has no effect without {_flag(condition)}; add it or drop --{name}.")
-        for condition, why in each.metadata["excludes"].items():
+        for condition in each.metadata["excludes"]:
             if holds(condition):
                 other, is_listed, _ = condition.partition("=")
                 found = f"--{other} {values[other]}" if is_listed or values[other] is not True else f"--{other}"
-                raise UserError(f"{given} cannot go with {found}: {why}; drop one of them.")
+                raise UserError(f"{given} cannot go with {found}; drop one of them.")
 
 
 def _flag(condition: str) -> str:
