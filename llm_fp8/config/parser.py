@@ -106,21 +106,22 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
 
 
 class _Parser(OneSentenceParser):
-    """Takes an option for each field of the sections, which are dataclasses."""
+    """Takes an option for each field of the sections; those of `ParallelConfig` for several GPUs alone."""
 
     full_help = "--help-all"
 
-    def __init__(self, sections: dict[str, type], **kwargs: Any) -> None:
+    def __init__(self, parallel: bool, **kwargs: Any) -> None:
         usage = "%(prog)s [--option value ...]"
         super().__init__(usage=usage, formatter_class=_ShortHelp, allow_abbrev=False, **kwargs)
-        self.sections = sections
-        self.fields = [each for section in sections.values() for each in dataclasses.fields(section)]
-        for section in sections.values():
+        self.sections = {name: each for name, each in SECTIONS.items() if parallel or each is not ParallelConfig}
+        self.fields = [each for section in self.sections.values() for each in dataclasses.fields(section)]
+        for section in self.sections.values():
             group = self.add_argument_group(str(section.__doc__).rstrip("."))
             hints = get_type_hints(section)
             for each in dataclasses.fields(section):
                 _add_option(group, each, hints[each.name])
         self.add_argument("--help_all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
+        self.add_argument("--config", help="YAML file of 'option: value' lines; the command line wins (default: none).")
         for action in self._actions:
             if action.dest == "mixed_precision":
                 action.type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML reads no as False
@@ -145,17 +146,12 @@ class _Parser(OneSentenceParser):
         return super().hint(option)
 
 
-def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
+def _yaml_arguments(path: str) -> list[str]:
     """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
     with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
         entries = yaml.safe_load(Path(path).expanduser().read_bytes()) or {}
         pairs = [(str(key).replace("-", "_"), value) for key, value in entries.items()]
-    known = {name for each in parser.fields for name in (f"--{each.name}", *each.metadata["aliases"])}
     for name, value in pairs:
-        if f"--{name}" not in known:
-            on = name.removeprefix("no_")
-            hint = f" (write '{on}: false')" if f"--{on}" in known else parser.hint(f"--{name}")
-            raise UserError(f"--config {path}: '{name}' is not an option{hint}; {parser.full_help} lists them.")
         if isinstance(value, (list, dict)):
             raise UserError(f"--config {path}: '{name}' must have one value, not a {type(value).__name__}.")
     return [f"--{name}={value}" for name, value in pairs if value is not None]
@@ -163,12 +159,7 @@ def _yaml_arguments(path: str, parser: _Parser) -> list[str]:
 
 def build_parser(prog: str | None = None, description: str | None = None, parallel: bool = False) -> _Parser:
     """The command-line parser of train_fp8.py, or with `parallel` that of train_multi_gpu.py."""
-    sections = {name: section for name, section in SECTIONS.items() if parallel or section is not ParallelConfig}
-    parser = _Parser(sections, prog=prog, description=description)
-    parser.add_argument(
-        "--config", help="YAML file of 'option: value' lines; the command line overrides it (default: none)."
-    )
-    return parser
+    return _Parser(parallel, prog=prog, description=description)
 
 
 def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:
@@ -196,7 +187,7 @@ def parse_launch(
 def _read(argv: list[str], parser: _Parser) -> tuple[Config, frozenset[str]]:
     """The options, unchecked, and the names of those that were given."""
     path = parser.parse_known_args(argv)[0].config
-    words = _yaml_arguments(path, parser) if path else []
+    words = _yaml_arguments(path) if path else []
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
     parser.origin = ""

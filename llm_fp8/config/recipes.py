@@ -140,11 +140,6 @@ def chosen(scenario: str, backend: Backend) -> str:
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 
-def taking(option: str) -> tuple[str, ...]:
-    """The recipes that take this option."""
-    return tuple(name for name, recipe in RECIPES.items() if option in recipe.options)
-
-
 def token_multiple(name: str | None) -> int:
     """What the tokens of a micro-batch on one GPU must be a multiple of; 1 for what is no recipe."""
     return RECIPES[name].token_multiple if name in RECIPES else 1
@@ -157,11 +152,9 @@ def size_multiple(name: str | None) -> int:
 
 def describe_recipes() -> str:
     """The table in --help."""
+    text = "FP8 recipe."
     libraries: dict[Backend, str] = {"te": "Transformer Engine", "torchao": "torchao"}
-    lines = [
-        f"{library}'s are "
-        + "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))
-        + f"; '{DEFAULT}' is {DEFAULTS[backend]}."
-        for backend, library in libraries.items()
-    ]
-    return " ".join(["FP8 recipe.", *lines])
+    for backend, library in libraries.items():
+        rows = "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))
+        text += f" {library}'s are {rows}; '{DEFAULT}' is {DEFAULTS[backend]}."
+    return text

@@ -13,7 +13,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 
 from llm_fp8.config.options import ALL_LINEAR, COLUMN_NAMES, DECODER_LINEARS, SECTIONS, TRAINING_OPTIONS, Config
-from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, taking, token_multiple
+from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, token_multiple
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -90,7 +90,7 @@ def _check_recipe(config: Config) -> None:
     recipe = RECIPES[chosen(scenario, backend)]
     for name in ("fp8_format", "amax_history_len", "amax_compute_algo"):
         if getattr(options, name) is not None and name not in recipe.options:
-            able = ", ".join(taking(name))
+            able = ", ".join(each.name for each in RECIPES.values() if name in each.options)
             raise UserError(f"--{name} has no effect with --fp8_scenario {recipe.name}, only with {able}; drop one.")
     if config.parallel.fp8_params:
         _check_fp8_params(recipe.name)

@@ -153,7 +153,7 @@ FILES = [
     ("--config", "run.yaml", "a: [1\n", "run.yaml"),
     ("--config", "run.yaml", "batch_size: eight\n", "batch_size"),
     ("--config", "run.yaml", "batch_size: [1, 2]\n", "batch_size"),
-    ("--config", "run.yaml", "no_export: true\n", "export: false"),
+    ("--config", "run.yaml", "no_export: true\n", "no_export"),
     # a dataset
     ("--dataset_name", "rows.jsonl", "", "rows.jsonl"),
     ("--dataset_name", "rows.jsonl", '{"text_of_a_kind": "a"}\n', "text_of_a_kind"),
