@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pandas as pd
 from datasets import Dataset, DatasetDict, Features, IterableDataset, Value
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import try_to_load_from_cache
+from pyarrow import csv
 
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
@@ -201,8 +201,7 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     if paths and SEPARATORS.keys() & set(paths[0].suffixes):
         # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
         separator = next(SEPARATORS[suffix] for suffix in paths[0].suffixes if suffix in SEPARATORS)
-        table = pd.read_csv(paths[0], sep=separator, nrows=1)
-        if not isinstance(table.index, pd.RangeIndex):  # pandas would shift every cell by one column
-            raise UserError(f"{source.flag} {source.name}: the first row of {paths[0]} has more cells than its header.")
-        options |= {"features": Features({str(name): Value("string") for name in table}), "keep_default_na": False}
+        how = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        names = csv.open_csv(paths[0], parse_options=how).schema.names  # fails where the first rows have more cells
+        options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
     return datasets.load_dataset(source.path, source.config, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from typing import Any
 
@@ -24,11 +23,6 @@ MARKED = CHATML.replace(
     "{{ m['content'] }}<|im_end|>",
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}",
-)
-TOOLS = (
-    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{{ m['content'] }}{% for c in m.tool_calls or [] %}call{{ c.function | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PROBLEM = {"problem": " What is 7 * 8? ", "generated_solution": "7 * 8 = 56\nThe answer is \\boxed{56}.\n"}
 QUESTION = {"role": "user", "content": "2 + 2?"}
@@ -76,35 +70,6 @@ def test_the_problem_of_a_row() -> None:
     assert problem_of({"instruction": "Add.\n", "input": "2 and 3", "output": "5"}, "alpaca") == "Add.\n\n2 and 3"
     shared = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
     assert problem_of({"conversations": shared}, "sharegpt") == "2 + 2?"
-
-
-def test_train_on_prompt_supervises_everything() -> None:
-    tokenizer = _tokenizer()
-    everything = _encode(PROBLEM, tokenizer, train_on_prompt=True)
-    assert everything.input_ids == _encode(PROBLEM, tokenizer).input_ids and all(everything.supervised)
-
-
-CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "description": None}}
-
-
-@pytest.mark.parametrize("arguments", ['{"a": 1, "b": null}', "a = 1", "[1, 2]"])
-def test_arguments_of_calls_may_be_json_text(arguments: str) -> None:
-    """As OpenAI's API has them: an object for a template that writes the JSON, text for one that joins it."""
-    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
-    row = {"messages": [QUESTION, turn], "tools": [TOOL]}
-    joins = TOOLS.replace("c.function | tojson", "c.function.name + '|' + c.function.arguments")
-    shown = arguments if arguments.startswith("{") else json.dumps(arguments)
-    assert _learnt(row, _tokenizer(TOOLS)) == [f'call{{"name": "add", "arguments": {shown}}}<|im_end|>']
-    assert _learnt(row, _tokenizer(joins)) == [f"calladd|{arguments}<|im_end|>"]
-
-
-@pytest.mark.parametrize("template", [None, CHATML, MARKED])
-@pytest.mark.parametrize("lost", [{"tool_calls": [CALL]}, {"reasoning_content": "Hm, 8."}, {"thinking": "Hm, 8."}])
-def test_an_answer_of_which_the_template_shows_a_part_is_refused(template: str | None, lost: dict[str, Any]) -> None:
-    row = {"messages": [QUESTION, {"role": "assistant", "content": "4", **lost}]}
-    with pytest.raises(UserError, match="chat template (does not|never) show"):
-        _encode(row, _tokenizer(template))
 
 
 @pytest.mark.parametrize("body", [CHATML, MARKED], ids=["spans", "marked"])
@@ -160,6 +125,7 @@ def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     whole = tokenizer("Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.")["input_ids"]
     assert _encode(PROBLEM, tokenizer).input_ids == [*whole, tokenizer.eos_token_id]
+    assert all(_encode(PROBLEM, tokenizer, train_on_prompt=True).supervised)
     assert _learnt(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
 
 

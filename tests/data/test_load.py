@@ -56,16 +56,8 @@ def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, name: str) -
 
 def test_a_csv_row_with_more_cells_than_the_header_is_not_shifted(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("problem,generated_solution\n1, 2 or 3?,3\np,s\n")
-    with pytest.raises(UserError, match=r"--dataset_name .*train\.csv has more cells than its header"):
+    with pytest.raises(UserError, match=r"--dataset_name .*train\.csv: .*Expected 2 columns, got 3"):
         load_split(open_source(str(tmp_path / "train.csv")), "train")
-
-
-def test_json_values_stay_as_they_are(tmp_path: Path) -> None:
-    answers = ["02139", "None", "12345678901234567890", "a\u2028b"]
-    rows = [{"problem": "p", "generated_solution": answer} for answer in answers]
-    assert _read(_write_jsonl(tmp_path / "a.jsonl", rows)) == rows
-    _write_jsonl(tmp_path / "mixed.jsonl", [{"text": "a", "n": 1}, {"text": "b", "n": "two"}])
-    assert [row["text"] for row in _read(tmp_path / "mixed.jsonl")] == ["a", "b"]
 
 
 def test_patterns(tmp_path: Path) -> None:

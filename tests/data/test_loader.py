@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
 from itertools import islice
@@ -70,20 +69,6 @@ def test_an_epoch_holds_every_sequence_once(packed: bool) -> None:
     assert two_epochs[:num_steps] != two_epochs[num_steps:]
     second = Counter(row for step in two_epochs[num_steps:] for ids in step for row in ids)
     assert second == Counter(range(NUM_DOCUMENTS))
-
-
-def test_steps_left_are_those_that_end_an_epoch_with_any_size_of_a_step() -> None:
-    first = _loader(batch_size=4)
-    _steps(first, 8)  # of 8 rows, two of them in the second of three epochs: an epoch has 6
-    for batch_size in (1, 4, 7, 50):
-        other = _loader(batch_size=batch_size)
-        num_steps = other.steps_left(3, first.state_dict())
-        other.load_state_dict(first.state_dict())
-        rows = Counter(row for step in _steps(other, num_steps) for batch in step for row in batch.row_ids)
-        assert other.epoch == 3.0 and sum(rows.values()) == 2 * NUM_DOCUMENTS - 16
-        assert other.steps_left(3, other.state_dict()) == 0
-        assert other.steps_left(2, other.state_dict()) == -other.steps_per_epoch
-        assert other.steps_left(3) == 3 * other.steps_per_epoch
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -158,9 +143,6 @@ def test_a_state_of_other_data_is_refused() -> None:
         _loader(seed=2).load_state_dict(state)
 
 
-# ---- evaluation ----
-
-
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
     readers = sequence_readers(ONE_PER_SEQUENCE, _read)
     return EvalLoader(readers, PaddedCollate(batch_size, 32, 0), batch_size, Share(rank, world_size), max_batches)
@@ -176,16 +158,8 @@ def test_evaluation_sees_the_same_sequences_whatever_the_world_size(world_size: 
     assert rows == list(range(NUM_DOCUMENTS if max_batches is None else 12))
 
 
-# ---- the thread ----
-
-
-def _threads() -> int:
-    return sum(thread.name.startswith("data-prefetch") for thread in threading.enumerate())
-
-
 def test_an_error_in_a_sequence_reaches_the_training_loop() -> None:
     loader = TrainLoader(_sequences(), PaddedCollate(2, 8, 0), 2, 1, Share())  # documents are longer than 8
     with pytest.raises(ValueError, match="does not fit 8"):
         for _ in loader:
             pass
-    assert _threads() == 0

@@ -163,11 +163,7 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
 
 @BOTH
 def test_what_cannot_be_used_is_named(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    files = {
-        "columns": [{"question": "q", "answer": "a"}],
-        "messages": [{"messages": "hello"}],
-        "roles": [{"conversations": [{"from": "bing", "value": "x"}]}],
-    }
+    files = {"columns": [{"question": "q", "answer": "a"}], "messages": [{"messages": "hello"}]}
     for name, rows in files.items():
         with pytest.raises(UserError, match=f"--dataset_name .*{name}.jsonl"):
             prepare(_write(tmp_path / f"{name}.jsonl", rows), *streaming)
@@ -235,14 +231,6 @@ def test_several_datasets(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
         prepare(name, *OF_THE_MIX, "--streaming")
 
 
-def test_a_mix_in_a_stream_is_drawn_by_weight(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
-    name, options = _mix(tmp_path, 2000, 2000), [*OF_THE_MIX, "--streaming", "--batch_size=32"]
-    counted = _counted(_take(prepare(name, *options, "--dataset_weights=0.8,0.2"), 25), tokenizer)
-    share = sum(count for found, count in counted.items() if found[0] == "a") / counted.total()
-    assert counted.total() == 800 and abs(share - 0.8) < 0.06
-    assert max(counted.values()) == 1, "no row twice"
-
-
 @pytest.mark.slow
 @BOTH
 def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
@@ -258,16 +246,6 @@ def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, 
         assert _same(_take(resumed, 6), wanted[done:])
     with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
         fresh("0.4,0.6").train.load_state_dict(fresh("0.5,0.5").train.state_dict())
-
-
-@BOTH
-def test_ranks_share_the_work(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    _repeated_problems(tmp_path / "train.jsonl")
-    options = ("--packing", "--batch_size", "2", *streaming)
-    one = _take(prepare(tmp_path, *options, "--gradient_accumulation_steps", "4"), 3)
-    for rank in range(2):
-        part = _take(prepare(tmp_path, *options, "--gradient_accumulation_steps=2", rank=rank, world_size=2), 3)
-        assert [[b.row_ids for b in step] for step in part] == [[b.row_ids for b in step[rank::2]] for step in one]
 
 
 def test_data_is_known_by_its_content(prepare: Any, tmp_path: Path) -> None:
