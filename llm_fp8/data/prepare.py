@@ -16,14 +16,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
-from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
+from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import SourceSplit, find_splits, load_split, open_split_stream, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
@@ -98,13 +98,8 @@ def prepare_data(
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        job = _Job(config, tokenizer)
-        made = _prepare_stream(job) if data.streaming else _prepare_map(job)
-    share = Share(rank, world_size)
-    steps = TrainLoader(made.train, collate, data.batch_size, config.optim.gradient_accumulation_steps, share)
-    evals = EvalLoader(made.eval, collate, data.batch_size, share, config.run.eval_batches, made.eval_data)
-    sample = mark_supervised(made.example, tokenizer)
-    return PreparedData(steps, evals if made.eval else None, made.report, made.description, sample)
+        job = _Job(config, tokenizer, collate, Share(rank, world_size))
+        return _prepare_stream(job) if data.streaming else _prepare_map(job)
 
 
 def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -116,23 +111,11 @@ def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> s
     return text
 
 
-class _Made(NamedTuple):
-    """What becomes of the data of a run before it is cut into batches."""
-
-    train: MapSequences | StreamSequences
-    eval: Sequence[Reader]
-    eval_data: str
-    """Identifies what is evaluated on."""
-    report: DataReport
-    example: Document
-    description: str
-
-
 class _Job:
-    """What is asked for: the configuration, the datasets' splits, and their shares in what is trained on."""
+    """What is asked for: the datasets' splits, their shares in what is trained on, and how batches are made."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, collate: Collate, share: Share) -> None:
+        self.config, self.tokenizer, self.collate, self.share = config, tokenizer, collate, share
         self.train, self.evaluation = find_splits(config.data)
         """The latter is empty where a share of the training problems is held out."""
         weights, num_datasets = config.data.weights, len(self.train)
@@ -173,14 +156,31 @@ class _Job:
         content = [*parts, self.config.packing, self.config.optim.seed, multiple]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def describe(self, taken: Sequence[str], eval_from: str) -> str:
-        """Lines about the origin of the data; `taken` says how much of each dataset is trained on."""
-        name, length = self.config.data.dataset_name, self.config.data.max_seq_length
-        kind = "packed" if self.config.packing else "padded"
-        lines = [f"data: {name}, evaluated on {eval_from}, {kind} sequences of {length} tokens"]
-        for (source, split), much in zip(self.train, taken, strict=True):
-            lines.append(f"  {source.name}, split {split}: {much}")
-        return "\n".join(lines)
+    def prepared(
+        self,
+        train: MapSequences | StreamSequences,
+        evaluation: Sequence[Reader],
+        eval_data: str,
+        report: DataReport,
+        example: Document,
+        taken: Sequence[str],
+    ) -> PreparedData:
+        """The loaders of these sequences; `eval_data` identifies what is evaluated on, and `taken` says how much of
+        each dataset is trained on.
+        """
+        config, size = self.config, self.config.data.batch_size
+        kind = "packed" if config.packing else "padded"
+        lines = [f"data: {config.data.dataset_name}, {kind} sequences of {config.data.max_seq_length} tokens"]
+        lines += [f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)]
+        lines.append(f"  evaluated on {_named(self.evaluation) or 'rows held out'}")
+        evals = EvalLoader(evaluation, self.collate, size, self.share, config.run.eval_batches, eval_data)
+        return PreparedData(
+            train=TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share),
+            eval=evals if evaluation else None,
+            report=report,
+            description="\n".join(lines),
+            sample=mark_supervised(example, self.tokenizer),
+        )
 
 
 def _named(parts: Sequence[SourceSplit]) -> str:
@@ -194,7 +194,7 @@ def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
     return UserError(f"{parts[0][0].flag} {names}: no row of split {splits} can be {what}: {why}.")
 
 
-def _prepare_map(job: _Job) -> _Made:
+def _prepare_map(job: _Job) -> PreparedData:
     data = job.config.data
     whole = [load_split(*part) for part in job.train]
     if data.num_of_samples is not None:
@@ -214,7 +214,7 @@ def _prepare_map(job: _Job) -> _Made:
         eval_figures = figures_of(eval_rows)
         eval_used = eval_figures["length"] > 0
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
-        eval_set, eval_from = np.flatnonzero(eval_used & ~seen), _named(job.evaluation)
+        eval_set = np.flatnonzero(eval_used & ~seen)
         report.num_eval_rows_seen_in_training = int(seen.sum())
         if len(eval_set) == 0:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
@@ -223,7 +223,6 @@ def _prepare_map(job: _Job) -> _Made:
         held_out = used.copy()
         held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
         eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
-        eval_from = f"{len(eval_set)} rows held out"
     report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
@@ -233,13 +232,13 @@ def _prepare_map(job: _Job) -> _Made:
     report.num_rows_of_batches = len(plan)
     identity = job.identify(content_key(figures["document_key"][train_set]))
     taken = [f"{len(part)} of {len(every)} rows" for part, every in zip(datasets, whole, strict=True)]
-    return _Made(
+    return job.prepared(
         train=MapSequences(plan, read, job.config.optim.seed, identity),
-        eval=sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows)),
+        evaluation=sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows)),
         eval_data=content_key(eval_figures["document_key"][eval_set]),
         report=report,
         example=read(train_set[:1].tolist())[0],
-        description=job.describe(taken, eval_from),
+        taken=taken,
     )
 
 
@@ -253,7 +252,7 @@ def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Datase
     return concatenate_datasets(tokenised)
 
 
-def _prepare_stream(job: _Job) -> _Made:
+def _prepare_stream(job: _Job) -> PreparedData:
     data, seed = job.config.data, job.config.optim.seed
     if len(job.train) > 1 and job.shares is None:
         raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
@@ -274,10 +273,8 @@ def _prepare_stream(job: _Job) -> _Made:
         why = f"all that were read are empty, longer than {data.max_seq_length} tokens or held out"
         raise _nothing(job.train, "trained on", why)
     held_out = held_out[:STREAMED_EVAL_ROWS]
-    eval_from = f"{len(held_out)} rows held out"
     if job.evaluation:
         held_out = [document for part in job.evaluation for document in _first_of_stream(job, part)]
-        eval_from = f"the first {len(held_out)} rows of {_named(job.evaluation)}"
         if not held_out:
             raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
     report = DataReport(data.max_seq_length, num_eval_rows=len(held_out))
@@ -285,13 +282,13 @@ def _prepare_stream(job: _Job) -> _Made:
     splits = [[source.path, source.config, split] for source, split in job.train]
     identity = job.identify(splits, job.shares, keys, data.num_of_samples, fraction)
     plan = job.plan([len(document.input_ids) for document in held_out])
-    return _Made(
+    return job.prepared(
         train=StreamSequences(sources, open_stream, fraction, job.plan, seed, identity, report),
-        eval=sequence_readers(plan, lambda indices: [held_out[i] for i in indices]),
+        evaluation=sequence_readers(plan, lambda indices: [held_out[i] for i in indices]),
         eval_data=content_key([document_key(each.input_ids, each.supervised) for each in held_out]),
         report=report,
         example=example,
-        description=job.describe([f"{share:.2%} of the rows" for share in job.shares or [1.0]], eval_from),
+        taken=[f"{share:.2%} of the rows" for share in job.shares or [1.0]],
     )
 
 
