@@ -34,7 +34,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")

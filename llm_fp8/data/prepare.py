@@ -274,7 +274,12 @@ def _prepare_stream(job: _Job) -> PreparedData:
         raise _nothing(job.train, "trained on", why)
     held_out = held_out[:STREAMED_EVAL_ROWS]
     if job.evaluation:
-        held_out = [document for part in job.evaluation for document in _first_of_stream(job, part)]
+        number = len(job.evaluation)  # each gives its part
+        for part in job.evaluation:
+            open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
+            with reading_of(part[0]):
+                rows = (row for row in open_evaluation() if row["length"])
+                held_out += [Document.of(**row) for row in islice(rows, STREAMED_EVAL_ROWS // number)]
         if not held_out:
             raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
     report = DataReport(data.max_seq_length, num_eval_rows=len(held_out))
@@ -320,12 +325,3 @@ def _tokenised_stream(
         return interleave_datasets(streams, probabilities=shares, seed=job.config.optim.seed)
 
     return open_stream, options
-
-
-def _first_of_stream(job: _Job, part: SourceSplit) -> list[Document]:
-    """The first usable documents of a split to evaluate on, its part of `STREAMED_EVAL_ROWS`."""
-    number = len(job.evaluation)
-    open_stream, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
-    with reading_of(part[0]):
-        used = (row for row in open_stream() if row["length"])
-        return [Document.of(**row) for row in islice(used, STREAMED_EVAL_ROWS // number)]

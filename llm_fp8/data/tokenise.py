@@ -230,24 +230,22 @@ def tokenise(
 ) -> Any:
     """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
     columns = options.columns(names)
-    theirs, how = list(columns.values()), {"columns": columns, "tokenizer": tokenizer, "options": options}
-    common: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": theirs, "features": FEATURES}
-    selected = dataset.select_columns(theirs)
+    how: dict[str, Any] = {
+        "fn_kwargs": {"columns": columns, "tokenizer": tokenizer, "options": options},
+        "batched": True,
+        "with_indices": True,
+        "remove_columns": list(columns.values()),
+        "features": FEATURES,
+    }
+    selected = dataset.select_columns(list(columns.values()))
     if isinstance(selected, IterableDataset):
-        return selected.map(_tokenise_batch, fn_kwargs=how, **common)
+        return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder.mkdir(parents=True, exist_ok=True)
-    return selected.map(
-        _tokenise_batch,
-        fn_kwargs={**how, "main_pid": os.getpid()},
-        num_proc=num_workers if num_workers > 1 else None,
-        new_fingerprint=key,
-        cache_file_name=str(folder / f"tokenised-{key}.arrow"),
-        load_from_cache_file=True,
-        desc="tokenising",
-        **common,
-    )
+    how["fn_kwargs"]["main_pid"] = os.getpid()
+    how |= {"new_fingerprint": key, "cache_file_name": str(folder / f"tokenised-{key}.arrow"), "desc": "tokenising"}
+    return selected.map(_tokenise_batch, num_proc=num_workers if num_workers > 1 else None, **how)
 
 
 def figures_of(tokenised: Dataset) -> Figures:

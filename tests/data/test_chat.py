@@ -105,15 +105,6 @@ def test_bos_and_eos_are_not_doubled() -> None:
         encode_batch([PROBLEM], "problem_solution", tokenizer)
 
 
-def test_a_token_across_the_boundary_is_cut() -> None:
-    tokenizer = _tokenizer()
-    # " answer" is one token of the whole text; generation would start from the tokens of "The ans".
-    row = {"prompt": "The ans", "completion": "wer is 5"}
-    prompt = tokenizer("The ans")["input_ids"]
-    assert _encode(row, tokenizer).input_ids[: len(prompt)] == prompt
-    assert _learnt(row, tokenizer) == ["wer is 5<|eos|>"]
-
-
 def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     """As Llama 2's and Mistral's do: pieces alone tokenise unlike the whole."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, shifted_labels
+from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.softmax import IGNORE_INDEX
@@ -29,12 +29,6 @@ def _documents(lengths: list[int]) -> list[Document]:
 def _packed_sequences(documents: list[Document], capacity: int) -> list[list[Document]]:
     plan = pack([len(d.input_ids) for d in documents], capacity)
     return [[documents[i] for i in plan[row]] for row in range(len(plan))]
-
-
-def test_labels_are_the_next_token_of_the_same_document() -> None:
-    document = Document(np.array([10, 11, 12, 13]), np.array([False, False, True, True]), 0)
-    assert shifted_labels(document).tolist() == [IGNORE_INDEX, 12, 13, IGNORE_INDEX]
-    assert shifted_labels(Document(np.array([10]), np.array([True]), 0)).tolist() == [IGNORE_INDEX]
 
 
 def test_packed_layout() -> None:

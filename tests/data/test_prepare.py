@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
@@ -246,19 +245,6 @@ def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, 
         assert _same(_take(resumed, 6), wanted[done:])
     with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
         fresh("0.4,0.6").train.load_state_dict(fresh("0.5,0.5").train.state_dict())
-
-
-def test_data_is_known_by_its_content(prepare: Any, tmp_path: Path) -> None:
-    """Not by the file's name or time: a copy continues a run, another answer does not."""
-    rows = _repeated_problems(tmp_path / "one.jsonl")
-    shutil.copy(tmp_path / "one.jsonl", tmp_path / "two.jsonl")
-    rows[7]["generated_solution"] = "Way 0: 7 + 7 = 15"
-    _write(tmp_path / "three.jsonl", rows)
-    first, copied, other = (prepare(tmp_path / f"{name}.jsonl") for name in ("one", "two", "three"))
-    _take(first, 2)
-    copied.train.load_state_dict(first.train.state_dict())
-    with pytest.raises(UserError, match="made with other training data"):
-        other.train.load_state_dict(first.train.state_dict())
 
 
 @pytest.mark.slow
