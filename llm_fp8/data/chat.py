@@ -121,9 +121,7 @@ def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase)
     calls = any(message.get("tool_calls") for message in conversation.messages)
     for name, there in (("tools", conversation.tools), ("tool_calls", calls)):
         if there and name not in str(tokenizer.chat_template or ""):
-            raise UserError(
-                f"--dataset_name: a conversation has '{name}', which the model's chat template never shows."
-            )
+            raise UserError(f"--dataset_name: a conversation has '{name}', and the chat template never shows that.")
 
 
 def _check_shown(message: Mapping[str, Any], shown: str) -> None:
@@ -217,7 +215,10 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
         ]
         answer = message["content"].rpartition("</think>")[2].strip()
-        parts = (shown[start:] for start in range(shown.rfind(answer) + 1))
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+        essence = answer or str(calls[0].get("name") if calls else "")
+        last = shown.rfind(essence) if essence else 0
+        parts = (shown[start:] for start in range(1 + max(0, last)))
         spans = ((begin, begin + len(part)) for part in parts for begin in begins if text.startswith(part, begin))
         span = next(spans, None)
         if span is None or not until.startswith(before):
@@ -249,9 +250,7 @@ def _encode_marked(conversation: Conversation, tokenizer: PreTrainedTokenizerBas
         return Encoded([], [])
     _check_tools(conversation, tokenizer)
     if any(message.get("weight") == 0 for message in conversation.messages):
-        raise UserError(
-            "--dataset_name: a message has the weight 0, and the chat template itself marks what is learnt."
-        )
+        raise UserError("--dataset_name: a message has weight 0, and the chat template itself marks what is learnt.")
     conversation = _with_arguments(conversation, tokenizer)
     for turn in conversation.learnt_turns():
         _check_shown(conversation.messages[turn], _apply_template(tokenizer, conversation.until(turn + 1)))
