@@ -34,7 +34,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 7
+FORMAT_VERSION = 6
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -218,8 +218,8 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
         essence = answer or str(calls[0].get("name") if calls else "")
         last = shown.rfind(essence) if essence else 0
-        parts = (shown[start:] for start in range(1 + max(0, last)))
-        spans = ((begin, begin + len(part)) for part in parts for begin in begins if text.startswith(part, begin))
+        starts = range(1 + max(0, last))
+        spans = ((at, at + len(shown) - cut) for at in begins for cut in starts if text.startswith(shown[cut:], at))
         span = next(spans, None)
         if span is None or not until.startswith(before):
             raise UserError(
