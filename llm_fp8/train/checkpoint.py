@@ -1,16 +1,13 @@
 """Checkpoints that are complete or absent, whatever kills the process that writes them.
 
-    output_dir/checkpoints/
-      latest                     text: the name of the newest checkpoint's folder
-      step-00000120/             named after the completed optimizer steps
+    output_dir/checkpoints/step-00000120/     named after the completed optimizer steps
         __0_0.distcp ...         tensors, in torch.distributed.checkpoint's (DCP's) format: one file per rank
         .metadata                DCP's index, a pickle: load only checkpoints that you trust
         meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's entries
-        manifest.json            every other file with its size (and SHA-256 if small); each tensor with shape and dtype
+        manifest.json            every other file with its size (and SHA-256 if small)
 
-A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic), points `latest` to it and deletes
-the oldest checkpoints beyond the limit. Loading compares the files with the manifest all the same, once per resume: a
-copied checkpoint may be truncated.
+A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic) and deletes the oldest checkpoints
+beyond the limit. Loading compares the files with the manifest once: a copied checkpoint may be truncated.
 
 Each rank writes its own shards, and another number of ranks can read them: saving and loading are collective, with the
 same names on every rank. DCP's writer runs with one thread: with several it loses the exceptions of all but the first.
@@ -21,17 +18,18 @@ would keep a rank that has failed alive while the others wait for it in a collec
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
-import json
 import logging
 import os
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +42,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
-from llm_fp8.utils.json_files import read_json, read_text
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import sharded_like
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-"""Value of --resume_from for the newest checkpoint of the run, and name of the file that points to it."""
+"""Value of --resume_from for the checkpoint of the run that was saved last."""
 
 RNG_PREFIX = "rng/"
 
@@ -61,7 +59,7 @@ STRATEGY_STATE = "engine"
 """Folder in a checkpoint for what DeepSpeed's engine saves itself."""
 
 _META, _MANIFEST = "meta.json", "manifest.json"
-_STEP_PREFIX, _TEMPORARY_PREFIX, _REPLACED_PREFIX = "step-", ".tmp-", ".replaced-"
+_STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 _FREE_SPACE_MARGIN_BYTES = 2**20
 
@@ -74,41 +72,46 @@ class Checkpoint:
     """A complete checkpoint: its files were compared with its manifest."""
 
     folder: Path
-    tensors: dict[str, dict[str, Any]]
-    """Name -> shape and dtype."""
     meta: dict[str, Any]
     saved_unix_s: float
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """The checkpoint in `folder`; `UserError` naming the first file that differs from its manifest."""
-        if not (folder / _MANIFEST).is_file():
-            raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
-        with reading("--resume_from", str(folder), "the checkpoint", "Resume from another one."):
+        with reading("--resume_from", folder, "a complete checkpoint", "Resume from another one."):
             manifest = read_json(folder / _MANIFEST)
             for name, expected in manifest["files"].items():
                 if _describe_file(folder / name) != expected:
-                    raise UserError(f"--resume_from {folder} is damaged: {name} has changed; resume from another one.")
-            return cls(folder, manifest["tensors"], read_json(folder / _META), manifest["saved_unix_s"])
+                    raise ValueError(f"{name} has changed")
+            return cls(folder, read_json(folder / _META), manifest["saved_unix_s"])
 
     @property
     def step(self) -> int:
         """The optimizer steps that were completed."""
         return int(self.meta["step"])
 
-    def load(self, tensors: Mapping[str, Tensor], left_out: str | None = None) -> None:
+    @cached_property
+    def tensors(self) -> dict[str, str]:
+        """Name -> dtype and shape."""
+        entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        return {
+            name: f"{entry.properties.dtype} {list(entry.size)}"
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], left_out: str = RNG_PREFIX) -> None:
         """Read the tensors of these names in place and bit for bit; collective.
 
         All that were saved must be asked for, but the random states of other ranks and devices, and names that begin
         with `left_out`. Raises `UserError`, before anything changes, where names, shapes or dtypes differ.
         """
-        optional = (RNG_PREFIX, left_out) if left_out else (RNG_PREFIX,)
-        saved = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in self.tensors.items()}
         wanted = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
         problems = [
-            f"{name} is {saved.get(name, 'absent')} in the checkpoint and {wanted.get(name, 'absent')} in this run"
-            for name in sorted(saved.keys() | wanted.keys())
-            if saved.get(name) != wanted.get(name) and not (name not in wanted and name.startswith(optional))
+            f"{name} is {self.tensors.get(name, 'absent')} in the checkpoint and {wanted.get(name, 'absent')} in this run"
+            for name in sorted(self.tensors.keys() | wanted.keys())
+            if self.tensors.get(name) != wanted.get(name)
+            and (name in wanted or not name.startswith((RNG_PREFIX, left_out)))
         ]
         if problems:
             raise UserError(f"--resume_from {self.folder} holds other tensors than this run: {listed(problems)}.")
@@ -129,17 +132,10 @@ class CheckpointManager:
         self._background_group: Any = None
 
     def clean_up(self) -> None:
-        """Remove what a killed save or deletion left behind, and undo an interrupted replacement."""
-        if not self.is_main or not self.folder.is_dir():
-            return
-        for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
-            original = self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)
-            if original.exists():
-                shutil.rmtree(replaced)
-            else:
-                replaced.rename(original)
-        for temporary in self.folder.glob(f"{_TEMPORARY_PREFIX}*"):
-            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
+        """Remove what a killed save or deletion left behind."""
+        if self.is_main:
+            for temporary in self.folder.glob(f"{_TEMPORARY_PREFIX}*"):
+                shutil.rmtree(temporary)
 
     def save(
         self,
@@ -168,8 +164,7 @@ class CheckpointManager:
             return self.of_step(step)
         if self._background_group is None and dist.is_initialized():
             self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
-        copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
-        meta = json.loads(json.dumps(meta))  # a copy too
+        copies, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
         self._background = _Background(
             lambda: self._save(step, copies, meta, self._background_group, strategy, best_step)
         )
@@ -202,18 +197,14 @@ class CheckpointManager:
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self.clean_up()
             if not self.has_room(needed_bytes):
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
-            temporary.mkdir()
-            if strategy is not None:
-                (temporary / STRATEGY_STATE).mkdir()
+            (temporary / STRATEGY_STATE if strategy is not None else temporary).mkdir(parents=True)
 
         def complete() -> None:
-            _write_synced(temporary / _META, json.dumps({**meta, "step": step}, indent=1) + "\n")
-            _write_synced(temporary / _MANIFEST, json.dumps(_build_manifest(temporary, metadata), indent=1) + "\n")
-            _sync_folder(temporary)
+            write_json_atomic(temporary / _META, {**meta, "step": step})
+            write_json_atomic(temporary / _MANIFEST, _build_manifest(temporary, metadata))
             self._publish(temporary, final)
             self._prune(final, None if best_step is None else self.of_step(best_step))
 
@@ -225,11 +216,13 @@ class CheckpointManager:
                 strategy.save_state(temporary / STRATEGY_STATE)
             self._on_main(complete, final, group)
         except BaseException as error:
-            explained = self._explained(error, final, needed_bytes)  # the disk as it is
+            cause = _cause_of(error)
+            reason = reason_not_written(cause) if isinstance(cause, OSError) else None  # the disk as it is
             self.clean_up()
-            if explained is error:
-                raise
-            raise explained from error
+            if reason is not None:
+                needed = f"{final} needs {needed_bytes / 2**30:.2g} GiB"
+                raise UserError(f"The checkpoint {needed} and was not written: {reason}.") from error
+            raise cause from (None if cause is error else error)
 
     def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
         """Let the main process do `work` while the others wait; its failure is raised on all ranks."""
@@ -247,68 +240,44 @@ class CheckpointManager:
         if failed.item():
             raise UserError(f"The checkpoint {final} could not be written: see the main process's message.")
 
-    def _explained(self, error: BaseException, final: Path, needed_bytes: int) -> BaseException:
-        """The error to raise for a failed save: a `UserError` for a full disk, Ctrl-C as itself, else `error`."""
-        for cause in _causes(error):
-            if isinstance(cause, KeyboardInterrupt):
-                return cause
-            if isinstance(cause, OSError) and (reason := reason_not_written(cause)):
-                return UserError(
-                    f"The checkpoint {final} needs {needed_bytes / 2**30:.2g} GiB and could not be written: {reason}, "
-                    "or choose another --output_dir. Checkpoints saved before are intact."
-                )
-        return error
-
     def _publish(self, temporary: Path, final: Path) -> None:
-        """Give a complete checkpoint its name and let `latest` point to it."""
-        replaced = self.folder / f"{_REPLACED_PREFIX}{final.name}"
-        if final.exists():
-            final.rename(replaced)  # a folder cannot be renamed onto another; `clean_up` undoes this after a kill
+        """Give a complete checkpoint its name."""
+        _sync_folder(temporary)
+        replaced = self._hidden(final) if final.exists() else None  # a folder cannot be renamed onto another
         temporary.rename(final)
         _sync_folder(self.folder)
-        pointer = self.folder / f"{_TEMPORARY_PREFIX}{LATEST}"
-        _write_synced(pointer, final.name + "\n")
-        pointer.replace(self.folder / LATEST)
-        _sync_folder(self.folder)
-        if replaced.exists():
+        if replaced is not None:
             shutil.rmtree(replaced)
 
     def _prune(self, newest: Path, best: Path | None) -> None:
         """Delete the oldest complete checkpoints beyond the limit, but never these two."""
         others = [found.folder for found in self.newest_first() if found.folder != newest]
         for path in others[self.limit - 1 :]:
-            if path == best:
-                continue
-            # Renamed first, so that a kill in the middle leaves no half checkpoint under a checkpoint's name.
-            doomed = self.folder / f"{_TEMPORARY_PREFIX}deleting-{path.name}"
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            if path != best:
+                shutil.rmtree(self._hidden(path))
+
+    def _hidden(self, path: Path) -> Path:
+        """Rename a checkpoint, so that a kill while it is deleted leaves no half one under a checkpoint's name."""
+        return path.rename(self.folder / f"{_TEMPORARY_PREFIX}deleting-{path.name}")
 
     def newest_first(self) -> list[Checkpoint]:
         """Complete checkpoints by the time of their save: a resumed run may have gone back by some steps."""
         found = []
-        for pattern in (f"{_STEP_PREFIX}*", f"{_REPLACED_PREFIX}{_STEP_PREFIX}*"):
-            for path in self.folder.glob(pattern):
-                try:
-                    found.append(Checkpoint.open(path))
-                except UserError as error:  # neither loaded nor counted nor deleted
-                    logger.info("a checkpoint is passed over and left: %s", error)
+        for path in self.folder.glob(f"{_STEP_PREFIX}*"):
+            try:
+                found.append(Checkpoint.open(path))
+            except UserError as error:  # neither loaded nor counted nor deleted
+                logger.warning("a checkpoint is passed over: %s", error)
         return sorted(found, key=lambda checkpoint: checkpoint.saved_unix_s, reverse=True)
 
     def find(self, resume_from: str) -> Checkpoint:
-        """The complete checkpoint that `--resume_from` means: a folder, or 'latest', the one that the `latest` file
-        names or, where that is unreadable or damaged, the newest complete one. `UserError` where there is none.
-        """
+        """The complete checkpoint that `--resume_from` means: a folder, or 'latest'. `UserError` where there is none."""
         if resume_from != LATEST:
             return Checkpoint.open(Path(resume_from))
-        try:
-            return Checkpoint.open(self.folder / read_text(self.folder / LATEST).strip())
-        except UserError as error:
-            candidates = self.newest_first()
-            if not candidates:
-                raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.") from error
-            logger.warning("--resume_from latest: falling back to %s, because %s", candidates[0].folder, error)
-            return candidates[0]
+        candidates = self.newest_first()
+        if not candidates:
+            raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.")
+        return candidates[0]
 
 
 def bytes_needed(tensors: Mapping[str, Tensor], strategy: DistributedStrategy | None) -> int:
@@ -362,18 +331,10 @@ def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
     written = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
-        raise UserError(
-            f"The checkpoint in {folder} lacks {listed(missing)}, which another process wrote: --output_dir must be "
-            "one folder for all hosts, on a file system that they share and at the same path."
-        )
+        raise UserError(f"The checkpoint lacks {listed(missing)} of other hosts: --output_dir must be a shared folder.")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    tensors = {
-        name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype)}
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
     files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
-    return {"saved_unix_s": time.time(), "files": files, "tensors": tensors}
+    return {"saved_unix_s": time.time(), "files": files}
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
@@ -383,20 +344,13 @@ def _describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest}
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, the errors of single ranks inside it, and what they were raised from."""
-    yield error
-    nested = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    for inner in [*nested, error.__cause__, error.__context__]:
-        if inner is not None:
-            yield from _causes(inner)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _cause_of(error: BaseException) -> BaseException:
+    """The full disk or Ctrl-C at the bottom of what DCP raised, else `error`."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
+        failures = cause.failures if isinstance(cause, CheckpointException) else {}
+        cause = next((failure for failure, _ in failures.values()), cause.__cause__ or cause.__context__)
+    return error if cause is None else cause
 
 
 def _sync_folder(folder: Path) -> None:

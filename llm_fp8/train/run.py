@@ -1,39 +1,43 @@
 """A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `_run` -> `TrainingLoop.train` -> `TrainingLoop.take_step` ->
-`micro_batch`, which calls the model and `DistributedStrategy.backward`.
+From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `TrainingLoop.take_step` -> `micro_batch`,
+which calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, start_process_group
+from llm_fp8.distributed.process_group import end_process_group, largest, start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.export import check_export
 from llm_fp8.models.source import check_model, load_tokenizer
-from llm_fp8.train.build_loop import build_loop, restore_best
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.reporter import RunReporter
+from llm_fp8.optim.schedule import build_scheduler
+from llm_fp8.optim.state import bytes_on_host
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
+from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
 from llm_fp8.train.run_dir import as_one_run, check_free_space, refuse_finished, run_lock, with_output_dir
-from llm_fp8.train.scale_warmup import first_step
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import (
     RunState,
     changed_options,
     check_compatible,
+    has_the_scales,
     run_fingerprint,
     run_options,
     total_steps,
@@ -42,6 +46,9 @@ from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.phases import PhaseClock
 from llm_fp8.utils.ranks import LaunchRanks
+
+if TYPE_CHECKING:
+    from llm_fp8.distributed.context_parallel import ContextGroup
 
 
 def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None) -> int:
@@ -53,7 +60,8 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         clock: started when the script began: its first phase is the imports.
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
-    results.clock.end("imports")
+    phase_ends = results.clock.end
+    phase_ends("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.rank == 0:
@@ -65,16 +73,8 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         return dry_run(config, ranks)
     config = with_output_dir(config, ranks)
     start_process_group(ranks)
-    config = as_one_run(config)
-    exit_code, accelerator = _run(config, ranks, results)
-    end_process_group(accelerator)  # model and optimizer, which use it, are gone with the frame of `_run`
-    return exit_code
-
-
-def _run(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[int, Accelerator]:
-    """The phases of a run, in a process group; the exit code, and what holds on to the group."""
-    plan = plan_run(config, ranks)
-    config, phase_ends = plan.config, results.clock.end
+    plan = plan_run(as_one_run(config), ranks)
+    config = plan.config
     phase_ends("devices")
     with explained_failures(config, plan.folder, plan.strategy.mode):
         set_seed(config.optim.seed)
@@ -82,13 +82,11 @@ def _run(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[int, 
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
-        checkpoints = CheckpointManager(
-            plan.folder, config.run.save_total_limit, is_main=plan.accelerator.is_main_process
-        )
+        is_main = plan.accelerator.is_main_process
+        checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=is_main)
         resumed = None if config.run.resume_from is None else checkpoints.find(config.run.resume_from)
-        if plan.measures_precision and resumed is not None:
-            plan = _as_before(plan, resumed)
         if resumed is not None:
+            plan = _with_precision_of(resumed, plan)
             check_compatible(resumed, run_fingerprint(plan))
         phase_ends("config_and_tokenizer")
 
@@ -113,10 +111,9 @@ def _run(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[int, 
         phase_ends("checks")
 
         with run_lock(config, ranks):  # nothing is written before
+            checkpoints.clean_up()
             state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
             loop = build_loop(state, resumed, results)
-            plan.accelerator.wait_for_everyone()  # with loading: the checkpoint may be one that gets its name back
-            checkpoints.clean_up()
             phase_ends("optimizer")
 
             # From here on there is something to save: before, a signal ends the process at once.
@@ -129,17 +126,35 @@ def _run(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[int, 
                 finally:
                     checkpoints.finish()
                 finish(loop, stop, tokenizer)
-    return (0 if loop.is_complete else stop.exit_code), plan.accelerator
+    exit_code, accelerator = (0 if loop.is_complete else stop.exit_code), plan.accelerator
+    del plan, setup, state, loop  # their model uses the group
+    end_process_group(accelerator)
+    return exit_code
+
+
+def _with_precision_of(resumed: Checkpoint, plan: RunPlan) -> RunPlan:
+    """The plan with the precision that --mixed_precision auto chose when the run began."""
+    if not plan.measures_precision:
+        return plan
+    from llm_fp8.train.auto_precision import replanned
+
+    return replanned(plan, "fp8" if str(resumed.meta["fingerprint"]["precision"]).startswith("fp8") else "bf16")
+
+
+def _context_group(plan: RunPlan) -> ContextGroup | None:
+    """The ranks that share this one's sequences (--context_parallel_size), if there are any."""
+    size = plan.config.parallel.context_parallel_size
+    if size == 1:
+        return None
+    from llm_fp8.distributed.context_parallel import ContextGroup
+
+    return ContextGroup.of_rank(size, plan.accelerator.process_index)
 
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-    """The run's data; ranks that share sequences (--context_parallel_size) have the same ones."""
+    """The run's data; ranks that share sequences have the same ones."""
     config, accelerator, size = plan.config, plan.accelerator, plan.config.parallel.context_parallel_size
-    split_batch = None
-    if size > 1:
-        from llm_fp8.distributed.context_parallel import ContextGroup
-
-        split_batch = ContextGroup.of_rank(size, accelerator.process_index).split
+    context = _context_group(plan)
     data = prepare_data(
         config,
         tokenizer,
@@ -147,16 +162,12 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         world_size=accelerator.num_processes // size,
         pin_memory=plan.device.type == "cuda",
         main_process_first=accelerator.local_main_process_first,
-        split_batch=split_batch,
+        split_batch=None if context is None else context.split,
     )
     plan.say(data.describe())
     for name in ("eval_every", "eval_batches"):
-        value = getattr(config.run, name)
-        if data.eval is None and value:
-            raise UserError(
-                f"--{name} {value} has no effect, because no row is held out to evaluate on; raise "
-                "--validation_fraction or drop it."
-            )
+        if data.eval is None and getattr(config.run, name):
+            raise UserError(f"--{name} has no effect: no row is held out; raise --validation_fraction or drop it.")
     return data
 
 
@@ -165,21 +176,17 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
     and refuse an export that could not be written; say what final/ will hold where that is not obvious.
     """
     plan, config = setup.plan, setup.plan.config
-    size = config.parallel.context_parallel_size
-    context = None
-    if size > 1:
-        from llm_fp8.distributed.context_parallel import ContextGroup
-
-        context = ContextGroup.of_rank(size, plan.accelerator.process_index)
+    context = _context_group(plan)
     if config.model.use_te and setup.weights_loaded and is_new:
         from llm_fp8.models.parity import check_parity
         from llm_fp8.models.weights import weight_files
+        from llm_fp8.train.scale_warmup import first_step
 
         batch = first_step(data.train)[0]
         found = check_parity(
             setup.model,
             (batch if context is None else context.on_its_own(batch)).to(plan.device),
-            config.data.max_seq_length // size,
+            config.data.max_seq_length // config.parallel.context_parallel_size,
             dtype=plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.weight_dtype,
             full_tensor=plan.strategy.full_tensor,
             files=weight_files(config.model, plan.source),
@@ -198,6 +205,59 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,} ({share:.2%})")
 
 
+def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults) -> TrainingLoop:
+    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed. Collective."""
+    setup, data, plan = state.setup, state.data, state.setup.plan
+    config, strategy = plan.config, plan.strategy
+    model: Any = setup.training_model
+    optimizer: Any = strategy.build_optimizer(config.optim, plan.optimizer_kind, model.named_parameters())
+    if on_host := bytes_on_host(optimizer):
+        plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
+    if setup.precision.scales_lag and (resumed is None or not has_the_scales(resumed, state.options)):
+        from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
+
+        model, optimizer = prepare_with_scales(
+            strategy, model, optimizer, lambda: warm_up_scales(setup, data.train)
+        )
+    else:
+        model, optimizer = strategy.prepare(model, optimizer)
+    num_steps, step, saved = state.options["total_steps"], 0, dict[str, Any]()
+    eval_data = None if data.eval is None else data.eval.data
+    history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
+    if resumed is not None:
+        state.restore(resumed, optimizer)
+        step, saved = resumed.step, {name: resumed.meta[name] for name in ("tokens_seen", "evaluation_due")}
+        plan.say(f"resumed from {resumed.folder} after step {step}")
+        if not history.load_state_dict(resumed.meta["evaluations"]) and (history.keeps_best or history.patience):
+            plan.say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
+        if history.best_step is not None and not _is_held(state.checkpoints, history.best_step):
+            plan.say(f"--keep_best: the checkpoint of step {history.best_step} is gone: only steps to come count")
+            history.forget_best()
+    evaluates_again = step >= num_steps or history.stops_early or bool(saved.get("evaluation_due"))
+    return TrainingLoop(
+        setup=setup,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(optimizer, config.optim, num_steps, step),
+        loader=data.train,
+        reporter=RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=evaluates_again),
+        total_steps=num_steps,
+        eval_loader=data.eval,
+        state=state,
+        results=results,
+        history=history,
+        step=step,
+        last_checkpoint=None if resumed is None else resumed.folder,
+        **saved,
+    )
+
+
+def _is_held(checkpoints: CheckpointManager, step: int) -> bool:
+    """Whether every rank sees a complete checkpoint of `step`. Collective."""
+    folders = [checkpoint.folder for checkpoint in checkpoints.newest_first()]
+    return not largest(checkpoints.of_step(step) not in folders)
+
+
 def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
     """Evaluation, export and summary after the last step; of a run that was stopped, the summary alone."""
     plan, config = loop.setup.plan, loop.setup.plan.config
@@ -214,20 +274,28 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
     if loop.evaluated_step != loop.step and loop.evaluate():
         loop.save()
-        loop.state.checkpoints.finish()
+        loop.run_state.checkpoints.finish()
     if config.run.export and exported is None:
-        step, tokens_seen = restore_best(loop)
+        step, tokens_seen = _restore_best(loop)
         exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
     exported_step = {} if exported is None else {"exported_step": step}
     summary = loop.reporter.finish({**summary_of(loop, exported), **exported_step})
     closing_words(loop, summary, exported)
 
 
-def _as_before(plan: RunPlan, resumed: Checkpoint) -> RunPlan:
-    """The plan with the precision of the checkpoint, which --mixed_precision auto chose when the run began."""
-    from llm_fp8.train.auto_precision import replanned
-
-    return replanned(plan, "fp8" if str(resumed.meta["fingerprint"]["precision"]).startswith("fp8") else "bf16")
+def _restore_best(loop: TrainingLoop) -> tuple[int, int]:
+    """Put the best step's weights into the model where --keep_best kept them; the step and the tokens seen of what the
+    model holds then.
+    """
+    best, state = loop.history.best_step, loop.run_state
+    if best is None or best == loop.step:
+        return loop.step, loop.tokens_seen
+    if not _is_held(state.checkpoints, best):
+        loop.setup.plan.say(f"WARNING: the checkpoint of the best step, {best}, is gone: final/ is of step {loop.step}")
+        return loop.step, loop.tokens_seen
+    checkpoint = Checkpoint.open(state.checkpoints.of_step(best))
+    state.restore(checkpoint, loop.optimizer)
+    return checkpoint.step, checkpoint.meta["tokens_seen"]
 
 
 def _device_name(plan: RunPlan) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config
 from llm_fp8.data import PreparedData
-from llm_fp8.models.source import has_random_weights, resolve_source
+from llm_fp8.models.source import has_random_weights
 from llm_fp8.models.weights import weight_files, weights_digest
 from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.train.checkpoint import RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager, bytes_needed
@@ -44,28 +44,22 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "precision": precision.name if precision.effective == "fp8" else precision.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
-        **(_lora_fingerprint(config) if config.lora.lora_rank else {}),
+        **(_lora_fingerprint(plan) if config.lora.lora_rank else {}),
     }
 
 
-def _lora_fingerprint(config: Config) -> dict[str, Any]:
+def _lora_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """The adapters, and the frozen model that a checkpoint does not hold."""
     from llm_fp8.models.lora import scaling_of
 
-    options, source = config.lora, resolve_source(config.model)
-    base, weights = Path(config.model.model_name).name, {}
-    if has_random_weights(config.model, source):
-        base += f" with random weights of seed {config.optim.seed}"
-    elif source.is_local:
-        weights["frozen_weights"] = weights_digest(weight_files(config.model, source))
-    return weights | {
-        "lora": {
-            "rank": options.lora_rank,
-            "scaling": scaling_of(options),
-            "dropout": options.lora_dropout,
-            "targets": sorted(options.targets),
-        },
-        "frozen_model": base,
+    config, options = plan.config, plan.config.lora
+    if has_random_weights(config.model, plan.source):
+        frozen = f"random weights of seed {config.optim.seed}"
+    else:
+        frozen = weights_digest(weight_files(config.model, plan.source))
+    return {
+        "lora": [options.lora_rank, scaling_of(options), options.lora_dropout, *sorted(options.targets)],
+        "frozen_model": frozen,
     }
 
 
@@ -73,10 +67,7 @@ def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> 
     """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
     saved = checkpoint.meta["fingerprint"]
     current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
-    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
-    if not ("frozen_weights" in saved and "frozen_weights" in current):  # one of the two is of a hub id
-        names = [name for name in names if name != "frozen_weights"]
-    if names:
+    if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
         raise UserError(
             f"--resume_from {checkpoint.folder} does not belong to this run: "
             f"{'; '.join(f'{name} was {saved.get(name)!r} and is {current.get(name)!r}' for name in names)}."
@@ -90,10 +81,7 @@ def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str,
     sections = config.to_dict()
     sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
     options = {name: value for section in sections.values() for name, value in section.items()}
-    return options | {
-        "total_steps": num_steps,
-        "global_batch_size": data.train.global_batch_size,
-    }
+    return options | {"total_steps": num_steps, "global_batch_size": data.train.global_batch_size}
 
 
 def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) -> int:
@@ -113,16 +101,12 @@ def changed_options(checkpoint: Checkpoint, options: Mapping[str, Any], allowed:
     Raises `UserError` where one of `TRAINING_OPTIONS` differs and is not in `allowed`.
     """
     saved = checkpoint.meta["options"]
-    changed = {
-        name: f"{name} {saved[name]} -> {value}"
-        for name, value in options.items()
-        if name in saved and saved[name] != value
-    }
+    names = [name for name, value in options.items() if name in saved and saved[name] != value]
+    changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
     if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
         raise UserError(
             f"--resume_from {checkpoint.folder} was trained with other options: "
-            f"{', '.join(changed[name] for name in refused)}. Resume with the former ones, or add --allow_changed "
-            f"{','.join(refused)}."
+            f"{', '.join(changed[name] for name in refused)}; to change them add --allow_changed {','.join(refused)}."
         )
     return list(changed.values())
 
@@ -131,16 +115,6 @@ def has_the_scales(checkpoint: Checkpoint, options: Mapping[str, Any]) -> bool:
     """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
     saved = checkpoint.meta["options"]
     return all(saved.get(name) == options.get(name) for name in SCALE_OPTIONS)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is, in a checkpoint."""
-
-    step: int
-    tokens_seen: int
-    evaluation_due: bool
-    history: EvalHistory
 
 
 @dataclass(frozen=True)
@@ -177,14 +151,14 @@ class RunState:
         """Room that a checkpoint needs on its disk, all ranks together."""
         return bytes_needed(self._tensors(optimizer), self.setup.plan.strategy)
 
-    def save(self, progress: Progress, optimizer: Any) -> Path:
-        """Write a checkpoint after `progress.step`, with --async_save while training goes on; returns its folder."""
+    def save(self, step: int, optimizer: Any, history: EvalHistory, *, tokens_seen: int, evaluation_due: bool) -> Path:
+        """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
         plan = self.setup.plan
         scaler, saves_itself = plan.accelerator.scaler, plan.strategy.saves_itself
         meta = {
-            "tokens_seen": progress.tokens_seen,
-            "evaluation_due": progress.evaluation_due,
-            "evaluations": progress.history.state_dict(),
+            "tokens_seen": tokens_seen,
+            "evaluation_due": evaluation_due,
+            "evaluations": history.state_dict(),
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
@@ -192,11 +166,11 @@ class RunState:
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
         return self.checkpoints.save(
-            progress.step,
+            step,
             self._tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
             plan.strategy if saves_itself else None,
-            progress.history.best_step,
+            history.best_step,
             in_background=plan.config.parallel.async_save,
         )
 
@@ -210,11 +184,12 @@ class RunState:
         rank, meta = accelerator.process_index, checkpoint.meta
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         rng = {name: tensor for name, tensor in rng_state(rank).items() if name in checkpoint.tensors}
-        tensors, left_out = self._tensors(optimizer) | rng, None
-        if not has_the_scales(checkpoint, self.options):
-            left_out = _SCALES
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SCALES)}
-        checkpoint.load(tensors, left_out)
+        tensors = self._tensors(optimizer) | rng
+        if has_the_scales(checkpoint, self.options):
+            checkpoint.load(tensors)
+        else:
+            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SCALES)}
+            checkpoint.load(kept, left_out=_SCALES)
         if not strategy.saves_itself:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             self._after_loading()
@@ -236,10 +211,7 @@ class RunState:
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """The states of the random generators that training draws from, torch's of the CPU and of the current GPU.
-
-    Names carry the rank: each has its own.
-    """
+    """The states of torch's random generators of the CPU and of the current GPU; names carry the rank."""
     states = {f"{RNG_PREFIX}rank-{rank}/torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"{RNG_PREFIX}rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()
