@@ -100,7 +100,7 @@ class Precision:
         """
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
-        if "torchao" in sys.modules:
+        if any(type(module).__module__.startswith("torchao") for module in model.modules()):
             from llm_fp8.precision.torchao import converted_modules
 
             self._torchao_linears = converted_modules(model)

@@ -78,6 +78,8 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """The checkpoint in `folder`; `UserError` naming the first file that differs from its manifest."""
+        if not (folder / _MANIFEST).is_file():
+            raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
         with reading("--resume_from", folder, "a complete checkpoint", "Resume from another one."):
             manifest = read_json(folder / _MANIFEST)
             for name, expected in manifest["files"].items():
@@ -106,14 +108,11 @@ class Checkpoint:
         All that were saved must be asked for, but the random states of other ranks and devices, and names that begin
         with `left_out`. Raises `UserError`, before anything changes, where names, shapes or dtypes differ.
         """
+        saved = self.tensors
         wanted = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
-        problems = [
-            f"{name} is {self.tensors.get(name, 'absent')} in the checkpoint and {wanted.get(name, 'absent')} in this run"
-            for name in sorted(self.tensors.keys() | wanted.keys())
-            if self.tensors.get(name) != wanted.get(name)
-            and (name in wanted or not name.startswith((RNG_PREFIX, left_out)))
-        ]
-        if problems:
+        needed = {name for name in saved if not name.startswith((RNG_PREFIX, left_out))}
+        if names := [name for name in sorted(needed | wanted.keys()) if saved.get(name) != wanted.get(name)]:
+            problems = [f"{name} is {saved.get(name)} there and {wanted.get(name)} here" for name in names]
             raise UserError(f"--resume_from {self.folder} holds other tensors than this run: {listed(problems)}.")
         dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(self.folder))
 
@@ -271,7 +270,7 @@ class CheckpointManager:
         return sorted(found, key=lambda checkpoint: checkpoint.saved_unix_s, reverse=True)
 
     def find(self, resume_from: str) -> Checkpoint:
-        """The complete checkpoint that `--resume_from` means: a folder, or 'latest'. `UserError` where there is none."""
+        """The complete checkpoint that --resume_from names, a folder or 'latest'; `UserError` where there is none."""
         if resume_from != LATEST:
             return Checkpoint.open(Path(resume_from))
         candidates = self.newest_first()

@@ -6,6 +6,8 @@ has, one is assumed.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from accelerate import PartialState
 
@@ -28,27 +30,20 @@ ASSUMED_GPU, ASSUMED_GIB = "H100 80 GB", 79.2
 def dry_run(config: Config, ranks: LaunchRanks) -> int:
     """Print what the run would come to; returns the exit code. Collective."""
     start_process_group(ranks)
-    gpu_gib, num_gpus = smallest_gpu_gib(own_device()), ranks.world_size
+    own_gib, num_gpus = smallest_gpu_gib(own_device()), ranks.world_size
+    gpu_gib = own_gib or ASSUMED_GIB
     source = resolve_source(config.model)
     hf_config = load_config(config.model, source)
-    name = config.precision.mixed_precision
-    counts_memory = gpu_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
-    words = f"{num_gpus} such GPU{'s' if num_gpus > 1 else ''}"
-    if gpu_gib is None:
-        gpu_gib, words = ASSUMED_GIB, f"{num_gpus} {ASSUMED_GPU}, which this machine does not have"
     mode = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib).mode
-    recipe = name or "bf16"
-    if config.precision.may_be_fp8:
-        recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend)
-    run = {
-        "recipe": recipe,
-        "optimizer": resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16"),
-        "mode": mode,
-        "num_gpus": num_gpus,
-    }
+    name = config.precision.mixed_precision
+    counts_memory = own_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
+    is_fp8 = config.precision.may_be_fp8
+    recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
+    optimizer = resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16")
     lines: list[str] = []
     if counts_memory:
-        config, lines = settle_memory(config, hf_config, gpu_gib=gpu_gib, **run)
+        settle = functools.partial(settle_memory, recipe=recipe, optimizer=optimizer, mode=mode, num_gpus=num_gpus)
+        config, lines = settle(config, hf_config, gpu_gib=gpu_gib)
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     size = config.parallel.context_parallel_size
@@ -70,9 +65,10 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if data.train.steps_per_epoch is None:
         said.append(f"the beginning of the stream: {data.report.summary()}")
     if counts_memory:
-        found = estimate(config, hf_config, **run)
-        parts = "".join(f"\n  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items())
-        said.append(f"memory as for {words}, {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each:{parts}")
+        found = estimate(config, hf_config, recipe=recipe, optimizer=optimizer, mode=mode, num_gpus=num_gpus)
+        gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"
+        said.append(f"memory: {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each of {num_gpus} ({gpus})")
+        said += [f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items()]
         said += [] if found.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
     num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
     said.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")

@@ -25,10 +25,8 @@ _STATE = ("best_step", "best_loss", "reference_loss", "num_without_improvement",
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
 ) -> dict[str, float]:
-    """Mean cross entropy over all supervised tokens of `loader`, under the `eval_` keys of `metrics.METRICS`.
-
-    The mean is over tokens, not over batches. Restores the model's training mode. `loader` gives every rank the same
-    number of batches.
+    """Mean cross entropy over all supervised tokens of `loader`, which gives every rank the same number of batches,
+    under the `eval_` keys of `metrics.METRICS`. Restores the model's training mode.
     """
     started = time.perf_counter()
     was_training = model.training
@@ -77,11 +75,7 @@ class EvalHistory:
 
     def describe_stop(self) -> str:
         """Why `stops_early` is true, for people."""
-        lowest = "no finite eval loss" if self.reference_loss is None else f"eval loss {self.reference_loss:.4g}"
-        return (
-            f"{self.num_without_improvement} evaluations in a row did not improve on {lowest} "
-            f"(--early_stopping_patience {self.patience})"
-        )
+        return f"{self.num_without_improvement} evaluations in a row did not improve on {self.reference_loss}"
 
     def add(self, step: int, eval_loss: float) -> None:
         """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""

@@ -20,7 +20,7 @@ def explained_failures(config: Config, folder: Path, mode: str) -> Iterator[None
 
     `folder` is the run's; `mode` is the effective sharding mode.
     """
-    intact = f"Complete checkpoints under {folder / 'checkpoints'} are intact; continue with --resume_from latest."
+    go_on = f"Continue with --resume_from latest --output_dir {folder}."
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -28,34 +28,30 @@ def explained_failures(config: Config, folder: Path, mode: str) -> Iterator[None
     except OSError as error:  # of libraries that write to their caches it names no file
         written = Path(error.filename) if isinstance(error.filename, str) else folder
         if reason := reason_not_written(error):
-            where = "--output_dir, or a folder of libraries: HF_HOME, TMPDIR"
-            raise UserError(f"{written} ({where}): {reason}. {intact}") from error
+            raise UserError(f"{written} (--output_dir, HF_HOME or TMPDIR): {reason}. {go_on}") from error
         raise
     except RuntimeError as error:
         if not is_loss_of_a_peer(error):
             raise
-        raise UserError(
-            "another process of this run is gone (killed, out of memory, or ended by an error of its own, said "
-            f"above), so it cannot go on: {str(error).splitlines()[0][:200]}. {intact}"
-        ) from error
+        words = str(error).splitlines()[0][:200]
+        raise UserError(f"another process of this run is gone, see what it said: {words}. {go_on}") from error
 
 
 def out_of_memory_advice(config: Config, mode: str) -> str:
     """What would lower the memory of a run under `mode`, the effective --sharding_mode or 'single'."""
     copies, trains_all = mode in ("single", "ddp"), config.lora.lora_rank == 0
     advice = {
-        f"a --batch_size below {config.data.batch_size} with more --gradient_accumulation_steps": (
-            config.data.batch_size > 1
-        ),
-        f"a --max_seq_length below {config.data.max_seq_length}": config.data.batch_size == 1,
-        "a run without --cuda_graphs": config.model.cuda_graphs,
+        f"--batch_size below {config.data.batch_size} with more --gradient_accumulation_steps": config.data.batch_size
+        > 1,
+        f"--max_seq_length below {config.data.max_seq_length}": config.data.batch_size == 1,
+        "no --cuda_graphs": config.model.cuda_graphs,
         "--gradient_checkpointing": not config.model.gradient_checkpointing,
         "--optimizer adamw_8bit": copies and trains_all and config.optim.optimizer != "adamw_8bit",
         "--lora_rank 16": trains_all,
-        "several GPUs (train_multi_gpu.py --sharding_mode fsdp_full)": mode == "single",
+        "more GPUs (train_multi_gpu.py --sharding_mode fsdp_full)": mode == "single",
         "--sharding_mode fsdp_full": mode not in ("single", "fsdp_full", "fsdp_offload"),
         "more GPUs, or --sharding_mode fsdp_offload": mode == "fsdp_full",
     }
-    used = f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB in use at the peak" if torch.cuda.is_available() else ""
+    used = f" ({torch.cuda.max_memory_allocated() / GIB:.1f} GiB at the peak)" if torch.cuda.is_available() else ""
     lower = "; ".join(words for words, helps in advice.items() if helps)
-    return f"the GPU is out of memory ({used}). What would lower it: {lower}. 'llm-fp8 memory' says what fits."
+    return f"the GPU is out of memory{used}. What would lower it: {lower}. 'llm-fp8 memory' says what fits."

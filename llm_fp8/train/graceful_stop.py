@@ -17,11 +17,6 @@ from llm_fp8.distributed.process_group import largest
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def exit_code(signal_name: str) -> int:
-    """Exit code of a run that stopped because of this signal, as a shell's: 143 for 'SIGTERM', 130 for 'SIGINT'."""
-    return 128 + signal.Signals[signal_name].value
-
-
 class GracefulStop:
     """Turns the first SIGTERM or SIGINT into `requested`, its name; in the main thread only."""
 
@@ -33,8 +28,8 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int:
-        """0, or the requesting signal's exit code."""
-        return 0 if self.requested is None else exit_code(self.requested)
+        """0, or as a shell says it of the signal: 143 for SIGTERM, 130 for SIGINT."""
+        return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; if so, sets `requested` on all of them. Collective."""

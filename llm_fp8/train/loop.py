@@ -32,17 +32,18 @@ from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_size
-from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
-from llm_fp8.observability.nvml import EnergyMeter
+from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
-from llm_fp8.train.train_state import Progress, RunState
-from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.train.train_state import RunState
+from llm_fp8.utils.errors import FailedCheck, UserError, listed
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.phases import PhaseClock
 
 if TYPE_CHECKING:
+    from llm_fp8.observability.nvml import EnergyMeter
     from llm_fp8.observability.step_profile import StepProfile
     from llm_fp8.precision.certificate import Certificate
 
@@ -52,6 +53,12 @@ STEPS_BEFORE_PROFILE = 4
 
 class NonFiniteLoss(UserError):
     """A non-finite loss, gradient norm or weight; the message names the step and, if known, the dataset rows."""
+
+
+def _profiled() -> contextlib.AbstractContextManager[StepProfile]:
+    from llm_fp8.observability.step_profile import profiled
+
+    return profiled()
 
 
 def micro_batch(
@@ -159,7 +166,11 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         plan, setup = self.setup.plan, self.setup
         self.accelerator, self.strategy, self.precision = plan.accelerator, plan.strategy, setup.precision
-        self.energy = EnergyMeter(self.accelerator)
+        self.energy: EnergyMeter | None = None
+        if plan.device.type == "cuda":
+            from llm_fp8.observability.nvml import EnergyMeter
+
+            self.energy = EnergyMeter(self.accelerator)
         self.profile_step = min(self.step + STEPS_BEFORE_PROFILE + 1, self.total_steps) if plan.certifies else 0
         self._clock = StepClock(self.accelerator.device)
         self._saved_s = time.monotonic()
@@ -205,10 +216,10 @@ class TrainingLoop:
             recording = self.step + 1 == self.profile_step
             if self._graphs is not None:
                 self._graphs.may_capture = not recording
-            with self._profiled() if recording else contextlib.nullcontext() as profile:
+            with _profiled() if recording else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
-                self._report_attention()
+                self._note_attention()
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
             if self._due(parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
@@ -232,6 +243,12 @@ class TrainingLoop:
                 return
             if evaluate or save:
                 stamp = self.restart_clocks()  # Their time is not the next step's.
+
+    @property
+    def run_state(self) -> RunState:
+        """`state`, which a run has."""
+        assert self.state is not None
+        return self.state
 
     @property
     def stopped_early(self) -> bool:
@@ -281,7 +298,8 @@ class TrainingLoop:
 
     def restart_clocks(self) -> Any:
         """Restart step time and energy while the GPU is idle; returns the stamp."""
-        self.energy.restart(self.step)
+        if self.energy is not None:
+            self.energy.restart(self.step)
         return self._clock.stamp()
 
     def _due(self, every: int) -> bool:
@@ -303,7 +321,9 @@ class TrainingLoop:
         grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
         counts = torch.stack([p.tokens for p in pending]).tolist()
         memory = self._memory()
-        energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
+        energy = {}
+        if self.energy is not None:
+            energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         fp8, num_processes = self.precision.plan.has_fp8_peak, self.accelerator.num_processes
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
@@ -335,37 +355,55 @@ class TrainingLoop:
             memory["peak_memory_gib_max_rank"] = float(peaks.max())
         return memory
 
-    def _report_attention(self) -> None:
-        """After the first step: print the attention backend, and warn of the slow one."""
-        if not self.setup.plan.config.model.use_te:
-            return
-        import te_llama
+    def _note_attention(self) -> None:
+        """After the first step: print Transformer Engine's attention backend, and warn of the slow one."""
+        if self.setup.plan.config.model.use_te:
+            import te_llama
 
-        backend = self.results.attention_backend = te_llama.attention_backend()
-        warning = ""
-        if backend == "unfused":
-            warning = (
-                ". WARNING: it is several times slower; Transformer Engine found neither a usable cuDNN nor flash-attn "
-                "for this model's shapes and dtype, and NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment prints why."
-            )
-        self.reporter.print(f"attention: {backend}{warning}")
-
-    def _profiled(self) -> contextlib.AbstractContextManager[StepProfile]:
-        from llm_fp8.observability.step_profile import profiled
-
-        return profiled()
+            backend = self.results.attention_backend = te_llama.attention_backend()
+            slow = " (WARNING: several times slower; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why TE took it)"
+            self.reporter.print(f"attention: {backend}{slow if backend == 'unfused' else ''}")
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
-        from llm_fp8.train.certify import certify_step
-
+        """Report the profiled step; returns a new stamp, so that time and energy leave profiling out."""
         self._profile_figures[self.step] = profile.figures()
-        self.energy.restart(self.step)
+        if self.energy is not None:
+            self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
         self.results.recorded = profile
-        attention = self.results.attention_backend or self.setup.attention
-        self.results.certificate = certify_step(self.setup, profile, attention, self.reporter, num_micro_batches)
+        self.results.certificate = self._certify(profile, num_micro_batches)
         return self.restart_clocks()
+
+    def _certify(self, profile: StepProfile, num_micro_batches: int) -> Certificate:
+        """Judge the kernels of the recorded step and write certificate.json; raises `FailedCheck` on every rank where
+        any rank's step failed.
+        """
+        from llm_fp8.precision.certificate import attention_library, certify, worst
+
+        plan, precision = self.setup.plan, self.precision
+        attention = self.results.attention_backend or self.setup.attention
+        own = certify(
+            self.setup.expected,
+            profile.kernels,
+            precision.module_state(),
+            num_micro_batches=num_micro_batches,
+            recipe_inside_modules=precision.recipe_inside_modules,
+            attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
+            rank=self.accelerator.process_index,
+        )
+        certificate = worst(gather_object([own]))
+        path, record = plan.folder / "certificate.json", {"certificate": certificate.to_dict()}
+        if self.accelerator.is_main_process:
+            write_json_atomic(path, certificate.to_dict())
+            self.reporter.track(record)
+        if certificate.verdict == "failed":
+            sentence = certificate.failure(path)
+            self.reporter.finish({"failed": sentence, **record, **plan.parallel_record})
+            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+            raise FailedCheck(sentence)
+        if certificate.verdict == "undetermined":
+            self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
+        return certificate
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
@@ -384,29 +422,25 @@ class TrainingLoop:
 
     def save(self) -> None:
         """Write a checkpoint, unless the weights are not finite."""
-        assert self.state is not None
         self.require_finite_weights()
-        progress = Progress(self.step, self.tokens_seen, self.evaluation_due, self.history)
-        self.last_checkpoint = self.state.save(progress, self.optimizer)
+        self.last_checkpoint = self.run_state.save(
+            self.step, self.optimizer, self.history, tokens_seen=self.tokens_seen, evaluation_due=self.evaluation_due
+        )
         self._saved_s = time.monotonic()
         in_background = self.setup.plan.config.parallel.async_save
-        self.reporter.print(f"sav{'ing' if in_background else 'ed'} {self.last_checkpoint}")
+        self.reporter.print(f"{'saving' if in_background else 'saved'} {self.last_checkpoint}")
 
     def _checkpoint_due(self) -> bool:
-        """Whether --save_minutes are over on the main rank. A disk with too little room for a checkpoint beside the
-        export costs the checkpoint, with a warning, and not the run, which need not have asked for one. Collective.
+        """Whether --save_minutes are over on the main rank. Where the disk has no room for a checkpoint beside final/,
+        none is written: the run need not have asked for one. Collective.
         """
-        assert self.state is not None
         is_main, minutes = self.accelerator.is_main_process, self.setup.plan.config.run.save_minutes
         if not largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes):
             return False
-        needed_bytes = self.state.checkpoint_bytes(self.optimizer) + self.setup.exported_bytes
-        if not largest(is_main and not self.state.checkpoints.has_room(needed_bytes)):
+        needed_bytes = self.run_state.checkpoint_bytes(self.optimizer) + self.setup.exported_bytes
+        if not largest(is_main and not self.run_state.checkpoints.has_room(needed_bytes)):
             return True
-        self.reporter.print(
-            f"WARNING: --save_minutes {minutes:g}: the disk of {self.state.checkpoints.folder} has no room for a "
-            f"checkpoint beside final/ ({needed_bytes / GIB:.3g} GiB), so none is written."
-        )
+        self.reporter.print(f"WARNING: --save_minutes {minutes:g}: no checkpoint, the disk lacks room for one")
         self._saved_s = time.monotonic()
         return False
 
@@ -416,14 +450,9 @@ class TrainingLoop:
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
             raise NonFiniteLoss(
-                f"step {self.step}: its update left weights that are not finite; training stopped and they are not "
-                f"saved. {self._last_good_checkpoint()} Lower --learning_rate."
+                f"step {self.step} left weights that are not finite, which are not saved (last checkpoint: "
+                f"{self.last_checkpoint}); lower --learning_rate."
             )
-
-    def _last_good_checkpoint(self) -> str:
-        if self.last_checkpoint is None:
-            return "No checkpoint was saved before."
-        return f"The last good checkpoint is {self.last_checkpoint}."
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
@@ -435,7 +464,7 @@ class TrainingLoop:
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise NonFiniteLoss(
-            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. The step's "
-            f"dataset rows: {listed(rows)}. {self._last_good_checkpoint()} Lower --learning_rate, look at these "
-            "rows, or in fp8 keep the outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
+            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
+            f"Last checkpoint: {self.last_checkpoint}. Lower --learning_rate, look at these rows, or in fp8 keep the "
+            "outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )

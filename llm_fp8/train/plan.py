@@ -1,16 +1,10 @@
-"""What is settled before a model exists: device, precision, sharding, optimizer, and that the machine can do it.
-
-    plan = plan_run(config, ranks)
-
-A benchmark prints nothing: `plan_run(config, ranks, say=silent)`.
-"""
+"""What is settled before a model exists: device, precision, sharding, optimizer, and that the machine can do it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +45,14 @@ if TYPE_CHECKING:
 
 HOST_RESERVE_GIB = 4.0
 """Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
+STATE_BYTES_ON_HOST = bytes_per_parameter("adamw_master").state
 
 Say = Callable[[str], None]
 """Prints a line on the main process."""
 
 
 def silent(text: str) -> None:
-    """A `Say` that prints nothing, for benchmarks."""
+    """The `Say` of a benchmark, which prints nothing."""
 
 
 @dataclass(frozen=True)
@@ -187,14 +182,12 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
 
 def _can_be_fp8(config: Config, device: torch.device) -> bool:
     """Whether --mixed_precision auto has something to measure; without a GPU that has fp8 the run is in bf16."""
-    refused = {
-        "--fp8_backend torchao": config.precision.fp8_backend == "torchao",
-        "--fp8_params": config.parallel.fp8_params,
-        "--context_parallel_size": config.parallel.context_parallel_size > 1,
-    }
-    for flag, is_asked in refused.items():
-        if is_asked:
-            raise UserError(f"--mixed_precision auto cannot measure a run with {flag}; give fp8 or bf16.")
+    parallel = config.parallel
+    if config.precision.fp8_backend == "torchao" or parallel.fp8_params or parallel.context_parallel_size > 1:
+        raise UserError(
+            "--mixed_precision auto cannot measure a run with --fp8_backend torchao, --fp8_params or "
+            "--context_parallel_size; give fp8 or bf16."
+        )
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
 
 
@@ -217,7 +210,8 @@ def _check_run(
     kind, rank, scenario = config.optim.optimizer, config.lora.lora_rank, precision.effective_scenario
     check_machine(config, on_gpu=on_gpu, mode=mode, compute=precision.compute_name, scenario=scenario, ranks=ranks)
     if config.model.use_te:
-        require_te("--use_te")
+        num_shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
+        _check_te_decoder(config, hf_config, scenario, num_shards)
     if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
         TRITON.require(f"--optimizer {kind}")
     if rank:
@@ -231,27 +225,29 @@ def _check_run(
     if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
         require_wandb_login("--use_wandb")
     if share := config.optim.offload_optimizer:
-        needed_gib = share * count_parameters(hf_config) * bytes_per_parameter("adamw_master").state / GIB
-        needed_gib, free_gib = needed_gib * ranks.local_world_size, free_host_bytes() / GIB - HOST_RESERVE_GIB
+        needed_gib = ranks.local_world_size * share * count_parameters(hf_config) * STATE_BYTES_ON_HOST / GIB
+        free_gib = free_host_bytes() / GIB - HOST_RESERVE_GIB
         if needed_gib > free_gib:
-            fitting = math.floor(100 * share * max(0.0, free_gib) / needed_gib) / 100
             raise UserError(
                 f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, where {free_gib:.1f} "
-                f"are left for it; use {fitting:g} or less, or adamw_8bit."
+                "are left for it; lower it, or use adamw_8bit."
             )
-    if config.model.use_te:
-        import te_llama
 
-        with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
-            spec = te_llama.decoder_spec(hf_config)
-            check_decoder(
-                config,
-                scenario=scenario,
-                windows=spec.windows,
-                attention_dropout=spec.attention_dropout,
-                weights=te_llama.layer_weight_shapes(spec),
-                num_shards=ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size,
-            )
+
+def _check_te_decoder(config: Config, hf_config: PretrainedConfig, scenario: str | None, num_shards: int) -> None:
+    import te_llama
+
+    require_te("--use_te")
+    with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
+        spec = te_llama.decoder_spec(hf_config)
+        check_decoder(
+            config,
+            scenario=scenario,
+            windows=spec.windows,
+            attention_dropout=spec.attention_dropout,
+            weights=te_llama.layer_weight_shapes(spec),
+            num_shards=num_shards,
+        )
 
 
 def announce(plan: RunPlan) -> None:
@@ -262,16 +258,13 @@ def announce(plan: RunPlan) -> None:
     if plan.ranks.world_size > 1:
         say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
     if precision.fallback_reason:
-        say(
-            f"WARNING: --fp8_scenario {precision.requested_scenario} FELL BACK to {precision.effective_scenario}: "
-            f"{precision.fallback_reason}"
-        )
+        fallback = f"--fp8_scenario {precision.requested_scenario} FELL BACK to {precision.effective_scenario}"
+        say(f"WARNING: {fallback}: {precision.fallback_reason}")
     asked = precision_name(precision.requested, precision.requested_scenario)
     say(f"precision: {precision.name} (asked for: {asked})")
-    if precision.emulated:
-        say("fp8 by torchao, EMULATED on the CPU in higher precision: this shows losses and no speed")
-    elif precision.backend == "torchao":
-        say("fp8 by torchao: the first steps take longer, because they compile each decoder layer")
+    if precision.backend == "torchao":
+        emulated = "EMULATED on the CPU in higher precision: this shows losses and no speed"
+        say(f"fp8 by torchao, {emulated if precision.emulated else 'whose first steps compile each layer'}")
     trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
     rank = plan.config.lora.lora_rank
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"

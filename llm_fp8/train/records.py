@@ -161,13 +161,9 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
         say(certificate.describe())
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
-    say(f"  figures of every step   {folder / 'metrics.jsonl'}")
-    say(f"  configuration, versions {folder / 'run.json'}")
-    say(f"  summary                 {folder / 'summary.json'}")
+    say(f"  {folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):
-        say(f"  best checkpoint         {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
+        say(f"  best checkpoint {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
     if exported is not None:
-        kind = "PEFT adapter           " if loop.setup.exports_adapter else "Hugging Face checkpoint"
+        kind = "PEFT adapter" if loop.setup.exports_adapter else "Hugging Face checkpoint"
         say(f"  {kind} {exported} (weights of step {summary['exported_step']})")
-    elif (folder / "final").exists():
-        say(f"  {folder / 'final'} is of an earlier end of this run: --no_export left it as it was")

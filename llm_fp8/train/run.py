@@ -216,9 +216,7 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     if setup.precision.scales_lag and (resumed is None or not has_the_scales(resumed, state.options)):
         from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
 
-        model, optimizer = prepare_with_scales(
-            strategy, model, optimizer, lambda: warm_up_scales(setup, data.train)
-        )
+        model, optimizer = prepare_with_scales(strategy, model, optimizer, lambda: warm_up_scales(setup, data.train))
     else:
         model, optimizer = strategy.prepare(model, optimizer)
     num_steps, step, saved = state.options["total_steps"], 0, dict[str, Any]()

@@ -25,10 +25,8 @@ LOCK = ".lock"
 """Held by the main process for as long as it trains; the file stays."""
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
-
 FREE_OPTIONS = ("preprocessing_workers", "wandb_project", "wandb_run_name", "output_dir")
 """What the processes of a run may be told differently; rank 0's output folder is everybody's."""
-
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
 
@@ -57,12 +55,9 @@ def as_one_run(config: Config) -> Config:
     """
     every = gathered({name: value for section in config.to_dict().values() for name, value in section.items()})
     for rank, options in enumerate(every):
-        for name in options:
-            if name not in FREE_OPTIONS and options[name] != every[0][name]:
-                raise UserError(
-                    f"rank {rank} was started with --{name} {options[name]}, and rank 0 with --{name} "
-                    f"{every[0][name]}; start all processes with the same options."
-                )
+        differ = [name for name in options if name not in FREE_OPTIONS and options[name] != every[0][name]]
+        if differ:
+            raise UserError(f"rank {rank} was started with another --{differ[0]} than rank 0; start all alike.")
     # Without a launcher's store each process named its own.
     return _with_run(config, output_dir=decided_by_main(lambda: config.run.output_dir))
 
@@ -79,8 +74,7 @@ def _refuse_other_run(config: Config) -> None:
     found = next((name for name in WRITTEN if (folder / name).exists()), None)
     if found is not None:
         raise UserError(
-            f"--output_dir {folder} holds another run ({found}); choose another folder, remove this one, or continue "
-            "its run with --resume_from latest."
+            f"--output_dir {folder} holds another run ({found}); choose another folder, or add --resume_from latest."
         )
 
 
@@ -100,10 +94,7 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = lock.read().strip() or "another process"
-            raise UserError(
-                f"--output_dir {folder} is in use by {holder}; wait for its end or stop it, or choose another folder."
-            ) from None
+            raise UserError(f"--output_dir {folder} is in use by {lock.read()}; choose another folder.") from None
         except OSError as error:
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
         if ranks.restart_count == 0:
@@ -111,7 +102,7 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
         for path in folder.glob(_UNFINISHED):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
         yield
 
@@ -121,35 +112,25 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(existing_part(folder)).free
     if free_bytes < needed_bytes:
         raise UserError(
-            f"--output_dir {folder}: the trained model will take {needed_bytes / GIB:.3g} GiB and its disk has "
-            f"{free_bytes / GIB:.3g} GiB free; make room, choose another folder or use --no_export."
+            f"--output_dir {folder}: the trained model takes {needed_bytes / GIB:.3g} GiB and its disk has "
+            f"{free_bytes / GIB:.3g} GiB free; choose another folder or use --no_export."
         )
 
 
 def refuse_finished(config: Config, resumed: Checkpoint | None, num_steps: int) -> None:
-    """Raise `UserError` where the checkpoint is one of a run that has come to its end, and `num_steps`, those of the
-    run that is asked for, add nothing to it.
+    """Raise `UserError` where the run of the checkpoint came to its end, and `num_steps`, those of the run that is
+    asked for, add nothing to it; `latest` may be older than that end (--save_minutes, --keep_best).
     """
     if resumed is None:
         return
-    folder, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
-    finished_step = _finished_step(folder)
-    has_stopped = 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
-    more = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
-    if finished_step is not None and has_stopped:
-        more = "it stopped early: raise --early_stopping_patience or drop it"
-    # `latest` may be older than the run's end (--save_minutes, --keep_best); an older checkpoint may be named.
-    elif finished_step is None or finished_step < num_steps or (config.run.resume_from != LATEST and step < num_steps):
-        if step <= num_steps:
-            return
-    raise UserError(
-        f"--resume_from {resumed.folder}: {step} steps are done, the run that was asked for has {num_steps}, and it is "
-        f"finished; to train on, {more}."
-    )
-
-
-def _finished_step(folder: Path) -> int | None:
-    """The last step of a run that came to its end, with evaluation and export; None where it did not."""
-    path = folder / "summary.json"
-    summary = read_json(path) if path.exists() else {}
-    return None if {"stopped_by", "failed"} & summary.keys() else summary.get("steps")
+    path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
+    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
+    finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
+    has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
+    adds_steps = finished_step < num_steps or (config.run.resume_from != LATEST and step < num_steps)
+    if has_stopped or not adds_steps or step > num_steps:
+        more = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
+        raise UserError(
+            f"--resume_from {resumed.folder}: {step} of {num_steps} steps are done and the run is finished; "
+            f"{'raise --early_stopping_patience' if has_stopped else more}."
+        )

@@ -45,15 +45,13 @@ def first_step(loader: TrainLoader) -> list[Batch]:
 
 
 def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
-    """Find the first scales of delayed scaling, where the run has it; those that a checkpoint has come after them."""
+    """Find the first scales of delayed scaling, where the run has it."""
     if not setup.precision.scales_lag:
         return
     plan, batches = setup.plan, first_step(loader)
     num_supervised = supervised_tokens_per_process(plan.accelerator, batches)
     warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
-    plan.say(
-        f"delayed scaling: first scales from {PASSES} passes over the first micro-batch, whose gradients are dropped"
-    )
+    plan.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch")
 
 
 def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:

@@ -1,8 +1,6 @@
 """From a plan to the parts of a run: the model is built, adapted (LoRA), converted to fp8, recomputed, sharded, filled.
 
-    setup = build_setup(plan_run(config, ranks))
-
-Both are frozen; what a run finds out later is in `llm_fp8.train.loop.RunResults`.
+What a run finds out later is in `llm_fp8.train.loop.RunResults`.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from llm_fp8.config.recipes import size_multiple
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.models.weights import fill_weights
 from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.precision.context import Precision, bf16_modules
@@ -86,12 +85,11 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         model_type = plan.hf_config.model_type
         plan.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{model_type}'")
     precision = _attach_precision(plan, model, layers)
-    gemms, num_adapter_parameters = dict[nn.Module, int](), 0
+    gemms = dict[nn.Module, int]()
     if config.lora.lora_rank:
         from llm_fp8.models.lora import gemms_per_weight
-        from llm_fp8.models.lora import num_adapter_parameters as count_adapters
 
-        gemms, num_adapter_parameters = dict(gemms_per_weight(model)), count_adapters(model)
+        gemms = dict(gemms_per_weight(model))
     coverage = measure_coverage(
         model,
         precision.fp8_modules,
@@ -127,7 +125,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
         num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
-        num_adapter_parameters=num_adapter_parameters,
+        num_adapter_parameters=sum(p.numel() for name, p in model.named_parameters() if is_adapter(name)),
     )
 
 
@@ -171,7 +169,7 @@ def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not keeps_all else ""
         return f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale{rounded}"
     if keeps_all:
-        return f"stored weights are {stored}: training starts from their exact values, and final/ is {stored} again"
+        return f"stored weights are {stored}: training starts from their exact values"
     advice = "" if plan.config.lora.lora_rank else "; --optimizer adamw_master or adamw_fp32 keeps them exact"
     return f"WARNING: stored weights are {stored} and are rounded to bfloat16{advice}"
 

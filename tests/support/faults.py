@@ -78,7 +78,7 @@ def kill_one_rank_and_restart(folder: Path, *options: str, **environment: str) -
     training = ["--max_steps=60", "--save_every=5", "--log_every=1", "--no_export"]
     restarting = {"launcher": ("--max_restarts=1",), "cwd": folder}
     with Torchrun(folder / "log", *options, *training, **restarting, **environment) as launch:
-        saved = wait_until(lambda: any(folder.glob("runs/*/checkpoints/latest")), launch, 0.01, START_S)
+        saved = wait_until(lambda: any(folder.glob("runs/*/checkpoints/step-*")), launch, 0.01, START_S)
         assert saved, launch.printed()
         os.kill(launch.pid_of(1), signal.SIGKILL)
         assert launch.end(START_S) == {}, launch.printed()

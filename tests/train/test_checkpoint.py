@@ -50,25 +50,14 @@ def test_round_trip_is_exact_and_in_place(tmp_path):
     assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
 
 
-def test_names_of_a_prefix_may_stay_in_the_checkpoint(tmp_path):
-    manager = CheckpointManager(tmp_path, limit=1)
-    manager.save(1, {"weight": torch.ones(2), "fp8.a": torch.ones(2)}, {})
-    targets = {"weight": torch.zeros(2)}
-    with pytest.raises(UserError, match="fp8.a"):
-        manager.find("latest").load(targets)
-    manager.find("latest").load(targets, left_out="fp8.")
-    assert targets["weight"].tolist() == [1.0, 1.0]
-
-
 def test_limit_keeps_what_was_saved_last(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
     for step in (10, 20, 30):
         manager.save(step, make_tensors(step), {})
-    assert names_in(manager) == ["latest", "step-00000020", "step-00000030"]
+    assert names_in(manager) == ["step-00000020", "step-00000030"]
     again = CheckpointManager(tmp_path, limit=1)
     again.save(5, make_tensors(), {}, best_step=20)
-    assert names_in(manager) == ["latest", "step-00000005", "step-00000020"]
-    (manager.folder / "latest").unlink()
+    assert names_in(manager) == ["step-00000005", "step-00000020"]
     assert manager.find("latest").step == 5
 
 
@@ -80,29 +69,17 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     manager.find("latest").load(targets)
     assert manager.find("latest").meta["try"] == 2
     assert torch.equal(targets["model/weight"], make_tensors(2)["model/weight"])
-    assert names_in(manager) == ["latest", "step-00000007"]
-
-
-def test_a_kill_while_replacing_loses_nothing(tmp_path):
-    """Between the two renames the old checkpoint has another name; it is still found, and renamed back."""
-    manager = CheckpointManager(tmp_path, limit=2)
-    path = manager.save(7, make_tensors(), {})
-    replaced = path.with_name(".replaced-" + path.name)
-    path.rename(replaced)
-    assert manager.find("latest").folder == replaced
-    manager.clean_up()
-    assert manager.find("latest").folder == path
+    assert names_in(manager) == ["step-00000007"]
 
 
 def test_stale_temporaries_are_removed_by_the_main_rank(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
     path = manager.save(1, make_tensors(), {})
     shutil.copytree(path, path.with_name(".tmp-step-00000002"))
-    path.with_name(".tmp-latest").write_text("step-0")
     CheckpointManager(tmp_path, limit=2, is_main=False).clean_up()
-    assert len(names_in(manager)) == 4
+    assert len(names_in(manager)) == 2
     manager.clean_up()
-    assert names_in(manager) == ["latest", "step-00000001"]
+    assert names_in(manager) == ["step-00000001"]
 
 
 def test_a_background_save_is_what_was_there_when_it_was_asked_for(tmp_path):
@@ -124,9 +101,7 @@ def test_latest_falls_back_to_the_newest_complete_checkpoint(tmp_path):
     for step in (1, 2, 3):
         manager.save(step, make_tensors(step), {})
     (manager.folder / "step-00000003" / "__0_0.distcp").unlink()
-    for pointer in ("step-00000003", "", "../elsewhere", "step-00000099"):
-        (manager.folder / "latest").write_text(pointer)
-        assert manager.find("latest").step == 2
+    assert manager.find("latest").step == 2
 
 
 def test_nothing_to_resume_from(tmp_path):
@@ -242,7 +217,7 @@ def test_two_ranks_save_what_one_can_read(tmp_path):
         process.join(60)
         assert process.exitcode == 0
     manager = CheckpointManager(output_dir, limit=1)
-    assert names_in(manager) == ["latest", "step-00000002"]
+    assert names_in(manager) == ["step-00000002"]
     targets = {"sharded": torch.zeros(5, 2), "replicated": torch.zeros(3)}
     manager.find("latest").load(targets)
     assert torch.equal(targets["sharded"], torch.arange(10.0).reshape(5, 2) * 2)
@@ -266,7 +241,7 @@ def test_full_disk(small_disk, too_much):
     manager.save(1, good, {})
     with pytest.raises(UserError, match="step-00000002 needs .* No space"):
         manager.save(2, too_much, {})
-    assert names_in(manager) == ["latest", "step-00000001"]
+    assert names_in(manager) == ["step-00000001"]
     targets = blank_like(good)
     manager.find("latest").load(targets)
     assert torch.equal(targets["weight"], good["weight"])

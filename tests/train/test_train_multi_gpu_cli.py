@@ -121,4 +121,4 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path, tiny_model, rows):
             time.sleep(0.2)
         launcher.kill()
     wait_for_the_end_of_processes_with(*next(iter(mark.items())))
-    assert (folder / "checkpoints" / "latest").exists(), "stopped as by SIGTERM"
+    assert any(folder.glob("checkpoints/step-*")), "stopped as by SIGTERM"
