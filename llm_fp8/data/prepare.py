@@ -61,7 +61,7 @@ class PreparedData:
     sample: str
 
     def describe(self) -> str:
-        """Lines to print: origin, counts, prompt form and one sample, its supervised part between >>> and <<<."""
+        """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
         sample = "\n".join("    " + line for line in self.sample.splitlines())
         return f"{self.description}\n{self.report.describe()}\n  a sample, >>>supervised<<<:\n{sample}"
 
