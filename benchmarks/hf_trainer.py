@@ -35,7 +35,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.bench.cli import Workload, add_measuring_options, check_measuring_options
+from llm_fp8.tools.bench import Workload, add_measuring_options, check_measuring_options
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_metrics, write_json_atomic, write_jsonl_atomic
 from llm_fp8.utils.packages import REPOSITORY

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.observability.provenance import collect_provenance, visible_gpus
-from llm_fp8.tools.bench.cli import (
+from llm_fp8.tools.bench import (
     Variant,
     Workload,
     add_measuring_options,

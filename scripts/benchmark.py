@@ -4,7 +4,7 @@
     python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
         --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"
 
-What is measured and how is said in llm_fp8/tools/bench/cli.py; --num_gpus measures on several GPUs of this host.
+What is measured and how is said in llm_fp8/tools/bench.py; --num_gpus measures on several GPUs of this host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench.cli import main
+from llm_fp8.tools.bench import main
 from llm_fp8.utils.errors import run_script
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import speed_table
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.tools.bench import cli
-from llm_fp8.tools.bench.cli import Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
+from llm_fp8.tools import bench
+from llm_fp8.tools.bench import Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.subprocesses import Ended
 
@@ -48,7 +48,7 @@ def test_an_option_that_does_not_exist_ends_the_benchmark(capsys):
 def test_options_that_measure_nothing(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark", *words])
     with pytest.raises(UserError, match=words[0]):
-        cli.main()
+        bench.main()
 
 
 def test_rows_of_random_text_fill_their_length(tmp_path):
@@ -83,20 +83,20 @@ def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch,
         asked.append(variant.name)
         return answer(failed="out of memory") if variant.name == "b" else answer(10.0)
 
-    monkeypatch.setattr(cli, "measure", measured)
+    monkeypatch.setattr(bench, "measure", measured)
     variants, output = parse_variants("a: ; b: ; c: "), tmp_path / "out.json"
     how = {"num_steps": 8, "warmup": 6, "num_rounds": 2, "timeout_s": 9.0}
     rows = measure_all(WORK, variants, **how, output=output, labels={"row": "r"})
     assert asked == ["a", "b", "c", "a", "c"]
     assert [row.get("failed") for row in rows] == [None, "out of memory", None]
     assert json.loads(output.read_text())["rows"] == rows and rows[0]["row"] == "r"
-    cli.print_table(rows)
+    bench.print_table(rows)
     assert "out of memory" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_is_a_reason(monkeypatch):
-    monkeypatch.setattr(cli, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
-    found = cli.measure(WORK, Variant("a", ()), "rows.jsonl", 8, 6, 9.0)
+    monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
+    found = bench.measure(WORK, Variant("a", ()), "rows.jsonl", 8, 6, 9.0)
     assert "no such file" in found["failed"]
 
 

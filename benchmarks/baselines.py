@@ -1,6 +1,7 @@
+#!/usr/bin/env python
 """The usual set-ups that are not ours: transformers' model under Accelerate, as their documentation writes it.
 
-    python -m llm_fp8.tools.bench.baselines NAME [options of the training scripts]
+    python benchmarks/baselines.py NAME [options of the training scripts]
 
     hf_bf16               bf16 weights with Accelerate's bf16 mixed precision, sdpa attention, torch's fused AdamW
     hf_bf16_compiled      the same, each decoder layer compiled
@@ -21,6 +22,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 

@@ -5,10 +5,9 @@
     python scripts/benchmark.py --model Llama-3.1-8B --num_gpus 2 --output result.json --variants "\\
         full: --use_te --mixed_precision fp8 --sharding_mode fsdp_full; hf: baseline hf_bf16 --sharding_mode fsdp_full"
 
-A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights, in processes of its own: the loop, the
-loader and the optimizer step are the ones of any training. Without --dataset the rows are random tokens, each row one
-document of --length tokens. 'baseline NAME' is a set-up that is not ours (llm_fp8/tools/bench/baselines.py), with the
-same data and options. Steps before --warmup are left out, and so is the one whose kernels are recorded.
+A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
+tokens, each row one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py, with the same
+data and options. Steps before --warmup are left out, and so is the one whose kernels are recorded.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import run_program, torchrun
 
 BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise")
-"""Set-ups that are not ours: what they are is said in llm_fp8/tools/bench/baselines.py."""
-DEFAULT_VARIANTS = (
-    "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"
-)
+VARIANTS = "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"
 LEAST_WARMUP = 6
 """The fifth step of a run is the one whose kernels are recorded."""
 SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
@@ -45,16 +41,14 @@ SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains on."""
+    """What every variant trains on: a bundled architecture or model folder, and a dataset (None: random tokens)."""
 
     model: str
-    """A bundled architecture, or a folder with a config.json."""
     batch_size: int
     seq_length: int
     micro_batches: int
     num_gpus: int = 1
     dataset: str | None = None
-    """As --dataset_name takes it; None: random tokens."""
 
     @property
     def name(self) -> str:
@@ -72,42 +66,40 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """One line of --variants."""
+    """One line of --variants: options of the training scripts, for our training or one of the `BASELINES`."""
 
     name: str
     words: tuple[str, ...]
-    """Options of the training scripts."""
     baseline: str | None = None
-    """One of `BASELINES`; None for ours."""
 
     def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
-        """The command that trains it, with further `words`."""
+        """The command that trains it, with further `words`; its own come last, and so win."""
         if self.baseline is not None:
-            program = ["-m", "llm_fp8.tools.bench.baselines", self.baseline]
+            program = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline]
         else:
             program = [str(REPOSITORY / ("train_fp8.py" if num_gpus == 1 else "train_multi_gpu.py"))]
-        given = [*program, *words, *self.words]  # its own words come last, and so win
+        given = [*program, *words, *self.words]
         return [sys.executable, *given] if num_gpus == 1 else torchrun(num_gpus, *given)
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
     """The variants of 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises `UserError`, which names --variants."""
-    found: list[Variant] = []
+    found: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, colon, rest = line.partition(":")
         words = shlex.split(rest)
         baseline = None
         if words[:1] == ["baseline"]:
-            baseline, words = (words[1] if words[1:] else ""), words[2:]
-        if not colon or not name.strip() or any(name.strip() == other.name for other in found):
+            baseline, words = "".join(words[1:2]), words[2:]
+            if baseline not in BASELINES:
+                raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
+        if not colon or not name.strip() or name.strip() in found:
             raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
-        if baseline is not None and baseline not in BASELINES:
-            raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
         parse_config(words, prog="--variants", parallel=num_gpus > 1)
-        found.append(Variant(name.strip(), tuple(words), baseline))
+        found[name.strip()] = Variant(name.strip(), tuple(words), baseline)
     if not found:
         raise UserError("--variants names none; write NAME: OPTIONS, separated by semicolons.")
-    return found
+    return list(found.values())
 
 
 def write_random_rows(path: Path, num_rows: int, length: int) -> None:
@@ -124,11 +116,9 @@ def measure(
 ) -> dict[str, Any]:
     """One run of a variant: its timed steps and what its summary says; {"failed": why} where it did not finish."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
-        words = [*work.words(dataset, num_steps), "--output_dir", str(folder)]
-        command = variant.command(work.num_gpus, words)
+        command = variant.command(work.num_gpus, [*work.words(dataset, num_steps), "--output_dir", str(folder)])
         ended = run_program(command, log=Path(scratch, "log"), environ=inherited, timeout_s=timeout_s)
         if ended.failure is not None:
             return {"failed": ended.failure}
@@ -145,19 +135,18 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.words)
     measured = [answer for answer in rounds if answer["failed"] is None]
-    if failures := [answer["failed"] for answer in rounds if answer["failed"] is not None]:
-        row["failed" if not measured else "failed_rounds"] = failures[0] if not measured else failures
     if not measured:
-        return row
+        return row | {"failed": rounds[0]["failed"]}
+    if failures := [answer["failed"] for answer in rounds if answer["failed"]]:
+        row["failed_rounds"] = failures
     steps = [step for answer in measured for step in answer["steps"]]
     for name in SPEEDS:
-        values = [step[name] for step in steps if name in step]
-        if values:
-            tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
-            row.update({name: statistics.median(values), f"{name}_p10": tenths[0], f"{name}_p90": tenths[-1]})
-    row.update(num_rounds=len(measured), num_timed_steps=len(steps), losses=measured[0]["losses"])
-    peaks = [answer["peak_memory_gib"] for answer in measured if "peak_memory_gib" in answer]
-    row.update({"peak_memory_gib": max(peaks)} if peaks else {})
+        values = [step[name] for step in steps]
+        tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
+        row |= {name: statistics.median(values), f"{name}_p10": tenths[0], f"{name}_p90": tenths[-1]}
+    row |= {"num_rounds": len(measured), "num_timed_steps": len(steps), "losses": measured[0]["losses"]}
+    if peaks := [answer["peak_memory_gib"] for answer in measured if "peak_memory_gib" in answer]:
+        row["peak_memory_gib"] = max(peaks)
     return row | {name: measured[-1][name] for name in ("recorded_step", "gpu_idle") if name in measured[-1]}
 
 
@@ -176,9 +165,8 @@ def measure_all(
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = work.dataset
-        if dataset is None:
-            dataset = f"{scratch}/rows.jsonl"
+        dataset = work.dataset or f"{scratch}/rows.jsonl"
+        if work.dataset is None:
             num_rows = work.batch_size * work.micro_batches * work.num_gpus * num_steps
             write_random_rows(Path(dataset), num_rows, work.seq_length)
         for number in range(num_rounds):
@@ -198,13 +186,13 @@ def measure_all(
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """A line per row, with its speed over that of the first."""
-    kind = "real_tokens_per_s" if any(row.get("dataset") for row in rows) else "tokens_per_s"
-    first = next((row for row in rows if kind in row), None)
+    kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
+    first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")
     print(f"\n{rows[0]['workload']}: {title} at the median step, and the middle eight tenths of the steps")
     for row in rows:
-        if first is None or kind not in row:
-            print(f"  {row['variant']:20} not measured: {row.get('failed')}")
+        if kind not in row:
+            print(f"  {row['variant']:20} not measured: {row['failed']}")
             continue
         print(
             f"  {row['variant']:20} {row[kind]:10,.0f}  {row[f'{kind}_p10']:10,.0f} to {row[f'{kind}_p90']:10,.0f}  "
@@ -226,10 +214,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
 def check_measuring_options(options: argparse.Namespace) -> None:
     """Raise `UserError` on values that measure nothing, or where nothing can be written."""
     if not LEAST_WARMUP <= options.warmup < options.steps:
-        raise UserError(
-            f"--warmup {options.warmup} must be from {LEAST_WARMUP}, because the fifth step's kernels are recorded, to "
-            f"less than --steps {options.steps}."
-        )
+        raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
     if options.rounds < 1:
         raise UserError("--rounds must be 1 or more.")
     if options.output is not None:
@@ -246,21 +231,13 @@ def main() -> int:
     add("--micro_batches", type=int, default=4, help="of a step (default %(default)s)")
     add("--num_gpus", type=int, default=1, help="GPUs of this host (default %(default)s)")
     add("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
-    add("--variants", default=DEFAULT_VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
+    add("--variants", default=VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
     add_measuring_options(parser)
-    options = parser.parse_args()
-    check_measuring_options(options)
-    work = Workload(
-        options.model, options.rows, options.length, options.micro_batches, options.num_gpus, options.dataset
-    )
-    rows = measure_all(
-        work,
-        parse_variants(options.variants, options.num_gpus),
-        num_steps=options.steps,
-        warmup=options.warmup,
-        num_rounds=options.rounds,
-        timeout_s=options.timeout_s,
-        output=options.output,
-    )
+    given = parser.parse_args()
+    check_measuring_options(given)
+    work = Workload(given.model, given.rows, given.length, given.micro_batches, given.num_gpus, given.dataset)
+    variants, how = parse_variants(given.variants, given.num_gpus), {"num_steps": given.steps, "warmup": given.warmup}
+    how |= {"num_rounds": given.rounds, "timeout_s": given.timeout_s, "output": given.output}
+    rows = measure_all(work, variants, **how)
     print_table(rows)
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0
