@@ -13,9 +13,8 @@ Precedence, lowest first: the field's default, the YAML file, the command line.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 EMBEDDED = "embedded"
@@ -40,11 +39,8 @@ COLUMN_NAMES = (
 AUTO_BATCH_SIZE = 0
 """What --batch_size auto is until the run has settled it."""
 
-_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
-"""Conditions that several options have."""
 
 
 def option(
@@ -54,19 +50,17 @@ def option(
     alias: str | None = None,
     bare: int | None = None,
     needs: tuple[str, ...] = (),
-    excludes: tuple[str, ...] = (),
+    excludes: dict[str, str] = MappingProxyType({}),  # type: ignore[assignment]
     **bounds: float,
 ) -> Any:
     """A dataclass field that becomes a command-line option; `llm_fp8.config.validation` holds it to what it declares.
 
     Args:
-        default: its value where it is not given.
-        help: what it does.
         alias: its name in transformers, where the meaning is exactly the same.
         bare: the value of a number whose flag stands alone.
         needs: conditions without which it has no effect: the name of an option that must be on, or its name, `=` and
             the values that serve, with wildcards, separated by `|`. The value of sharding_mode is 'single' on one GPU.
-        excludes: conditions that it cannot go with.
+        excludes: conditions that it cannot go with -> why.
         **bounds: at_least, at_most, above, below: what a number must be.
     """
     aliases = [] if alias is None else [f"--{alias}"]
@@ -79,15 +73,13 @@ class ModelConfig:
     """Which model, from where, and how it is built."""
 
     model_name: str = option(
-        EMBEDDED,
-        "Hub id or local folder of a Llama, Qwen or Mistral model, or 'embedded' for the tiny one in this repository.",
-        alias="model_name_or_path",
+        EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
     )
     use_te: bool = option(False, "Decoder layers of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
         "Attention without --use_te; auto: flash-attn 2 where it is installed, else sdpa or eager.",
-        excludes=("use_te",),
+        excludes={"use_te": "Transformer Engine chooses its own attention"},
     )
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: int = option(
@@ -97,13 +89,13 @@ class ModelConfig:
         False,
         "Replay micro-batches as CUDA graphs, for models so small that they are launch-bound; takes more memory.",
         needs=("use_te", "packing", WHOLE_MODEL),
-        excludes=(
-            "gradient_checkpointing",
-            "lora_rank",
-            "fp8_recast_weights",
-            "sync_every_micro_batch",
-            "optimizer=adamw_fp32",
-        ),
+        excludes={
+            "gradient_checkpointing": "recomputation reads random states on the host",
+            "lora_rank": "frozen weights are cast to fp8 once",
+            "fp8_recast_weights": "gradients begin anew only where casts are kept",
+            "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
+            "optimizer=adamw_fp32": "graphs are for bf16 parameters",
+        },
     )
 
 
@@ -112,15 +104,17 @@ class PrecisionConfig:
     """Precision of the linear layers."""
 
     mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
-        None,
-        "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as the run measures. Default: the launcher's, else bf16 on "
-        "a GPU that has it, else fp32.",
+        None, "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as measured (default: bf16 on a GPU, else fp32)."
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
         "Transformer Engine, or torchao without --use_te (emulated on a CPU).",
         needs=(IN_FP8,),
-        excludes=("use_te", "sharding_mode=deepspeed_*", "lora_rank"),
+        excludes={
+            "use_te": "those layers are Transformer Engine's",
+            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
+            "lora_rank": "torchao computes gradients of frozen weights too",
+        },
     )
     fp8_scenario: str = option(  # choices and help come from the table, in the parser
         "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
@@ -135,27 +129,15 @@ class PrecisionConfig:
         None, "The amax of that history that sets the scale (default: max).", needs=(IN_FP8,)
     )
     fp8_bf16_modules: str = option(
-        "",
-        "Layers and modules in bf16, with commas: layers.0, layers.-4: (slices), qkv or 0.mlp, patterns layers.2?.*.",
-        needs=(IN_FP8,),
+        "", "Modules in bf16, with commas: layers.0, layers.-4:, qkv, 0.mlp or patterns (layers.2?.*).", needs=(IN_FP8,)
     )
     fp8_recast_weights: bool = option(
         False,
         "Keep no fp8 casts of weights: two bytes per weight less, slower (one GPU and ddp).",
         needs=(IN_FP8, WHOLE_MODEL),
-        excludes=("fp8_backend=torchao", "lora_rank"),
+        excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
     )
     fp8_strict: bool = option(False, "Stop where an fp8 recipe would fall back to another.", needs=(IN_FP8,))
-
-    @property
-    def may_be_fp8(self) -> bool:
-        """Whether fp8 was asked for, or is taken where it is faster (auto)."""
-        return self.mixed_precision in ("fp8", "auto")
-
-    @property
-    def bf16_patterns(self) -> tuple[str, ...]:
-        """The patterns in --fp8_bf16_modules, in order."""
-        return _names(self.fp8_bf16_modules)
 
 
 @dataclass(frozen=True)
@@ -163,31 +145,25 @@ class DataConfig:
     """Which text, and how it becomes batches."""
 
     dataset_name: str = option(
-        EMBEDDED,
-        "Hub id (openai/gsm8k:main with a configuration), folder, jsonl/json/parquet/csv file, pattern of files, "
-        "'embedded', or several of these, with commas.",
+        EMBEDDED, "Hub id (NAME:CONFIG), folder, file, pattern of files, or 'embedded'; several with commas."
     )
     dataset_weights: str | None = option(
-        None,
-        "Shares of the rows that several datasets have (0.7,0.3); an epoch ends with the first that is used up. "
-        "Default: every dataset whole.",
+        None, "Shares of the rows from each dataset, as in 0.7,0.3 (default: every dataset whole)."
     )
     eval_dataset_name: str | None = option(
-        None, "One dataset to evaluate on, named as in --dataset_name. Default: see --validation_split_name."
+        None, "A dataset to evaluate on, as in --dataset_name (default: see --validation_split_name)."
     )
     columns: str | None = option(
-        None,
-        "The dataset's columns by our names: problem=question,generated_solution=answer. Default: the same names. Ours "
-        f"are {', '.join(COLUMN_NAMES)}.",
+        None, f"Columns by our names, as in problem=question (default: the same). Ours: {', '.join(COLUMN_NAMES)}."
     )
-    split_name: str | None = option(None, "Split to train on. Default: train_1M where the dataset has it, else train.")
+    split_name: str | None = option(None, "Split to train on (default: train_1M where the dataset has it, else train).")
     validation_split_name: str | None = option(
-        None, "Split to evaluate on. Default: 'validation' where there is one, else a share of the training problems."
+        None, "Split to evaluate on (default: 'validation' if there is one, else a share of the training problems)."
     )
     validation_fraction: float | None = option(
         None,
-        "Share of the training problems held out for evaluation; 0: none. Default: 0.01, but at least 100 rows.",
-        excludes=("eval_dataset_name", "validation_split_name"),
+        "Share of the training problems to evaluate on; 0: none (default: 0.01, but at least 100 rows).",
+        excludes=dict.fromkeys(("eval_dataset_name", "validation_split_name"), "that says what to evaluate on"),
         at_least=0,
         below=1,
     )
@@ -197,23 +173,20 @@ class DataConfig:
     batch_size: int = option(
         8, "Sequences of a micro-batch per GPU, or auto: as many as fit.", alias="per_device_train_batch_size"
     )
-    packing: bool | None = option(
-        None, "Pack whole samples, each attending to itself, into full sequences. Default: on with --use_te."
-    )
+    packing: bool | None = option(None, "Pack whole samples into full sequences (default: on with --use_te).")
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
     preprocessing_workers: int = option(1, "Processes for tokenisation.", at_least=1)
 
     @property
     def weights(self) -> list[float] | None:
-        """The numbers in --dataset_weights; NaN for what is none."""
-        words = self.dataset_weights.split(",") if self.dataset_weights is not None else None
-        return None if words is None else [float(w) if _NUMBER.fullmatch(w.strip()) else math.nan for w in words]
+        """The numbers in --dataset_weights."""
+        return None if self.dataset_weights is None else [float(word) for word in self.dataset_weights.split(",")]
 
     @property
     def column_names(self) -> dict[str, str]:
         """The pairs of --columns: our name -> the dataset's."""
-        pairs = [pair.partition("=") for pair in _names(self.columns)]
+        pairs = [pair.partition("=") for pair in names_in(self.columns)]
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
@@ -225,8 +198,7 @@ class OptimConfig:
     max_steps: int | None = option(None, "Optimizer steps to stop after (default: --num_epochs).", at_least=1)
     learning_rate: float = option(
         1e-5,
-        f"Peak learning rate (default: 1e-5, {LORA_LEARNING_RATE:g} with --lora_rank, {SCRATCH_LEARNING_RATE} for "
-        "random weights).",
+        f"Peak (default: 1e-5, {LORA_LEARNING_RATE:g} for LoRA, {SCRATCH_LEARNING_RATE:g} for random weights).",
         at_least=0,
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", at_least=1)
@@ -240,13 +212,13 @@ class OptimConfig:
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
-        "rounding, 8-bit moments, 6; auto: adamw_master on GPUs in bf16 or fp8 without FSDP, else adamw_fp32.",
+        "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8 without FSDP, else adamw_fp32.",
     )
     offload_optimizer: float = option(
         0.0,
-        "Share of adamw_master's state that lies in host memory, 0 to 1; on one GPU, or under ddp.",
+        "Share of adamw_master's state in host memory, 0 to 1; on one GPU, or under ddp.",
         needs=("optimizer=auto|adamw_master", WHOLE_MODEL),
-        excludes=("lora_rank",),
+        excludes={"lora_rank": "frozen weights have no optimizer state"},
         at_least=0,
         at_most=1,
     )
@@ -257,15 +229,11 @@ class OptimConfig:
 class RunConfig:
     """Where results go, what is reported and when it is saved."""
 
-    output_dir: str | None = option(
-        None, "Folder of the run. Default: a new one under runs/, named after time, model and precision."
-    )
-    dry_run: bool = option(False, "Prepare the data, print counts, steps and the memory that a run takes, and end.")
+    output_dir: str | None = option(None, "Folder of the run (default: a new one under runs/).")
+    dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and end.")
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
     allow_changed: str | None = option(
-        None,
-        "Options that may differ from the checkpoint's run: learning_rate,total_steps (default: none).",
-        needs=("resume_from",),
+        None, "Options that resuming may change: learning_rate,total_steps (default: none).", needs=("resume_from",)
     )
     save_every: int = option(
         0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps", at_least=0
@@ -276,22 +244,13 @@ class RunConfig:
     eval_every: int = option(
         0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps", at_least=0
     )
-    keep_best: bool = option(
-        False,
-        "Keep the checkpoint of --eval_every's lowest eval loss, and export final/ from it.",
-        needs=("eval_every",),
-    )
+    keep_best: bool = option(False, "Keep and export the checkpoint of the lowest eval loss.", needs=("eval_every",))
     early_stopping_patience: int = option(
-        0,
-        "Evaluations in a row without a lower eval loss that end the run; 0: never.",
-        needs=("eval_every",),
-        at_least=0,
+        0, "Evaluations without a lower eval loss that end the run; 0: never.", needs=("eval_every",), at_least=0
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
     certify: bool | None = option(
-        None,
-        "End with exit code 1 where a step's GPU kernels are not in the precision that was asked for. Default: on with "
-        "an NVIDIA GPU.",
+        None, "Exit with code 1 where a step's kernels are not in the precision asked for (default: on with a GPU)."
     )
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
@@ -305,8 +264,8 @@ class LoraConfig:
 
     lora_rank: int = option(
         0,
-        "Rank of the adapters; all other weights are frozen. 0: full fine-tuning.",
-        excludes=("sharding_mode=deepspeed_*",),
+        "Rank of adapters on frozen weights; 0: full fine-tuning.",
+        excludes={"sharding_mode=deepspeed_*": "adapters go with ddp and FSDP alone"},
         at_least=0,
     )
     lora_alpha: float | None = option(
@@ -314,15 +273,13 @@ class LoraConfig:
     )
     lora_dropout: float = option(0.0, "Dropout before adapters.", needs=("lora_rank",), at_least=0, below=1)
     lora_targets: str = option(
-        ALL_LINEAR,
-        "Linear layers with an adapter, by Hugging Face's names (q_proj,v_proj), or 'all-linear', without lm_head.",
-        needs=("lora_rank",),
+        ALL_LINEAR, "Layers with an adapter, as in q_proj,v_proj, or all but the lm_head.", needs=("lora_rank",)
     )
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The names in --lora_targets, in order."""
-        return _names(self.lora_targets)
+        return names_in(self.lora_targets)
 
 
 ShardingMode = Literal[
@@ -349,7 +306,10 @@ class ParallelConfig:
         False,
         "Gather the decoder's linear weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
         needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
-        excludes=("optimizer=adamw_master|adamw_8bit", "lora_rank"),
+        excludes={
+            "optimizer=adamw_master|adamw_8bit": "it keeps fp32 weights",
+            "lora_rank": "it is for trained weights",
+        },
     )
     context_parallel_size: int = option(
         1, "GPUs that share the tokens of a sequence.", needs=("use_te", "sharding_mode=fsdp_*"), at_least=1
@@ -357,7 +317,11 @@ class ParallelConfig:
     deepspeed_config: str | None = option(
         None, "DeepSpeed's JSON file (default: configs/ds_z1.json to ds_z3.json).", needs=("sharding_mode=deepspeed_*",)
     )
-    async_save: bool = option(False, "Write checkpoints in the background.", excludes=("sharding_mode=deepspeed_*",))
+    async_save: bool = option(
+        False,
+        "Write checkpoints in the background.",
+        excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes its checkpoints itself"},
+    )
     empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
 
 
@@ -365,13 +329,13 @@ class ParallelConfig:
 class Config:
     """The whole configuration of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = RunConfig()
+    lora: LoraConfig = LoraConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The configuration as plain nested dicts, as stored in run.json."""
@@ -382,18 +346,14 @@ class Config:
         """Whether rows are packed, with the default (on with --use_te) resolved."""
         return self.model.use_te if self.data.packing is None else self.data.packing
 
-    @property
-    def allowed_changes(self) -> tuple[str, ...]:
-        """The names in --allow_changed, in order."""
-        return _names(self.run.allow_changed)
 
-
-def _names(listed: str | None) -> tuple[str, ...]:
-    """What stands between the commas of `listed`, each once."""
+def names_in(listed: str | None) -> tuple[str, ...]:
+    """What stands between the commas of an option, each once."""
     return tuple(dict.fromkeys(name.strip() for name in (listed or "").split(",") if name.strip()))
 
 
-SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+SECTIONS = {name: type(section) for name, section in vars(Config()).items()}
+"""Name in `Config` -> its dataclass of options."""
 
 MOST_USED = (
     "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
@@ -406,9 +366,7 @@ TRAINING_OPTIONS = (
     "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len", "amax_compute_algo",
     "fp8_bf16_modules", "fp8_recast_weights",
 )  # fmt: skip
-"""What decides the training and a checkpoint does not already require: options, the rows of an optimizer step on all
-GPUs, and the steps of the whole run.
-"""
+"""What decides the training and a checkpoint does not require: options, rows of a step, steps of the run."""
 SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
 """Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
 EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision.modules import (
@@ -49,7 +49,7 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
     inside = {module for layer in decoder_layers for module in layer.modules()}
     inside = {module for module in inside if any(map(linear_weights, module.modules()))}
     names = {name: module for name, module in model.named_modules() if module in inside}
-    for pattern in options.bf16_patterns:
+    for pattern in names_in(options.fp8_bf16_modules):
         found = _slice_of(pattern, decoder_layers)
         if found is None:
             found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]

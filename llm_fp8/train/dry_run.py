@@ -37,7 +37,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     mode = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib).mode
     name = config.precision.mixed_precision
     counts_memory = own_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
-    is_fp8 = config.precision.may_be_fp8
+    is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
     optimizer = resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16")
     lines: list[str] = []

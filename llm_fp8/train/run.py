@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import Config, names_in
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, largest, start_process_group
 from llm_fp8.models.build import decoder_layers
@@ -102,7 +102,7 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
             phase_ends("auto_precision")
         announce(plan)
         options = run_options(plan.config, data, num_steps)
-        if resumed is not None and (changed := changed_options(resumed, options, config.allowed_changes)):
+        if resumed is not None and (changed := changed_options(resumed, options, names_in(config.run.allow_changed))):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         setup = build_setup(plan)
         phase_ends("weights")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.config.parser import OptionsParser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
 from llm_fp8.precision.plan import recipe_available
 from llm_fp8.tools.compare.variants import parse_variants, variant_words
@@ -30,7 +30,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_and_options():
-    assert "made_up: a scale that nobody has" in " ".join(build_parser().format_help().split())
+    assert "made_up: a scale that nobody has" in " ".join(OptionsParser().format_help().split())
     words = ["--mixed_precision=fp8", "--fp8_scenario=made_up"]
     assert parse_config([*words, "--amax_history_len=1"]).precision.fp8_scenario == "made_up"
     with pytest.raises(UserError, match="--fp8_format"):

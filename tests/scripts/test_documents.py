@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from llm_fp8.__main__ import PROGRAMS
-from llm_fp8.config.parser import build_parser, parse_config
+from llm_fp8.config.parser import OptionsParser, parse_config
 from tests.support.documented_commands import README, config_of, training_commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ class _Called(BaseException):
 def parser_of(program: str, words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser that the main function of a program calls, and what it hands to it."""
     if program in TRAINING:
-        return build_parser(parallel=program == "train_multi_gpu"), words
+        return OptionsParser(parallel=program == "train_multi_gpu"), words
 
     def called(parser, args=None, namespace=None):
         raise _Called(parser, list(sys.argv[1:] if args is None else args))
@@ -111,5 +111,5 @@ def test_every_option_is_one_of_a_program(document):
 
 def test_every_training_option_is_mentioned():
     text = "".join(document.read_text() for document in DOCUMENTS)
-    names = {name for action in build_parser(parallel=True)._actions for name in action.option_strings[:1]}
+    names = {name for action in OptionsParser(parallel=True)._actions for name in action.option_strings[:1]}
     assert sorted(name for name in names if name not in text and name.replace("--no_", "--") not in text) == []
