@@ -40,7 +40,7 @@ from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.build import count_parameters
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
-from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.parts import UnsupportedArchitecture
 from te_llama import DecoderSpec, decoder_spec, parameter_map
@@ -206,7 +206,7 @@ class RunSize:
             keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
 
-        kept, unsharded = bytes_per_parameter(self.optimizer), keeps_unsharded_gradients(mode, config)
+        kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
         shards = num_gpus if self.sharded else 1
         if self.adapted:

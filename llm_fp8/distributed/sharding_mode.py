@@ -19,7 +19,7 @@ from typing import cast
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.ranks import LaunchRanks
 
 STATE_SHARE = 0.6
@@ -92,7 +92,7 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     if mode in _DEEPSPEED_BYTES:
         sharded, unsharded = _DEEPSPEED_BYTES[mode]
         return sharded / num_shards + unsharded
-    kept = bytes_per_parameter(kind)
+    kept = BYTES_PER_PARAMETER[kind]
     total = kept.total
     if not mode.startswith("fsdp"):
         return total - config.optim.offload_optimizer * kept.state

@@ -3,19 +3,15 @@
 `MasterAdamW` (--optimizer adamw_master) keeps fp32 master weights in two bytes beside bf16 ones (`adamw_master`),
 `EightBitAdamW` (--optimizer adamw_8bit) 8-bit moments and stochastically rounded weights (`adamw_8bit_codes`).
 
-Why not Transformer Engine's `FusedAdam(store_param_remainders=True)`: where v is fp32, its step makes fp32 copies of a
-bf16 m.
-
-Why not torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18), whose format and arithmetic these are up to rounding:
-for 14.8 billion parameters on an H200 our step takes 88 ms, torchao's compiled one 199, and its casts and the clipping
-pass 249 ms more of a step of 5,928 ms (`speed_table_14b_torchao_adamw.json`, `speed_table_h200.json`). Besides, no
-compilation per shape, bit-for-bit resumption, and the same rounding on all ranks.
+Transformer Engine's `FusedAdam(store_param_remainders=True)` makes fp32 copies of a bf16 m where v is fp32. torchao's
+`AdamW8bit(bf16_stochastic_round=True)` (0.18), of the same format, takes 199 ms for 14.8 billion parameters on an H200
+where this step takes 88, and 249 ms more for casts and clipping (`speed_table_14b_torchao_adamw.json`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,36 +24,28 @@ from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, 
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 from llm_fp8.utils.torch_internals import local_part
 
+Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
+
 
 class GroupedAdamW(Optimizer):
-    """AdamW over bf16 and fp32 parameters; the subclass defines the state and updates one tensor.
+    """AdamW over contiguous bf16 and fp32 parameters; the subclass defines the state.
 
-    Every group counts its steps in `group["step"]`, an int. Parameters must be contiguous; a gradient that is not is
-    copied. Of sharded parameters (DTensor) each rank updates its shard. Checkpoints hold the state by name
-    (`llm_fp8.optim.state`): torch's `load_state_dict` would cast it.
+    Every group counts its steps in `group["step"]`, an int. Each rank updates its shard of a DTensor. `gradient_scale`,
+    an fp32 scalar on their device, multiplies all gradients as the next step reads them.
     """
 
-    gradient_scale: Tensor | None
-    """fp32 scalar tensor on the parameters' device by which the next step multiplies every gradient as it reads it, so
-    that clipping needs no pass over the gradients. `step` resets it to None."""
-
-    def __init__(
-        self,
-        params: Iterable[Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        self.gradient_scale = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+    def __init__(self, params: Params, **adamw_arguments: Any) -> None:
+        """`adamw_arguments` are torch's lr, betas, eps and weight_decay."""
+        self.gradient_scale: Tensor | None = None
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 0}
+        super().__init__(params, defaults | adamw_arguments)
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
         raise NotImplementedError
 
     def _key(self, step: int, number: int) -> Key:
-        """The key of a step's random bits for the parameter of this number."""
+        """The key of a step's random bits for the parameter of this number, where it needs some."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
@@ -67,21 +55,15 @@ class GroupedAdamW(Optimizer):
             from llm_fp8.optim.adamw_triton import update_
         update_(weight, *arguments)
 
-    def initialize_state(self) -> None:
-        """Create the missing state."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._state_of(parameter)
-
-    def _state_of(self, parameter: Parameter) -> dict[str, Tensor]:
+    def state_of(self, parameter: Parameter) -> dict[str, Tensor]:
+        """The state of a parameter, created where it is missing."""
         if parameter not in self.state:
             self.state[parameter] = self._new_state(parameter)
         return self.state[parameter]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Closures are not supported."""
-        assert closure is None, "closures are not supported"
+        """Update all parameters that have a gradient."""
         gradient_scale, self.gradient_scale = self.gradient_scale, None
         number = -1
         for group in self.param_groups:
@@ -95,7 +77,7 @@ class GroupedAdamW(Optimizer):
                 if parameter.grad is None or weight.numel() == 0:
                     continue
                 gradient = local_part(parameter.grad).contiguous()
-                state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
+                state = {name: local_part(tensor) for name, tensor in self.state_of(parameter).items()}
                 key = self._key(group["step"], number)
                 self._update_(parameter, weight, gradient, state, gradient_scale, coefficients, key)
 
@@ -115,14 +97,11 @@ class MasterAdamW(GroupedAdamW):
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding, over unsharded parameters: blocks would straddle shards.
-
-    `seed` is that of the random bits, the same on all ranks; other arguments as of `GroupedAdamW`.
+    """AdamW with 8-bit moments and stochastic rounding, over unsharded parameters: blocks would straddle shards. `seed`
+    is that of the random bits, the same on all ranks.
     """
 
-    def __init__(
-        self, params: Iterable[Parameter] | Iterable[dict[str, Any]], seed: int = 0, **adamw_arguments: Any
-    ) -> None:
+    def __init__(self, params: Params, seed: int = 0, **adamw_arguments: Any) -> None:
         super().__init__(params, **adamw_arguments)
         self.seed = seed
 

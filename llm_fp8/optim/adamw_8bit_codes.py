@@ -8,31 +8,26 @@
 Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep fp32 moments. fp32 parameters are
 rounded to nearest.
 
-**Codes.** A dynamic map of 256 numbers, one scale per block of 256 elements.
-
-The format is that of Dettmers et al., arXiv 2110.02861, as torchao 0.18 has it (`torchao/optim/quant_utils.py`; its map
-is bitsandbytes'): the same numbers get torchao's codes, bit for bit. Seven decades, 1e-7 to 1e-6 up to 0.1 to 1, each
+**Codes**, a dynamic map of 256 numbers with one scale per block of 256 elements, are those of Dettmers et al., arXiv
+2110.02861, as torchao 0.18 has them (`torchao/optim/quant_utils.py`). Seven decades, 1e-7 to 1e-6 up to 0.1 to 1, each
 have twice the codes of the one below, equally spaced:
 
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
 
 Unlike torchao, an unsigned code 0 is decoded as the largest number that gets it, 1.6e-7 of the scale: v is a square, so
-a gradient 1/2,500 of its block's largest would have v = 0 and m > 0, and AdamW would divide by eps alone. Rows of an
-embedding that are seen seldom beside frequent ones moved by thousands of learning rates.
+a gradient 1/2,500 of its block's largest would have v = 0 and m > 0, and AdamW would divide by eps alone. The scale is
+the block's amax, at least 1e-12. A number x times 1 / scale gets the nearest code.
 
-The scale of a block is its amax, at least 1e-12. A number x times 1 / scale gets the nearest code; torchao divides by
-the scale, which can differ by a unit in the last place.
-
-**Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. The bits are a function of the
-place: those of elements 2i and 2i + 1 are the halves of
+**Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. Those of elements 2i and
+2i + 1 are the halves of x, modulo 2^32 a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector
+(public domain), with a second key in its middle:
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
     x ^= x >> 16
 
-modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector (public domain), with a
-second key in its middle. The keys are a hash of the run's seed, the step and the parameter's number, so there is no
-generator state to save, and ranks that hold the same parameters stay identical.
+The keys are a hash of the run's seed, the step and the parameter's number: there is no generator state to save, and
+ranks that hold the same parameters stay identical.
 """
 
 from __future__ import annotations
@@ -44,19 +39,13 @@ import struct
 import torch
 from torch import Tensor
 
-CODE_BLOCK = 256
-"""Elements that share a scale."""
-SMALLEST_ENCODED = 4096
-"""Tensors of fewer elements keep fp32 moments."""
+CODE_BLOCK, SMALLEST_ENCODED = 256, 4096
 SMALLEST_SCALE = 1e-12
 NUM_DECADES = 7
 
-Key = tuple[int, int]
-"""The key of random bits: two numbers of 32 bits, signed."""
-MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)
-"""Step of the Weyl sequence and the two factors of the random bits."""
-LARGEST_BITS = 0x7FFF0000
-"""Clamp of an fp32 number's bits before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign."""
+Key = tuple[int, int]  # of random bits: 32 bits each, signed
+MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)  # step of the Weyl sequence, and the two factors
+LARGEST_BITS = 0x7FFF0000  # before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign
 
 
 def code_values(signed: bool) -> Tensor:
@@ -72,8 +61,8 @@ def code_values(signed: bool) -> Tensor:
 def code_limits(values: Tensor) -> Tensor:
     """The least number that gets each code: fp32 [256], -inf for code 0.
 
-    torchao takes the lower neighbour q of x and goes up where x - q is at least half of the spacing, both rounded to
-    fp32. The least such x is at most 8 units in the last place from the middle of two values.
+    As in torchao x goes up from its lower neighbour q where x - q is at least half of the spacing, both in fp32: within
+    8 units in the last place of the middle of two values.
     """
     lower, upper = values[:-1], values[1:]
     steps = torch.arange(-8, 9, dtype=torch.int32, device="cpu")
@@ -98,10 +87,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [n], and scales, fp32 [n / 256], of `numbers`, fp32 [n].
-
-    A block with a non-finite number gets a non-finite scale, and decodes to non-finite numbers.
-    """
+    """Codes, uint8 [n], and scales, fp32 [n / 256], of `numbers`, fp32 [n]; a non-finite number makes its block so."""
     limits = code_tables(numbers.device)[1 if signed else 3]
     blocks = numbers.view(-1, CODE_BLOCK)
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
@@ -112,8 +98,7 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def rounding_key(seed: int, step: int, number: int) -> Key:
     """The key of a step's random bits for the parameter of this number."""
     digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
-    first, second = struct.unpack("<ii", digest)
-    return first, second
+    return struct.unpack("<ii", digest)
 
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:

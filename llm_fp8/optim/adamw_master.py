@@ -6,8 +6,7 @@
     exp_avg                bf16     2       m, the running mean of gradients
     exp_avg_sq             fp32     4       v, the running mean of squared gradients
 
-fp32 parameters are their own master weights and have no remainder. m is rounded to bf16 for storage only; why it may be
-and v may not: docs/precision.md.
+fp32 parameters are their own master weights and have no remainder. Why m may be bf16 and v not: `optimizers`.
 
 bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
 
@@ -16,9 +15,8 @@ bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into 
 
     b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
 
-because the addition carried into the upper half exactly where the remainder is negative as int16. This holds for every
-number, denormals and infinities included. Only NaN is an exception: the GPU's NaN, 0x7FFFFFFF, would carry into the
-sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
+because the addition carried into the upper half exactly where the remainder is negative as int16. Only the GPU's NaN,
+0x7FFFFFFF, would carry into the sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
 """
 
 from __future__ import annotations
@@ -30,25 +28,21 @@ FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master weight of a bf16 `weight` and an int16 `remainder`: bit for bit what `split_master` was given; on
-    the weight's device, wherever the remainder lies.
-    """
+    """The fp32 master weight of a bf16 `weight` and an int16 `remainder`, on the weight's device."""
     lower = remainder.to(weight.device).to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one where the remainder is negative
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 `master` as a bf16 weight, rounded to nearest with ties away from zero, and its int16 remainder."""
+    """An fp32 `master` as a bf16 weight and its int16 remainder."""
     bits = master.view(torch.int32)
     bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN, see the module's docstring
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def give_remainder_(parameter: Tensor) -> None:
-    """Add a remainder of zeros to a bf16 parameter, before its weights are loaded from a checkpoint of higher
-    precision, for `MasterAdamW` to start from.
-    """
+    """Add a remainder of zeros, for `MasterAdamW`, to a bf16 parameter; before loading weights of higher precision."""
     parameter.master_remainder = torch.zeros_like(parameter, dtype=torch.int16)  # type: ignore[attr-defined]
 
 

@@ -1,22 +1,18 @@
 """The Triton kernel of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
 
 Operation by operation it does what `adamw_update.update_with_torch_` does, with the same bits: square root and division
-are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. It
-reads every tensor once and writes all but the gradient once. A new step or learning rate recompiles nothing:
-coefficients are fp32 arguments and keys are not specialised. Another dtype, kind of state, clipping or not,
-divisibility of the element count by 16, or alignment does.
+are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. A new
+step or learning rate recompiles nothing: coefficients are fp32 arguments and keys are not specialised.
 
-With 8-bit state it moves 10 bytes per element. At so little traffic instructions count (about 117 per element: Triton
-3.6, compute capability 9.0). A warp takes a block of 256 elements, so that a block's amax is reduced within one warp.
-Each of the four conversions of an element, to and from m and v, is one look-up in a table of 256 numbers in shared
-memory.
+With 8-bit state it moves 10 bytes per element, so little that instructions count (about 117 per element). A warp takes
+a block of 256 elements, whose amax is reduced within it. Each of the four conversions of an element, to and from m and
+v, is one look-up in a table of 256 numbers in shared memory.
 
 The code of x >= 0. In each decade codes are equally spaced, so x's position among the codes is a line in x; a decade's
 slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, so the position is the least of
-seven lines. It errs by 0.2 of a code at the edges, where the middle between two codes of different spacing is not on a
-line, by 0.25 below the code of 1, which has no decade, and by rounding. Less 0.5 and rounded down it is therefore the
-code or the one before; one comparison with the exact limit between the two decides. Adding 1.5 2^23 rounds to an
-integer, the lower bits of the sum. For x < 0 the code mirrors that of -x, in bits a complement.
+seven lines. It errs by at most 0.25 of a code, at the edges and below the code of 1, and by rounding. Less 0.5 and
+rounded down it is therefore the code or the one before; one comparison with the exact limit between the two decides.
+Adding 1.5 2^23 rounds to an integer, the lower bits of the sum. For x < 0 the code is the complement of that of -x.
 """
 
 from __future__ import annotations
@@ -29,9 +25,7 @@ from torch import Tensor
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, NUM_DECADES, SMALLEST_SCALE, code_tables
 from llm_fp8.optim.adamw_update import Coefficients, Key, State
 
-BLOCKS = 4
-"""Blocks of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16."""
-
+BLOCKS = 4  # of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16
 _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -64,9 +58,8 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
     )
     x = numbers * _of_elements(tl.div_rn(1.0, scale))
 
-    # The lowest decade has FINEST codes. For a position p among the signed codes of x >= 0, 128 + floor(p - 0.5) is
-    # looked up, among the unsigned codes 1 + floor(p - 0.5): the second of the two possible codes. All lines are
-    # positive, and the least of three integers is one instruction.
+    # The lowest decade has FINEST codes. Of position p the second of the two possible codes is looked up, signed 128 +
+    # floor(p - 0.5), unsigned 1 + floor(p - 0.5). Lines are positive; the least of three integers is one instruction.
     FINEST: tl.constexpr = 1 if SIGNED else 2
     SHIFT: tl.constexpr = (128 if SIGNED else 1) - 0.5 - 0.5 - (FINEST - 1)
     distance = tl.abs(x) if SIGNED else x

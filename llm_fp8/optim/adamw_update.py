@@ -7,7 +7,7 @@ arXiv 1711.05101):
     v = beta2 v + (1 - beta2) g^2
     x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The update uses the new moments before they are rounded for storage.
+with the new moments before they are rounded for storage.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from torch import Tensor
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, Key, decode, encode, round_stochastically, rounding_bits
 from llm_fp8.optim.adamw_master import join_master, split_master
 
-CHUNK_ELEMENTS = 2**18
-"""Elements that are updated at a time, which bounds the fp32 temporaries to a few MiB."""
-
+CHUNK_ELEMENTS = 2**18  # updated at a time: fp32 temporaries of a few MiB
 State = Mapping[str, Tensor]
 """One parameter's state by name."""
 
@@ -32,17 +30,16 @@ State = Mapping[str, Tensor]
 class Coefficients(NamedTuple):
     """The numbers of one step of one parameter group, in fp64; rounded to fp32 once, where they are used."""
 
-    decay: float  # 1 - lr weight_decay
-    beta1_complement: float  # 1 - beta1
+    decay: float
+    beta1_complement: float
     beta2: float
-    beta2_complement: float  # 1 - beta2
-    step_size: float  # lr / (1 - beta1^t)
-    inverse_root_correction2: float  # 1 / sqrt(1 - beta2^t)
+    beta2_complement: float
+    step_size: float
+    inverse_root_correction2: float
     epsilon: float
 
     @classmethod
     def of_step(cls, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Coefficients:
-        """The coefficients of step `step`, 1 for the first."""
         beta1, beta2 = betas
         return cls(
             decay=float(1 - lr * weight_decay),
@@ -58,9 +55,8 @@ class Coefficients(NamedTuple):
 def moments_and_update(
     gradient: Tensor, gradient_scale: Tensor | None, m: Tensor, v: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new m and v, and the update to subtract from the decayed parameter: fp32, as `m` and `v` are.
-
-    One rounded operation at a time (torch's lerp, addcmul and addcdiv may fuse), as in `adamw_triton`.
+    """The new m and v, and the update to subtract from the decayed parameter, all fp32: one rounded operation at a time
+    (torch's lerp, addcmul and addcdiv may fuse), as in `adamw_triton`.
     """
     gradient = gradient.to(torch.float32)
     if gradient_scale is not None:
@@ -75,10 +71,10 @@ def moments_and_update(
 def update_with_torch_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """One step of one tensor, in place, on any device; the reference for the Triton kernel.
+    """One step of one contiguous tensor, in place, on any device; the reference for the Triton kernel.
 
-    All tensors are contiguous. Moments are bf16 or fp32, or codes where `state` has scales. An fp32 `weight` is its own
-    master; a bf16 one is rounded to nearest with a remainder in `state`, else stochastically with the bits of `key`.
+    Moments are bf16 or fp32, or codes where `state` has scales. An fp32 `weight` is its own master; a bf16 one is
+    rounded to nearest with a remainder in `state`, else stochastically with the bits of `key`.
     """
     weight, gradient = weight.view(-1), gradient.view(-1)
     state = {name: tensor.view(-1) for name, tensor in state.items()}

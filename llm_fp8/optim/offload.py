@@ -8,41 +8,33 @@ else. They lie in pinned host memory and pass through three fixed buffers on the
     copy out            1   2   3 ...     a stream of its own: the bus carries both directions at once
 
 On the CPU the same lines run one after the other: torch's streams of a CPU do nothing. The step ends with its stream
-waiting for the last copy out, so whatever waits for the step may read the state.
-
-Parameters are offloaded whole, the largest first: few and long copies, norms and biases stay on the GPU, and what is
-offloaded beyond the share that was asked for is less than the smallest parameter taken.
-
-Why not others': torchao 0.18's CPUOffloadOptimizer and DeepSpeed's ZeRO-Offload step on the CPU, another function with
-other bits, and keep gradients there too, with fp32 weights 16 bytes per parameter and not 8.
+waiting for the last copy out. Parameters are offloaded whole, the largest first: few and long copies. torchao's (0.18)
+and DeepSpeed's offloading step on the CPU, with other bits, and keep 16 bytes per parameter there and not 8.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_fp8.optim.adamw import MasterAdamW
+from llm_fp8.optim.adamw import MasterAdamW, Params
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
 from llm_fp8.optim.adamw_update import State
 from llm_fp8.utils.errors import UserError
 
-PIECE_ELEMENTS = 2**24
-"""Elements that are copied and updated at a time: 128 MiB of state."""
+PIECE_ELEMENTS = 2**24  # copied and updated at a time: 128 MiB of state
 NUM_BUFFERS = 3
 _DTYPES = {"exp_avg": FIRST_MOMENT_DTYPE, "exp_avg_sq": SECOND_MOMENT_DTYPE, "remainder": torch.int16}
 
 
 def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Parameter, slice]:
-    """The fewest parameters, the largest ones, that hold `share` of all elements or more, each with its place among
-    the elements of them all.
-    """
+    """The fewest, largest parameters that hold `share` of all elements, each with its place among their elements."""
     wanted, held, taken = share * sum(parameter.numel() for parameter in parameters), 0, {}
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
         if held >= wanted:
@@ -53,18 +45,14 @@ def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Paramet
 
 
 def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [count] in host memory, page-locked where `device` is a GPU; `UserError` where the driver refuses that.
-
-    `pin_memory=True` would round every tensor up to a power of two bytes (torch 2.13, CachingHostAllocator).
-    """
+    """Zeros [count] in host memory, page-locked where `device` is a GPU; `UserError` where the driver refuses that."""
+    # `pin_memory=True` would round up to a power of two bytes (torch 2.13, CachingHostAllocator).
     zeros = torch.zeros(count, dtype=dtype)
     if device.type == "cuda":
         status = int(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
         if status != 0:
-            raise UserError(
-                f"--offload_optimizer: the driver does not pin {zeros.nbytes / 2**30:.1f} GiB of host memory (CUDA "
-                f"error {status}); lower it."
-            )
+            gib = zeros.nbytes / 2**30
+            raise UserError(f"--offload_optimizer: CUDA error {status} on pinning {gib:.1f} GiB of memory; lower it.")
         weakref.finalize(zeros, _unpin, zeros.data_ptr())
     return zeros
 
@@ -109,10 +97,6 @@ class StatePipeline:
         self._cuda.current_stream().wait_event(event)
         self._copies_in.wait_event(event)
 
-    def synchronize(self) -> None:
-        """Wait for all copies out: the host may then read the state."""
-        self._cuda.synchronize()
-
 
 def _copy(source: State, target: State) -> None:
     for name, tensor in source.items():
@@ -120,14 +104,9 @@ def _copy(source: State, target: State) -> None:
 
 
 class OffloadedMasterAdamW(MasterAdamW):
-    """`MasterAdamW` that keeps the state of `share` of its (unsharded) parameters, the largest, in host memory.
+    """`MasterAdamW` with the state of `share` of its (unsharded) parameters, `host_bytes`, in host memory."""
 
-    All state is created at once, `host_bytes` of it there. `arguments` are those of `MasterAdamW`.
-    """
-
-    def __init__(
-        self, params: Iterable[Parameter] | Iterable[dict[str, Any]], *, share: float, **arguments: Any
-    ) -> None:
+    def __init__(self, params: Params, *, share: float, **arguments: Any) -> None:
         super().__init__(params, **arguments)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._places, device = largest_first(parameters, share), parameters[0].device
@@ -136,7 +115,8 @@ class OffloadedMasterAdamW(MasterAdamW):
         self.host_bytes = sum(tensor.nbytes for tensor in self._host.values())
         self.pipeline = pipeline = StatePipeline(device, min(PIECE_ELEMENTS, sizes[0]))
         self.register_step_post_hook(lambda *_: pipeline.finish_step())
-        self.initialize_state()
+        for parameter in parameters:
+            self.state_of(parameter)
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = super()._new_state(parameter)

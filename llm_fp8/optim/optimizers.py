@@ -1,21 +1,21 @@
-"""AdamW in three storage formats: which one a run takes, its parameter groups, and the clipped step.
+"""AdamW in three storage formats: which one a run takes, its groups, clipped step, state and schedule.
 
-A weight of 0.02 has its bf16 neighbours 1.2e-4 away, so a bf16 weight moves only by updates above half of that, 6e-5.
-AdamW's update is about the learning rate, 1e-5 in fine-tuning: it would be rounded away. Each kind keeps small updates:
+A bf16 weight of 0.02 has its neighbours 1.2e-4 away, so it moves only by updates above half of that, 6e-5. AdamW's is
+about the learning rate, 1e-5 in fine-tuning: it would be rounded away. Each kind keeps small updates:
 
     kind           parameters   how small updates survive                           m / v         format
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch's
     adamw_master   bf16         a remainder holds the fp32 master's lower 16 bits   bf16 / fp32   `adamw_master`
     adamw_8bit     bf16         stochastic rounding: right on average               8-bit blocks  `adamw_8bit_codes`
 
-Moments of adamw_master: m averages over about 1 / (1 - beta1) = 10 gradients and tolerates bf16's relative error of
-2^-9. v changes by a fraction (1 - beta2) of (g^2 / v - 1) a step; at beta2 = 0.999 that is often below bf16's half
-spacing of 2^-9, so a bf16 v would stall.
+In adamw_master m averages over about 10 gradients and tolerates bf16's relative error of 2^-9. v changes by a fraction
+(1 - beta2) of (g^2 / v - 1) a step, at beta2 = 0.999 often below that: a bf16 v would stall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE
@@ -43,12 +44,11 @@ class BytesPerParameter(NamedTuple):
         return sum(self)
 
 
-def bytes_per_parameter(kind: OptimizerKind) -> BytesPerParameter:
-    if kind == "adamw_fp32":
-        return BytesPerParameter(4, 4, 4 + 4)
-    if kind == "adamw_master":
-        return BytesPerParameter(2, 2, 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize)
-    return BytesPerParameter(2, 2, 2 * (1 + 4 / 256))  # codes and their share of the fp32 scale of a block of 256
+BYTES_PER_PARAMETER: dict[OptimizerKind, BytesPerParameter] = {
+    "adamw_fp32": BytesPerParameter(4, 4, 4 + 4),
+    "adamw_master": BytesPerParameter(2, 2, 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize),
+    "adamw_8bit": BytesPerParameter(2, 2, 2 * (1 + 4 / 256)),  # codes and their share of a block's fp32 scale
+}
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
@@ -57,23 +57,17 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters, tied ones once: matrices (embeddings too) with `weight_decay`, norms and biases (at most
-    1-D) without.
-    """
-    unique = {id(parameter): parameter for _, parameter in named_parameters if parameter.requires_grad}
-    matrices = [parameter for parameter in unique.values() if parameter.ndim > 1]
-    norms_and_biases = [parameter for parameter in unique.values() if parameter.ndim <= 1]
+    """Trainable parameters, tied ones once: matrices (embeddings too) with `weight_decay`, norms and biases without."""
+    unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
+    matrices = [parameter for parameter in unique if parameter.ndim > 1]
+    norms_and_biases = [parameter for parameter in unique if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": norms_and_biases, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-ADAM_BETA1, ADAM_EPSILON = 0.9, 1e-8
-"""Decay of the first moment, and what is added to the denominator of the update."""
-
-
 def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
     """The arguments that every AdamW takes by these names; weight decay is in the groups."""
-    return {"lr": config.learning_rate, "betas": (ADAM_BETA1, config.adam_beta2), "eps": ADAM_EPSILON}
+    return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
 def build_optimizer(
@@ -101,10 +95,8 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 
 def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the trainable parameters of `model` that `optimizer` does not hold."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known
-    ]
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
@@ -116,17 +108,90 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Step with the (unscaled) gradients of `parameters` clipped to the global norm `max_norm` (0: no clipping);
-    returns the norm before clipping, an fp32 scalar.
-    """
+    """Step with gradients clipped to the global norm `max_norm` (0: none); the norm before clipping, an fp32 scalar."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(gradients)
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        inner = unwrap(optimizer)
-        if hasattr(inner, "gradient_scale"):  # this project's, which apply it as they read the gradients
+        if hasattr(inner := unwrap(optimizer), "gradient_scale"):  # this project's
             inner.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
     optimizer.step()
     return norm
+
+
+def initialize_state(optimizer: Optimizer) -> None:
+    """Create the state of every parameter, if there is none; after `Accelerator.prepare`."""
+    optimizer = unwrap(optimizer)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if hasattr(optimizer, "state_of"):  # this project's
+            optimizer.state_of(parameter)
+        elif parameter not in optimizer.state:  # as torch's fused AdamW does it in its first step
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+
+
+def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
+    """Every state tensor itself under "parameter_name.state_name", with the first name of tied parameters; torch's
+    `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
+    """
+    optimizer = unwrap(optimizer)
+    if bytes_on_host(optimizer) and torch.cuda.is_available():
+        torch.cuda.synchronize()  # copies out of the GPU
+    state = optimizer.state
+    names: dict[Parameter, str] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(parameter, name)
+    return {f"{names[p]}.{key}": value for p in names if p in state for key, value in state[p].items()}
+
+
+def bytes_on_host(optimizer: Optimizer) -> int:
+    """Bytes of state that --offload_optimizer keeps in host memory."""
+    return getattr(unwrap(optimizer), "host_bytes", 0)
+
+
+def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
+    """State that is not a tensor, for JSON: the steps of this project's AdamWs."""
+    return {"group_steps": [group.get("step") for group in unwrap(optimizer).param_groups]}
+
+
+def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
+    for group, step in zip(unwrap(optimizer).param_groups, scalars["group_steps"], strict=True):
+        if step is not None:
+            group["step"] = step
+
+
+def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
+    """Warm-up steps that a run of `total_steps` uses: what was asked for, at most a tenth of the run."""
+    return min(num_warmup_steps, total_steps // 10)
+
+
+def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
+    """The learning rate of the optimizer step with index `step` (0 for the first), as a share of the peak.
+
+    The w warm-up steps get 1/w, 2/w, ..., 1: no step runs at zero. After them, with p = (step - w) / (total_steps - w),
+    at most 1: constant 1, linear 1 - p, cosine (1 + cos(pi p)) / 2. `total_steps` includes resumed parts.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if kind == "linear":
+        return 1.0 - progress
+    return (1.0 + math.cos(math.pi * progress)) / 2
+
+
+def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
+    """The schedule of `config` on `optimizer`, to step after each optimizer step. Not for `Accelerator.prepare`, which
+    would step it once per process.
+    """
+    optimizer, warmup_steps = unwrap(optimizer), effective_warmup_steps(config.num_warmup_steps, total_steps)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate
+    return LambdaLR(
+        optimizer,
+        lambda step: learning_rate_factor(step, total_steps, warmup_steps, config.lr_scheduler),
+        last_epoch=completed_steps - 1,
+    )

@@ -31,7 +31,7 @@ from llm_fp8.models.source import (
 )
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.tracker_labels import require_wandb_login
-from llm_fp8.optim.optimizers import OptimizerKind, bytes_per_parameter
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.utils.errors import UserError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 HOST_RESERVE_GIB = 4.0
 """Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
-STATE_BYTES_ON_HOST = bytes_per_parameter("adamw_master").state
+STATE_BYTES_ON_HOST = BYTES_PER_PARAMETER["adamw_master"].state
 
 Say = Callable[[str], None]
 """Prints a line on the main process."""

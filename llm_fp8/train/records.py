@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.optim.schedule import effective_warmup_steps
-from llm_fp8.optim.state import bytes_on_host
+from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.utils.json_files import read_json, write_json_atomic

@@ -22,8 +22,7 @@ from llm_fp8.models.export import check_export
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.optim.schedule import build_scheduler
-from llm_fp8.optim.state import bytes_on_host
+from llm_fp8.optim.optimizers import build_scheduler, bytes_on_host
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.failures import explained_failures

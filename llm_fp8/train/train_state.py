@@ -15,7 +15,7 @@ from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_O
 from llm_fp8.data import PreparedData
 from llm_fp8.models.source import has_random_weights
 from llm_fp8.models.weights import weight_files, weights_digest
-from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.train.checkpoint import RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager, bytes_needed
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.setup import RunPlan, TrainingSetup

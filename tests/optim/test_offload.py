@@ -11,9 +11,8 @@ from llm_fp8.optim import offload
 from llm_fp8.optim.adamw import MasterAdamW
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of
 from llm_fp8.optim.offload import OffloadedMasterAdamW, largest_first
-from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
-from llm_fp8.optim.state import bytes_on_host, optimizer_scalars, optimizer_tensors
-from tests.support.optimizer_state import take_over
+from llm_fp8.optim.optimizers import build_optimizer, bytes_on_host, clip_and_step, optimizer_scalars, optimizer_tensors
+from tests.support.optimizer_state import initialize_state, take_over
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +110,7 @@ def test_the_largest_are_offloaded_whole():
 def test_a_checkpoint_goes_on_with_any_share(before, after):
     whole, first, second = (make_parameters(remainders=True) for _ in range(3))
     never_stopped, stopped, resumed = build(whole, 0.0), build(first, before), build(second, after)
-    never_stopped.initialize_state(), stopped.initialize_state()
+    initialize_state(never_stopped), initialize_state(stopped)
     train(whole, never_stopped, range(6))
     train(first, stopped, range(3))
     take_over(resumed, second.items(), stopped, first.items())

@@ -12,8 +12,7 @@ from torch.nn import Parameter
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim import offload
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of, split_master
-from llm_fp8.optim.optimizers import build_optimizer, clip_and_step
-from llm_fp8.optim.state import optimizer_tensors
+from llm_fp8.optim.optimizers import build_optimizer, clip_and_step, optimizer_tensors
 from tests.support.optimizer_state import take_over
 
 pytestmark = pytest.mark.gpu

@@ -11,15 +11,18 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.optimizers import (
+    BYTES_PER_PARAMETER,
     OptimizerKind,
     build_optimizer,
-    bytes_per_parameter,
+    build_scheduler,
     clip_and_step,
+    effective_warmup_steps,
+    initialize_state,
+    learning_rate_factor,
+    optimizer_tensors,
     parameter_dtype,
     parameter_groups,
 )
-from llm_fp8.optim.schedule import build_scheduler, effective_warmup_steps, learning_rate_factor
-from llm_fp8.optim.state import initialize_state, optimizer_tensors
 from tests.support.optimizer_state import take_over
 
 
@@ -71,7 +74,7 @@ def test_bytes_are_what_is_allocated(kind):
     optimizer.step()
     held = [parameter, parameter.grad, *optimizer.state[parameter].values()]
     allocated = sum(tensor.nbytes for tensor in held) / parameter.numel()
-    assert allocated == pytest.approx(bytes_per_parameter(kind).total, abs=0.01)
+    assert allocated == pytest.approx(BYTES_PER_PARAMETER[kind].total, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))

@@ -7,8 +7,7 @@ from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, code_tables, encode, rounding_key
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
-from llm_fp8.optim.optimizers import build_optimizer, bytes_per_parameter, clip_and_step
-from llm_fp8.optim.state import initialize_state
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, build_optimizer, clip_and_step, initialize_state
 
 pytestmark = pytest.mark.gpu
 
@@ -207,7 +206,7 @@ def test_memory_is_what_the_table_says(kind):
         parameter.grad = torch.ones_like(parameter)
     initialize_state(optimizer)
     at_rest = torch.cuda.memory_allocated() - before
-    assert at_rest / count == pytest.approx(bytes_per_parameter(kind).total, rel=0.001)
+    assert at_rest / count == pytest.approx(BYTES_PER_PARAMETER[kind].total, rel=0.001)
     torch.cuda.reset_peak_memory_stats()
     clip_and_step(optimizer, list(matrices.values()), max_norm=1.0)
     extra = torch.cuda.max_memory_allocated() - before - at_rest

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from llm_fp8.optim.state import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 
 
 def take_over(optimizer, named_parameters, stopped, stopped_parameters):

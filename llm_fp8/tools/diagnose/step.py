@@ -39,8 +39,7 @@ from llm_fp8.observability.kernel_trace import (
 )
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import covered, length
-from llm_fp8.optim.optimizers import unwrap
-from llm_fp8.optim.schedule import build_scheduler
+from llm_fp8.optim.optimizers import build_scheduler, unwrap
 from llm_fp8.precision.certificate import attention_library, certify
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.loop import TrainingLoop
