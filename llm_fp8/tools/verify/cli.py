@@ -11,10 +11,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,7 +21,7 @@ from rich.table import Column, Table
 
 from llm_fp8.tools.verify.environment_rules import check_variables, is_left_over
 from llm_fp8.tools.verify.gpu import check_gpu, check_rates
-from llm_fp8.tools.verify.result import Result, Setup
+from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
 from llm_fp8.tools.verify.versions import check_packages
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
@@ -33,17 +32,7 @@ from llm_fp8.utils.packages import VERIFY
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 
 
-class Check(NamedTuple):
-    """One row of the table."""
-
-    name: str
-    function: Callable[[Setup], Result]
-    needs_gpus: int = 0
-    quick: bool = True
-    """Whether --quick runs it too."""
-
-
-CHECKS = (
+CHECKS = (  # in the order in which they run
     Check("packages", check_packages),
     Check("gpu", check_gpu),
     Check("variables", check_variables),
@@ -52,7 +41,6 @@ CHECKS = (
     Check("torchao_steps", check_torchao_steps, quick=False),
     Check("several_gpus", check_several_gpus, needs_gpus=2, quick=False),
 )
-"""In the order in which they run."""
 
 
 def run_check(check: Check, setup: Setup) -> Result:
@@ -71,18 +59,10 @@ def run_check(check: Check, setup: Setup) -> Result:
     return result
 
 
-def exit_code(results: list[Result], has_gpu: bool) -> int:
-    """1 where a check failed, else 3 without a GPU, else 0."""
-    if any(result.failures for result in results):
-        return EXIT_FAILED_CHECK
-    return 0 if has_gpu else EXIT_NO_GPU
-
-
 def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     """The options, checked. Raises `UserError`."""
     parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    names = [check.name for check in CHECKS]
+    add, names = parser.add_argument, [check.name for check in CHECKS]
     add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
     add("--max_seq_length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--batch_size", type=int, default=8, help="sequences of a micro-batch (default %(default)s)")
@@ -90,6 +70,9 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
     add("--output", "--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
     options = parser.parse_args(argv)
+    for size in ("max_seq_length", "batch_size"):
+        if getattr(options, size) < 1:
+            raise UserError(f"--{size} must be at least 1, not {getattr(options, size)}.")
     if options.output is not None:
         require_writable("--output", options.output)
     if options.only is not None and (unknown := set(options.only.split(",")).difference(names)):
@@ -98,14 +81,10 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
-    """Run the checks; returns the exit code.
-
-    Variables that a launcher left in the shell are removed from the process's environment: the check of the variables
-    reports them, and the runs would take themselves for processes of a launch.
-    """
+    """Run the checks; returns the exit code."""
     options, environ = parse(argv, description), dict(os.environ)
     for name in filter(is_left_over, environ):
-        del os.environ[name]
+        del os.environ[name]  # with it the runs would take themselves for processes of a launch
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the run under way is ended
@@ -114,7 +93,8 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         with contextlib.suppress(ImportError, OSError):  # which the check of the packages reports
             cut_model(setup)
         results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
-    code = exit_code(results, setup.num_gpus > 0)
+    failed = any(result.failures for result in results)
+    code = EXIT_FAILED_CHECK if failed else 0 if setup.num_gpus else EXIT_NO_GPU
     if options.output is not None:
         from llm_fp8.observability.provenance import collect_provenance
 
@@ -127,8 +107,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
 
 def print_table(results: list[Result], console: Console) -> None:
     """The table, then what fixes what is wrong. Details are shown where something is."""
-    columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), Column(justify="right"))
-    table = Table(*columns, box=None, pad_edge=False, show_header=False)
+    table = Table(Column(no_wrap=True), Column(no_wrap=True), "", "", box=None, pad_edge=False, show_header=False)
     for result in results:
         wrong = [*result.failures, *result.warnings]
         text = "\n".join([*wrong, *filter(None, [result.summary]), *(result.details if wrong else ())])

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from llm_fp8.tools.verify.result import Result, Setup
 
-Level = Literal["harmful", "slower", "no effect"]
+LEVELS = ("harmful", "slower", "no effect")
 """harmful: a run is several times slower, hangs or is not what was asked for."""
 
 
@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 
     name: str
     value: str
-    level: Level
+    level: str
     says: str
 
 
@@ -58,11 +58,11 @@ def judge(environ: Mapping[str, str]) -> list[Rule]:
     """The variables of `environ`, a shell's, that a run should not start with, the worst first."""
     findings = []
     for name, value in environ.items():
-        for rule in RULES:
-            if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.IGNORECASE | re.DOTALL):
-                findings.append(rule._replace(name=name, value=value))
-                break
-    return sorted(findings, key=lambda found: (get_args(Level).index(found.level), found.name))
+        matching = (rule for rule in RULES if re.fullmatch(rule.name, name))
+        rule = next((rule for rule in matching if re.fullmatch(rule.value, value.strip(), re.I | re.S)), None)
+        if rule is not None:
+            findings.append(rule._replace(name=name, value=value))
+    return sorted(findings, key=lambda found: (LEVELS.index(found.level), found.name))
 
 
 def is_left_over(name: str) -> bool:

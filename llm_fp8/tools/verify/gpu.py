@@ -32,18 +32,15 @@ def check_gpu(setup: Setup) -> Result:
     if setup.num_gpus:
         first, cudnn = torch.cuda.get_device_properties(0), torch.backends.cudnn.version()
         result.facts |= {"capability": f"{first.major}.{first.minor}", "memory_gib": first.total_memory / 2**30}
-        listed = gpus[0].replace(", ", ", driver ") if gpus else first.name
-        result.summary = f"{setup.num_gpus} x {listed}, CUDA {cuda}, cuDNN {cudnn}"
+        driver = "".join(gpus[:1]).rpartition(", ")[2]
+        result.summary = f"{setup.num_gpus} x {first.name}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}"
     elif not gpus:
         result.summary, result.skipped = "no NVIDIA GPU: nvidia-smi lists none, torch finds none", True
+    elif (visible := setup.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        result.fail(f"torch finds no GPU: CUDA_VISIBLE_DEVICES is '{visible}'", "unset CUDA_VISIBLE_DEVICES")
     else:
-        visible = setup.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            why, fix = f"CUDA_VISIBLE_DEVICES is '{visible}'", "unset CUDA_VISIBLE_DEVICES"
-        else:
-            why = f"torch {torch.__version__} is " + (f"for CUDA {cuda}" if cuda else "a CPU build")
-            fix = "nvidia-smi   # 'CUDA Version' is the newest for this driver; install a newer one, or a torch for it"
-        result.fail(f"the driver lists {gpus[0]}, but torch cannot use it: {why}", fix)
+        fix = "nvidia-smi   # 'CUDA Version' is the newest for this driver; install a newer one, or a torch for it"
+        result.fail(f"torch {torch.__version__} (CUDA {cuda}) cannot use the driver's {gpus[0]}", fix)
     return result
 
 
@@ -77,16 +74,14 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
 
 
 def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
-    """A rate below 85% of the recorded one is a warning; without a record nothing is judged."""
-    known = KNOWN_TFLOPS.get(gpu_name)
-    figures = ", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items())
-    result = Result(figures, facts={"measured": measured, "known": known})
-    share = min(value / known[name] for name, value in measured.items()) if known else 1.0
-    if known:
-        result.summary += f", {share:.0%} or more of what is recorded of an {gpu_name}"
+    """A rate below `LEAST_SHARE` of the recorded one is a warning; without a record nothing is judged."""
+    known = KNOWN_TFLOPS.get(gpu_name, measured)
+    share = min(value / known[name] for name, value in measured.items())
+    result = Result(", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items()))
+    result.facts = {"measured": measured, "known": KNOWN_TFLOPS.get(gpu_name)}
     if share < LEAST_SHARE:
         fix = "nvidia-smi; nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # while the GPU is busy"
-        result.warn("this GPU is slow: its clocks are lowered, or another process uses it", fix)
+        result.warn(f"{share:.0%} of what an {gpu_name} reaches: its clocks are lowered, or others use it", fix)
     return result
 
 

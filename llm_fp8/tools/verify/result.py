@@ -1,11 +1,12 @@
-"""What a check gets (`Setup`) and what it answers (`Result`)."""
+"""What a check is, what it gets (`Setup`), and what it answers (`Result`)."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass
@@ -58,3 +59,12 @@ class Setup:
         except (ImportError, OSError):
             return 0
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+class Check(NamedTuple):
+    """A row of the table; `quick`: --quick runs it too."""
+
+    name: str
+    function: Callable[[Setup], Result]
+    needs_gpus: int = 0
+    quick: bool = True

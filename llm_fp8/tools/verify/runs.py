@@ -1,9 +1,8 @@
 """Short training runs, started as a user starts them and read from their run folders.
 
 On a GPU two decoder layers of --model_name are trained from random weights on the embedded dataset, at the user's
-sequence length and batch size: in bf16, then in each fp8 recipe of the GPU. What a recipe may not do is judged by its
-certificate (which kernels ran), its attention, and its losses beside those of bf16. Without a GPU the embedded model
-trains on the CPU; torchao's recipes are emulated there, which says nothing of kernels.
+sequence length and batch size: in bf16, then in each fp8 recipe, which is judged by its certificate, its attention, and
+its losses beside those of bf16. Without a GPU the embedded model trains on the CPU; torchao's recipes are emulated.
 """
 
 from __future__ import annotations
@@ -26,15 +25,10 @@ from llm_fp8.utils.json_files import read_json, read_metrics
 from llm_fp8.utils.packages import GPU_REQUIREMENTS, REPOSITORY
 from llm_fp8.utils.subprocesses import Ended, run_program, torchrun
 
-BASELINE = "bf16"
+OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packing --validation_fraction 0 --no_export")
+"""The fifth step's kernels are recorded for the certificate."""
+CPU_OPTIONS = shlex.split("--model_name embedded --max_seq_length 256 --batch_size 2 --num_of_samples 200")
 NUM_LAYERS = 2
-NUM_STEPS = 6
-"""The fifth one's kernels are recorded for the certificate."""
-OPTIONS = (
-    *("--max_steps", str(NUM_STEPS), "--learning_rate", "1e-4", "--log_every", "1"),
-    *("--packing", "--validation_fraction", "0", "--no_export"),
-)
-CPU_OPTIONS = ("--model_name", "embedded", "--max_seq_length", "256", "--batch_size", "2", "--num_of_samples", "200")
 MAX_LOSS_DIFFERENCE = 0.02
 """fp8 moves the losses of these few steps from bf16's by far less; a wrong scale or layout moves them by much more."""
 
@@ -74,11 +68,8 @@ def cut_model(setup: Setup) -> Path:
     return folder
 
 
-def precision_words(name: str) -> list[str]:
-    """The options of bf16 or of a recipe."""
-    if name == BASELINE:
-        return ["--mixed_precision", BASELINE]
-    backend: Backend = "torchao" if name in recipe_names("torchao") else "te"
+def fp8_words(backend: Backend, name: str) -> list[str]:
+    """The options of an fp8 recipe, which must not fall back to another one."""
     strict = ["--fp8_strict"] if backend == "te" else []  # torchao's recipes have no fallback
     return ["--mixed_precision", "fp8", "--fp8_backend", backend, "--fp8_scenario", name, *strict]
 
@@ -86,16 +77,15 @@ def precision_words(name: str) -> list[str]:
 def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
     """Train for a few steps; `num_processes`: under torchrun, where it is not 0."""
     folder = Path(tempfile.mkdtemp(dir=setup.scratch, prefix=name)) / "run"
+    shape = CPU_OPTIONS
     if setup.num_gpus:
         shape = ["--max_seq_length", str(setup.max_seq_length), "--batch_size", str(setup.batch_size)]
-        words = ("--model_name", str(cut_model(setup)), "--random_init", *shape, *words)
-    else:
-        words = (*CPU_OPTIONS, *words)
-    words = (*OPTIONS, *words, "--output_dir", str(folder))
+        shape += ["--model_name", str(cut_model(setup)), "--random_init"]
+    given = (*OPTIONS, *shape, *words, "--output_dir", str(folder))
     if num_processes:
-        command = torchrun(num_processes, str(REPOSITORY / "train_multi_gpu.py"), *words)
+        command = torchrun(num_processes, str(REPOSITORY / "train_multi_gpu.py"), *given)
     else:
-        command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
+        command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *given]
     environ = {**os.environ, "WANDB_MODE": "disabled"}
     ended = run_program(command, log=folder.with_suffix(".log"), environ=environ, timeout_s=300)
     if ended.failure is not None:
@@ -107,14 +97,14 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     """Add a run to the result: it must end, be certified, use fast attention, learn, and stay near `baseline`."""
     name, losses, again = run.name, run.losses, shlex.join(run.command)
-    certificate = run.summary.get("certificate") or {}
     result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
     if run.ended.failure is not None:
         result.fail(f"{name}: the run failed: {run.ended.failure}", again)
         result.details += run.ended.output.strip().splitlines()[-12:]
         return
-    verdict = certificate.get("verdict")
-    if verdict not in (None, "certified"):
+    certificate = run.summary.get("certificate") or {}
+    verdict = certificate.get("verdict", "certified")
+    if verdict != "certified":
         report = result.fail if verdict == "failed" else result.warn
         report(f"{name}: the certificate is {verdict}: {'; '.join(certificate['reasons'])}", again)
     if run.summary["attention_backend"] == "unfused":
@@ -130,13 +120,13 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{ran}, {run.ended.wall_s:.0f} s")
 
 
-def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
-    """Train in bf16, then in each recipe."""
+def train_in_each(setup: Setup, backend: Backend, recipes: Iterable[str], *words: str) -> Result:
+    """Train in bf16, then in each recipe of the backend."""
     result = Result()
-    baseline = train(setup, BASELINE, *precision_words(BASELINE), *words)
+    baseline = train(setup, "bf16", "--mixed_precision", "bf16", *words)
     judge(result, baseline)
     for name in recipes:
-        judge(result, train(setup, name, *precision_words(name), *words), baseline)
+        judge(result, train(setup, name, *fp8_words(backend, name), *words), baseline)
     if not result.failures:
         where = "certified" if setup.num_gpus else "on the CPU, so nothing is said of fp8 kernels"
         attention = baseline.summary["attention_backend"]
@@ -147,7 +137,7 @@ def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
 def check_steps(setup: Setup) -> Result:
     """bf16 and each of Transformer Engine's recipes that this GPU has; on the CPU bf16 alone."""
     if not setup.num_gpus:
-        return train_in_each(setup, ())
+        return train_in_each(setup, "te", ())
     import torch
 
     from llm_fp8.config.options import PrecisionConfig
@@ -161,19 +151,19 @@ def check_steps(setup: Setup) -> Result:
             usable.append(name)
         except UserError as error:
             lacking.append(f"{name}: {error}")
-    result = train_in_each(setup, usable, "--use_te")
+    result = train_in_each(setup, "te", usable, "--use_te")
     result.details += lacking
     if not usable:
-        fix = f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}   # bf16 is for GPUs older than Ada"
-        result.fail("no fp8 recipe of Transformer Engine runs on this GPU", fix)
+        result.fail(
+            "no fp8 recipe of Transformer Engine runs on this GPU",
+            f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}   # bf16 is for GPUs older than Ada",
+        )
     return result
 
 
 def check_torchao_steps(setup: Setup) -> Result:
-    """bf16 and each of torchao's recipes, emulated on the CPU. A missing requirement is a warning: only one option
-    needs it.
-    """
-    result = train_in_each(setup, recipe_names("torchao"))
+    """bf16 and each of torchao's recipes, emulated on the CPU. A lacking package is a warning: one option needs it."""
+    result = train_in_each(setup, "torchao", recipe_names("torchao"))
     if result.failures and all("exit code 2" in sentence for sentence in result.failures):
         result.warnings, result.failures = result.failures, []
     return result
@@ -181,10 +171,8 @@ def check_torchao_steps(setup: Setup) -> Result:
 
 def check_several_gpus(setup: Setup) -> Result:
     """fp8 on all GPUs, sharded with FSDP2."""
-    mode, result = "fsdp_full", Result()
-    words = ("--use_te", *precision_words("delayed"), "--sharding_mode", mode)
-    run = train(setup, mode, *words, num_processes=setup.num_gpus)
-    judge(result, run)
+    result, words = Result(), ("--use_te", "--sharding_mode", "fsdp_full", *fp8_words("te", "delayed"))
+    judge(result, train(setup, "fsdp_full", *words, num_processes=setup.num_gpus))
     if not result.failures:
-        result.summary = f"{run.summary['sharding_mode']} trains in fp8 on {setup.num_gpus} GPUs"
+        result.summary = f"fsdp_full trains in fp8 on {setup.num_gpus} GPUs"
     return result

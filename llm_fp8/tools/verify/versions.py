@@ -1,6 +1,6 @@
 """The packages: installed versions against the pins of the requirements files, and whether each can be imported.
 
-At import it needs packaging and the standard library only: scripts/container_requirements.py reads the pins with it.
+Importing it needs packaging alone, for scripts/container_requirements.py.
 """
 
 from __future__ import annotations
@@ -18,22 +18,11 @@ from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.packages import SHIPPED, package_version
 
 REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
-OPTIONAL = {
-    "flash-attn": "--attn_implementation flash_attention_2",
-    "torchao": "--fp8_backend torchao",
-    "peft": "--lora_rank",
-    "deepspeed": "--sharding_mode deepspeed_1 to 3",
-    "wandb": "--use_wandb",
-    "wandb-workspaces": "scripts/wandb_dashboard.py",
-    "nvidia-ml-py": "energy figures",
-}
-"""Package that a run can do without -> what needs it."""
+OPTIONAL = ("flash-attn", "torchao", "peft", "deepspeed", "wandb", "wandb-workspaces", "nvidia-ml-py")
+"""Packages that only an option, the dashboard or energy figures need."""
 TE = "transformer-engine"
 TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
-IMPORTED = (
-    *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
-    *(TE, "deepspeed", "torchao", "peft", "wandb", "flash-attn"),
-)
+IMPORTED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", TE, *OPTIONAL[:5])
 """Packages that are imported where they are installed; Transformer Engine only where there is a GPU."""
 _PIP = f"{sys.executable} -m pip"
 
@@ -69,7 +58,7 @@ def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str]
         if there is None and pin.name not in OPTIONAL and (has_gpu or pin.name != TE):
             result.fail(f"{pin.name} is not installed", fix)
         elif there is None:
-            result.details.append(f"{pin.name} is not installed ({OPTIONAL.get(pin.name, 'fp8 on a GPU')})")
+            result.details.append(f"{pin.name} is not installed")
         elif not pin.specifier.contains(there, prereleases=True):
             result.warn(f"{pin.name} is {there}, and not {pin.specifier}", fix)
     for name, error in errors.items():
@@ -78,27 +67,20 @@ def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str]
     return result
 
 
-def import_error(name: str) -> str | None:
-    """The error of importing a package, None where it loads."""
-    from llm_fp8.utils.te_import import require_te
-
-    try:
-        if name == TE:
-            require_te("fp8")  # as a run loads it, with torch's cuDNN
-        else:
-            importlib.import_module(name.replace("-", "_"))
-    except Exception as error:  # a broken package may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return None
-
-
 def check_packages(setup: Setup) -> Result:
     """Compare versions with the pins; import what a run needs and what is installed of the rest."""
-    pins = read_pins()
+    from llm_fp8.utils.te_import import require_te
+
+    pins, errors = read_pins(), {}
     found = installed([*(pin.name for pin in pins), *TE_PARTS, *IMPORTED])
     to_import = [name for name in IMPORTED if name in found and (name != TE or setup.num_gpus)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        errors = {name: error for name in to_import if (error := import_error(name)) is not None}
+        for name in to_import:
+            try:
+                # Transformer Engine as a run loads it, with torch's cuDNN.
+                require_te("fp8") if name == TE else importlib.import_module(name.replace("-", "_"))
+            except Exception as error:  # a broken package may raise anything
+                errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     is_container = bool(setup.environ.get("PIP_CONSTRAINT"))  # which keeps the versions that it has
     pinned = [pin for pin in pins if not (is_container and pin.name in found)]
     result = judge(pinned, found, errors, setup.num_gpus > 0)

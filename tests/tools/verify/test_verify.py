@@ -13,9 +13,9 @@ import torch
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.tools.verify import cli, gpu, runs, versions
-from llm_fp8.tools.verify.cli import CHECKS, Check, exit_code, main, run_check
+from llm_fp8.tools.verify.cli import CHECKS, main, run_check
 from llm_fp8.tools.verify.environment_rules import judge
-from llm_fp8.tools.verify.result import Result, Setup
+from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.subprocesses import Ended
@@ -191,7 +191,6 @@ def test_a_check_runs_where_it_can_and_a_crash_is_a_failed_check(setup):
     rows = [run_check(check, setup) for check in (fine, fine._replace(needs_gpus=2), Check("crash", crash))]
     assert [row.status for row in rows] == ["passed", "skipped", "failed"]
     assert "illegal memory access" in rows[2].failures[0] and rows[2].fixes
-    assert (exit_code(rows, True), exit_code(rows[:2], True), exit_code(rows[:2], False)) == (1, 0, 3)
 
 
 def run_main(monkeypatch, tmp_path: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
