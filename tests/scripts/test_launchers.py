@@ -19,7 +19,6 @@ from llm_fp8.config.accelerate_env import apply_launch_settings
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare import cli
-from llm_fp8.tools.compare.launch import plan_runs
 from tests.support.made_up_runs import made_up_run, write_run_folder
 from tests.support.processes import free_port
 
@@ -93,7 +92,7 @@ def test_one_command_compares_the_8b_pair(stand_in, tmp_path):
     assert words[0] == str(SCRIPTS / "compare_performance.py")
     parsed = cli.parse(words[1:])
     assert (parsed.variants, parsed.output) == ("bf16,fp8", ROOT / "runs" / "compare_llama_8b")
-    runs = plan_runs(parsed.train, ["bf16", "delayed"], parsed.seeds, 1, tmp_path)
+    runs = cli.plan_runs(parsed.train, ["bf16", "delayed"], parsed.seeds, 1, tmp_path)
     assert len(runs) == 6
     for run in runs:
         config = parse_config(list(run.words))

@@ -1,32 +1,41 @@
 """Is fp8 worth it here? Trains bf16 and fp8 runs that differ in nothing else, or reads finished ones, and says so with
 its figures.
 
-`llm-fp8 compare` and scripts/compare_performance.py.
+`llm-fp8 compare` and scripts/compare_performance.py. Runs lie in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs.
+Variants take turns within each seed, so that a machine that slows down slows all of them. The same command again goes
+on: a finished run is taken as it is, an interrupted one continues from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import re
+import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from llm_fp8.tools.compare.launch import Failure, plan_runs, run_all
-from llm_fp8.tools.compare.page import render_page
-from llm_fp8.tools.compare.report import compare, print_comparison
-from llm_fp8.tools.compare.run_record import read_run_folder, read_wandb
-from llm_fp8.tools.compare.variants import parse_variants, variants
+from llm_fp8.config.parser import parse_config
+from llm_fp8.tools.compare.report import Failure, compare, print_comparison, render_page
+from llm_fp8.tools.compare.run_record import read_run_folder, read_wandb, why_unfinished
+from llm_fp8.tools.compare.variants import VARIANT_FIELDS, parse_variants, variant_words, variants
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.train.checkpoint import has_checkpoint
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.subprocesses import run_program, torchrun
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
 """What scripts/train_bf16.sh and scripts/train_fp8.sh write: compared where nothing else is named."""
+
+_SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_name")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -48,26 +57,80 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         at = words.index("--train")
         words[at : at + 2] = [f"--train={words[at + 1]}"]
     options = parser.parse_args(words)
-    for name in ("seeds", "num_gpus"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    if min(options.seeds, options.num_gpus) < 1:
+        raise UserError("--seeds and --num_gpus must be at least 1.")
+    options.output = options.output or Path("comparison" if options.train is None else "runs/compare")
     return options
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    variant: str
+    seed: int
+    folder: Path
+    words: tuple[str, ...]
+    """Options of the training script."""
+
+
+def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
+    """The runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot run with
+    or that are set here, and for a folder of another comparison.
+    """
+    with reading("--train", repr(train), "the options"):
+        words = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), w) for w in shlex.split(train)]
+    given = {word.partition("=")[0].removeprefix("--") for word in words}
+    if taken := given.intersection(_SET_HERE):
+        raise UserError(f"--train: --{min(taken)} is set by --variants, --seeds or --output; leave it out.")
+    runs = []
+    for seed in range(1, num_seeds + 1):
+        for variant in variants:
+            own = folder / "runs" / f"{variant}-seed{seed}"
+            options = [*variant_words(variant, words), "--seed", str(seed), "--output_dir", str(own)]
+            if parse_config(options, parallel=num_gpus > 1).run.use_wandb:
+                options += ["--wandb_run_name", own.name]
+            runs.append(PlannedRun(variant, seed, own, tuple(options)))
+    plan, shared = folder / "plan.json", {"train": words, "num_gpus": num_gpus}
+    if plan.is_file() and read_json(plan) != shared:
+        raise UserError(f"--output {folder} holds a comparison with other options ({plan}); choose another folder.")
+    write_json_atomic(plan, shared)
+    return runs
+
+
+def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
+    """Run what has not finished yet."""
+    name, summary = run.folder.name, run.folder / "summary.json"
+    if summary.is_file() and why_unfinished(read_json(summary)) is None:
+        console.print(f"{name}: finished earlier, taken as it is ({run.folder})")
+        return None
+    words = list(run.words)
+    if has_checkpoint(run.folder):
+        words += ["--resume_from", "latest"]
+    elif run.folder.exists():  # interrupted before its first checkpoint
+        run.folder.rename(run.folder.with_name(f"{name}.unfinished-{time.strftime('%Y%m%d-%H%M%S')}"))
+    command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
+    if num_gpus > 1:
+        command = torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)
+    output = run.folder.parent.parent
+    log = output / "logs" / f"{name}.log"
+    console.print(f"{name}: started, log in {log}")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    ended = run_program(command, log=log, environ={"WANDB_RUN_GROUP": output.resolve().name, **os.environ})
+    console.print(f"{name}: {f'FAILED: {ended.failure}' if ended.failure else 'done'} after {ended.wall_s:.0f} s")
+    return Failure(run.variant, run.seed, ended.failure, str(log)) if ended.failure else None
+
+
 def main() -> int:
-    """Train or read, compare, report. Exit code 1 where a run failed."""
+    """Train or read, compare, report. Exit code 1 where a run failed; it does not stop the others."""
     options = parse(sys.argv[1:])
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    folder: Path = options.output or Path("comparison")
+    folder, num_gpus = options.output, options.num_gpus
     failures: list[Failure] = []
     if options.train is not None:
-        names, num_gpus = parse_variants(options.variants), options.num_gpus
-        folder = options.output or Path("runs") / "compare"
-        plan = plan_runs(options.train, names, options.seeds, num_gpus, folder)
+        plan = plan_runs(options.train, parse_variants(options.variants), options.seeds, num_gpus, folder)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run of the moment saves and stops first
-        failures = run_all(plan, num_gpus, console.print)
-        failed = {(failure.variant, failure.seed) for failure in failures}
-        records = [read_run_folder(run.folder, "--train") for run in plan if (run.variant, run.seed) not in failed]
+        ended = [(run, _run(run, num_gpus, console)) for run in plan]
+        failures = [failure for _, failure in ended if failure]
+        records = [read_run_folder(run.folder, "--train") for run, failure in ended if not failure]
     elif options.wandb:
         records = [read_wandb(run) for run in options.wandb]
     else:

@@ -18,28 +18,18 @@ _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 
 @dataclass(frozen=True)
-class LossGap:
-    """Eval loss of a variant against the reference variant, in nats per token, over the seeds that both have."""
+class LossGap(Interval):
+    """Eval loss of a variant minus that of the reference, in nats per token, over the seeds that both have."""
 
-    mean: float
-    low: float | None
-    """Ends of the 95% interval over seeds; None with one seed."""
-    high: float | None
     by_seed: dict[int, float]
-    """Seed -> loss of the variant minus loss of the reference."""
-
-    @property
-    def interval(self) -> Interval:
-        return Interval(self.mean, self.low, self.high)
 
 
 @dataclass(frozen=True)
 class CertificateState:
-    """The worst verdict among a variant's runs, in the order of `_SEVERITY`."""
+    """The worst verdict among a variant's runs, in the order of `_SEVERITY`, and the reasons of those that have it."""
 
     state: str
     reasons: list[str]
-    """Why it is not 'certified', of the runs that have this state."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +56,6 @@ class VariantFigures:
     answers: PairedAnswers | None
     certificate: CertificateState
     num_failed: int = 0
-
-    @property
-    def num_seeds(self) -> int:
-        return len(self.seeds)
 
 
 def variant_figures(
@@ -100,7 +86,7 @@ def variant_figures(
         energy_j_per_million_tokens=_mean([run.summary.get("median_energy_j_per_million_tokens") for run in runs]),
         eval_loss={run.seed: loss for run in runs if (loss := run.final_eval_loss) is not None},
         loss_gap=loss_gap,
-        exact_match=sum(answered) / len(answered) if answered else None,
+        exact_match=plain.fmean(answered) if answered else None,
         answers=answers,
         certificate=certificate_state([run.certificate for run in runs]),
         num_failed=num_failed,
@@ -134,9 +120,5 @@ def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> Certific
     """The state from the certificates of a variant's runs (`llm_fp8.precision.certificate`), None for a run without."""
     given = [certificate or {"verdict": "missing"} for certificate in certificates]
     worst = max((certificate["verdict"] for certificate in given), key=_SEVERITY.index, default="missing")
-    reasons: dict[str, None] = {}
-    for certificate in given:
-        if certificate["verdict"] == worst:
-            told = certificate.get("reasons") or []
-            reasons |= dict.fromkeys([told] if isinstance(told, str) else told)  # W&B keeps a list as text
-    return CertificateState(worst, [reason for reason in reasons if reason != "[]"])
+    reasons = [r for certificate in given if certificate["verdict"] == worst for r in certificate.get("reasons") or []]
+    return CertificateState(worst, list(dict.fromkeys(reasons)))

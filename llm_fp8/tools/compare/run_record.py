@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from ast import literal_eval
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +15,21 @@ from llm_fp8.utils.json_files import read_json, read_metrics, with_floats
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One finished run. Sections that its source does not keep are empty."""
+    """One finished run: sections of its run.json, its metrics.jsonl by kind, its summary.json."""
 
     source: str
     """Folder or W&B path."""
     config: dict[str, dict[str, Any]]
-    """Sections of options, as in run.json."""
     precision: dict[str, Any]
-    """Precision asked for and in effect, as in run.json."""
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     summary: dict[str, Any]
     """summary.json with the entries of its `throughput` beside the others, as on W&B."""
-    certificate: dict[str, Any] | None = None
-    effective: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    certificate: dict[str, Any] | None
+    effective: dict[str, Any]
+    data: dict[str, Any]
+    model: dict[str, Any]
+    provenance: dict[str, Any]
     answers: dict[str, bool] = field(default_factory=dict)
     """Problem -> whether the exported model answered it right (`llm-fp8 evaluate`)."""
 
@@ -60,12 +60,9 @@ class RunRecord:
 
     def seconds_to(self, eval_loss: float | None) -> float | None:
         """Seconds of training until an evaluation found this loss or a lower one; None where none did."""
-        if eval_loss is None:
-            return None
-        reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= eval_loss), None)
-        if reached is None:
-            return None
-        return sum(step["step_time_s"] for step in self.steps if step["step"] <= reached)
+        target = -math.inf if eval_loss is None else eval_loss
+        reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= target), None)
+        return reached and sum(step["step_time_s"] for step in self.steps if step["step"] <= reached)
 
     @property
     def peak_memory_gib(self) -> float | None:
@@ -81,23 +78,21 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
     return f"it failed: {summary['failed']}" if "failed" in summary else None
 
 
-def _record(run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], **more: Any) -> RunRecord:
+def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any]) -> RunRecord:
     """A run from what run.json, metrics.jsonl and summary.json hold. Raises an error for one that did not finish."""
-    source = more["source"]
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     metrics = [with_floats(entry) for entry in metrics]
     record = RunRecord(
+        source=source,
         config=run["config"],
         precision=run["precision"],
-        effective=run.get("effective") or {},
-        data=run.get("data") or {},
-        provenance=run.get("provenance") or {},
-        model={key: run["model"][key] for key in ("location", "num_parameters") if key in run.get("model", {})},
+        model={key: run["model"][key] for key in ("location", "num_parameters")},
         steps=[entry for entry in metrics if "loss" in entry],
         evaluations=[entry for entry in metrics if "eval_loss" in entry],
         summary={**summary, **summary.get("throughput", {})},
-        **more,
+        certificate=summary.get("certificate"),
+        **{name: run[name] for name in ("effective", "data", "provenance")},
     )
     if not record.steps:
         raise UserError(f"{source} holds no optimizer step.")
@@ -107,17 +102,12 @@ def _record(run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[st
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     """A finished run's record. Raises `UserError` where `folder` holds none, or one that did not finish."""
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
-        summary, metrics = read_json(folder / "summary.json"), read_metrics(folder / "metrics.jsonl")
-        evaluated = folder / "exact_match.json"
-        answers = read_json(evaluated)["answers"] if evaluated.is_file() else []
-        return _record(
-            read_json(folder / "run.json"),
-            metrics,
-            summary,
-            source=str(folder),
-            certificate=summary.get("certificate"),
-            answers={f"{answer['row_id']}: {answer['problem']}": answer["correct"] for answer in answers},
-        )
+        run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
+        record = _record(str(folder), run, read_metrics(folder / "metrics.jsonl"), summary)
+        if (evaluated := folder / "exact_match.json").is_file():
+            answers = read_json(evaluated)["answers"]
+            record.answers.update({f"{one['row_id']}: {one['problem']}": one["correct"] for one in answers})
+        return record
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
@@ -132,14 +122,13 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         if run.state != "finished":
             raise UserError(f"--wandb {path}: the W&B run is {run.state}; give a run that finished.")
         config, summary = dict(run.config), dict(run.summary)
-        metrics: dict[Any, dict[str, Any]] = {}
+        metrics: dict[int, dict[str, Any]] = {}
         for row in run.scan_history():  # an evaluation may have a row of its own
             metrics.setdefault(row["step"], {}).update({k: v for k, v in row.items() if v is not None})
-        effective = dict(config.get("effective") or {})
-        stored = {name: effective.pop(name, {}) for name in ("precision", "model", "data")}
-        sections = ("model", "precision", "data", "optim", "run", "lora", "parallel")
-        stored |= {"effective": effective, "provenance": config.get("provenance")}
-        stored["config"] = {name: config[name] for name in sections if name in config}
-        flat = {key.removeprefix("certificate/"): summary[key] for key in summary if key.startswith("certificate/")}
-        rows = [metrics[step] for step in sorted(metrics)]
-        return _record(stored, rows, summary, source=path, certificate=flat or None)
+        effective = dict(config["effective"])
+        stored = {name: effective.pop(name) for name in ("precision", "model", "data")}
+        options = {name: config[name] for name in ("model", "precision", "data", "optim", "run", "lora", "parallel")}
+        stored |= {"config": options, "effective": effective, "provenance": config["provenance"]}
+        if verdict := summary.get("certificate/verdict"):
+            summary["certificate"] = {"verdict": verdict, "reasons": literal_eval(summary["certificate/reasons"])}
+        return _record(path, stored, [metrics[step] for step in sorted(metrics)], summary)

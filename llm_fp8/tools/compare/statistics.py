@@ -129,11 +129,3 @@ def pair_answers(reference: Sequence[dict[str, bool]], other: Sequence[dict[str,
         num_problems_reference_better=sum(value < 0 for value in lead.values()),
         num_problems_other_better=sum(value > 0 for value in lead.values()),
     )
-
-
-def trailing_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the up to `window - 1` before it."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()

@@ -15,7 +15,6 @@ REFERENCE = "bf16"
 
 VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
 """The options that make a variant."""
-_CANONICAL = {"fp8": DEFAULTS["te"]}
 _RECIPE_OPTIONS = frozenset(option for recipe in RECIPES.values() for option in recipe.options)
 
 
@@ -25,17 +24,15 @@ def variants() -> dict[str, tuple[str, ...]]:
     for name, recipe in RECIPES.items():
         backend = () if recipe.backend == PrecisionConfig.fp8_backend else ("--fp8_backend", recipe.backend)
         recipes[name] = ("--mixed_precision", "fp8", *backend, "--fp8_scenario", name)
-    aliases = {alias: recipes[name] for alias, name in _CANONICAL.items()}
-    return {REFERENCE: ("--mixed_precision", "bf16"), **aliases, **recipes, "no": ("--mixed_precision", "no")}
+    bf16, fp32 = ("--mixed_precision", "bf16"), ("--mixed_precision", "no")
+    return {REFERENCE: bf16, "fp8": recipes[DEFAULTS["te"]], **recipes, "no": fp32}
 
 
 def parse_variants(text: str) -> list[str]:
     """The variants of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
-    names = [_CANONICAL.get(name, name) for name in map(str.strip, text.split(","))]
-    if unknown := [name for name in names if name not in variants()]:
-        raise UserError(f"--variants: '{unknown[0]}' is unknown; choose from {', '.join(variants())}.")
-    if len(set(names)) < len(names):
-        raise UserError(f"--variants {text} names one twice ('fp8' is '{_CANONICAL['fp8']}'); name each once.")
+    names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
+    if len(set(names) & variants().keys()) < len(names):
+        raise UserError(f"--variants {text}: name each once, of {', '.join(variants())} ('fp8' is '{DEFAULTS['te']}').")
     return sorted(names, key=lambda name: name != REFERENCE)
 
 

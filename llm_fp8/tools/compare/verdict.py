@@ -17,27 +17,9 @@ QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still pass for as good: a quarter of a percent of a loss of 2,
 the relative difference below which DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training from bf16's."""
 
-Conclusion = Literal[
-    "reference",
-    "failed",
-    "no reference",
-    "fell back",
-    "not comparable",
-    "not certified",
-    "worse",
-    "slower",
-    "not faster",
-    "speed unknown",
-    "too few seeds",
-    "not shown",
-    "slightly worse",
-    "quality unknown",
-    "use it",
-]
-
 Quality = Literal["baseline", "as good", "slightly worse", "worse", "not shown"]
 
-_ADVICE: dict[Conclusion, str] = {
+_ADVICE = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
     "slower": "it gains no speed here",
@@ -53,7 +35,8 @@ _ADVICE: dict[Conclusion, str] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    conclusion: Conclusion
+    conclusion: str
+    """A key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"."""
     sentences: list[str]
     """On speed, on quality, and what to do; a single one where nothing can be compared."""
     quality: Quality = "not shown"
@@ -67,35 +50,34 @@ def judge(
     margin: float = QUALITY_MARGIN,
 ) -> Verdict:
     """The verdict on a variant against its baseline `reference` (None where that has no finished run)."""
-    if own.num_seeds == 0:
+    if not own.seeds:
         return Verdict("failed", [f"{own.name}: no run finished, so there is nothing to compare."])
     name, state, reasons = own.name, own.certificate.state, "; ".join(own.certificate.reasons)
     if own.num_failed:
-        name += f" ({own.num_failed} of {own.num_failed + own.num_seeds} runs failed)"
+        name += f" ({own.num_failed} of {own.num_failed + len(own.seeds)} runs failed)"
     if reference is not None and own.variant == reference.variant:
         failed = [f"Its certificate failed ({reasons})."] if state == "failed" else []
         return Verdict("reference", [f"{name} is the baseline of the others.", *failed], "baseline")
-    if reference is None or reference.num_seeds == 0:
+    if reference is None or not reference.seeds:
         return Verdict("no reference", [f"{name} has no finished bf16 run to be compared with."])
     if own.fallback_reasons:
-        ran = f"{' and '.join(own.effective)} ran in its place ({'; '.join(own.fallback_reasons)})"
-        return Verdict("fell back", [f"{name} did not run: {ran}.", "Its figures are of that."])
+        why = "; ".join(own.fallback_reasons)
+        return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {' and '.join(own.effective)}."])
     if reference.certificate.state == "failed":
-        why = f"the {reference.name} runs failed their certificate ({'; '.join(reference.certificate.reasons)})"
-        return Verdict("not comparable", [f"{name} is not comparable: {why}."])
-    if confounded := concerning(differences, own.variant, "all"):
-        why = f"the runs differ in {_fields(confounded)}"
-        return Verdict("not comparable", [f"{name} is not comparable with {reference.name}: {why}."])
+        return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
+    if confounded := concerning(differences, own.variant, "both"):
+        return Verdict("not comparable", [f"{name} is not comparable: the runs differ in {listed(confounded)}."])
+    is_fp8 = any(ran.startswith("fp8") for ran in own.effective)
     speed_confounded = concerning(differences, own.variant, "speed")
     quality_confounded = concerning(differences, own.variant, "quality")
     quality = _quality(own, bool(quality_confounded), margin)
     conclusion = _conclude(own, quality, bool(speed_confounded), bool(quality_confounded))
+    if conclusion in ("slightly worse", "use it") and is_fp8 and state != "certified":
+        conclusion = "not certified"
     learned = _loss_words(own, reference, quality_confounded, margin) + _answer_words(own, quality_confounded)
     advice = _ADVICE[conclusion]
-    if state == "failed" or (state == "undetermined" and is_fp8(own)):
-        advice = f"its certificate {'failed' if state == 'failed' else 'is undetermined'} ({reasons}): {advice}"
-    elif state == "missing" and is_fp8(own):
-        advice = f"no certificate shows that it computed in fp8: {advice}"
+    if state == "failed" or (state != "certified" and is_fp8):
+        advice = f"its certificate is {state}{reasons and f' ({reasons})'}: {advice}"
     speed = f"{name} {_speed_words(own, reference, speed_confounded)}."
     return Verdict(conclusion, [speed, *(f"{words[0].upper()}{words[1:]}." for words in (learned, advice))], quality)
 
@@ -104,7 +86,7 @@ def _quality(own: VariantFigures, confounded: bool, margin: float) -> Quality:
     gap, answers = own.loss_gap, own.answers
     if confounded:
         return "not shown"
-    if (answers is not None and answers.is_worse) or (gap is not None and not math.isfinite(gap.mean)):
+    if (answers is not None and answers.is_worse) or (gap is not None and not math.isfinite(gap.value)):
         return "worse"
     if gap is None or gap.low is None or gap.high is None:
         return "not shown"
@@ -116,7 +98,7 @@ def _quality(own: VariantFigures, confounded: bool, margin: float) -> Quality:
     return "slightly worse" if _worse_in_every_seed(gap) else "as good"
 
 
-def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, quality_confounded: bool) -> Conclusion:
+def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, quality_confounded: bool) -> str:
     """The most severe conclusion that applies."""
     if own.certificate.state == "failed":
         return "not certified"
@@ -137,26 +119,16 @@ def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, qua
         return "too few seeds"
     if quality == "not shown":
         return "not shown"
-    if is_fp8(own) and own.certificate.state != "certified":
-        return "not certified"
     return "slightly worse" if quality == "slightly worse" else "use it"
-
-
-def is_fp8(own: VariantFigures) -> bool:
-    return any(name.startswith("fp8") for name in own.effective)
 
 
 def _worse_in_every_seed(gap: LossGap) -> bool:
     return all(value > 0 for value in gap.by_seed.values())
 
 
-def _fields(differences: Sequence[Difference]) -> str:
-    return listed(dict.fromkeys(difference.field for difference in differences))
-
-
-def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference]) -> str:
+def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded:
-        return f"cannot be compared in speed: the runs differ in {_fields(confounded)}"
+        return f"cannot be compared in speed: the runs differ in {listed(confounded)}"
     speedup = own.speedup
     if speedup is None:
         return "has no measured speed"
@@ -167,32 +139,21 @@ def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Seq
     return f"{how}: {measured} ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[Difference], margin: float) -> str:
+def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str], margin: float) -> str:
     if confounded:
-        return f"its quality cannot be compared: the runs differ in {_fields(confounded)}"
+        return f"its quality cannot be compared: the runs differ in {listed(confounded)}"
     gap = own.loss_gap
     if gap is None:
-        if own.eval_loss and reference.eval_loss:
-            return f"its eval loss has no {reference.name} run of the same seed with a finite one beside it"
-        return "its eval loss was not measured"
-    if not math.isfinite(gap.mean):
-        return "its eval loss is not finite in every seed"
-    signed = f"its eval loss differs by {gap.mean:+.4f} nats/token"
+        return f"its eval loss was not measured beside that of {reference.name}"
+    words = f"its eval loss differs by {gap.value:+.4f} nats/token"
     if gap.low is None or gap.high is None:
-        return f"{signed} in one seed"
-    if gap.low > margin:
-        where = f"worse by more than the margin of {margin:g}"
-    elif gap.high <= margin:
-        where = f"within the margin of {margin:g}"
-    else:
-        where = f"which does not show it within the margin of {margin:g}"
+        return f"{words} in one seed"
+    place = "beyond" if gap.low > margin else "within" if gap.high <= margin else "not shown to lie within"
     every = ", and is higher in every seed" if _worse_in_every_seed(gap) and gap.low <= margin else ""
-    return f"{signed} ({gap.low:+.4f} to {gap.high:+.4f} over {len(gap.by_seed)} seeds), {where}{every}"
+    return f"{words} ({gap.low:+.4f} to {gap.high:+.4f}), {place} the margin of {margin:g}{every}"
 
 
-def _answer_words(own: VariantFigures, confounded: Sequence[Difference]) -> str:
+def _answer_words(own: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded or own.answers is None:
         return ""
-    p_value = own.answers.p_value
-    p = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
-    return f"; exact match differs by {100 * own.answers.difference:+.1f} points ({p})"
+    return f"; exact match differs by {100 * own.answers.difference:+.1f} points (p = {own.answers.p_value:.2g})"

@@ -13,11 +13,10 @@ import pytest
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare import cli
+from llm_fp8.tools.compare.cli import plan_runs
 from llm_fp8.tools.compare.differences import Difference, find_differences
 from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
-from llm_fp8.tools.compare.launch import Failure, plan_runs
-from llm_fp8.tools.compare.page import render_page, without_folders
-from llm_fp8.tools.compare.report import compare
+from llm_fp8.tools.compare.report import Failure, compare, render_page, without_folders
 from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
 from llm_fp8.tools.compare.statistics import Interval, PairedAnswers
 from llm_fp8.tools.compare.variants import parse_variants, variant_words
@@ -43,7 +42,7 @@ def test_the_figures_of_a_variant():
     assert figures.tokens_per_s.value == pytest.approx(130_000, rel=0.01)
     assert 1.28 < figures.speedup.low < figures.speedup.value < figures.speedup.high < 1.32
     assert figures.peak_memory_gib == 37.0 and figures.energy_j_per_million_tokens == pytest.approx(6000 / 1.3)
-    assert figures.loss_gap.mean == pytest.approx(0.01)
+    assert figures.loss_gap.value == pytest.approx(0.01)
     assert figures.effective == ["fp8 delayed"] and figures.certificate.state == "certified"
     assert figures.time_to_reference_loss_s is None, "it never gets there"
 
@@ -143,7 +142,7 @@ def test_the_margin_is_the_callers():
         ({"speedup": Interval(1.3, None, None)}, "too few seeds", "as good"),
         ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "not shown"),
         ({"loss_gap": None}, "quality unknown", "not shown"),
-        ({"loss_gap": dataclasses.replace(GAP, mean=math.nan)}, "worse", "worse"),
+        ({"loss_gap": dataclasses.replace(GAP, value=math.nan)}, "worse", "worse"),
         ({"num_failed": 1}, "not shown", "not shown"),
     ],
 )
@@ -166,7 +165,7 @@ def test_verdict_without_or_with_a_broken_reference():
 
 @pytest.mark.parametrize(
     ("effect", "conclusion"),
-    [("all", "not comparable"), ("speed", "speed unknown"), ("quality", "quality unknown"), ("note", "use it")],
+    [("both", "not comparable"), ("speed", "speed unknown"), ("quality", "quality unknown")],
 )
 def test_verdict_of_runs_that_differ(effect, conclusion):
     assert verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])]).conclusion == conclusion
@@ -198,13 +197,12 @@ def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRec
 @pytest.mark.parametrize(
     ("section", "path", "value", "field", "effect"),
     [
-        ("config", ["optim", "learning_rate"], 1.0, "config.optim.learning_rate", "all"),
+        ("config", ["optim", "learning_rate"], 1.0, "config.optim.learning_rate", "both"),
         ("config", ["run", "eval_batches"], 3, "config.run.eval_batches", "quality"),
-        ("config", ["run", "save_every"], 3, "config.run.save_every", "note"),
-        ("effective", ["global_batch_size"], 3, "effective.global_batch_size", "all"),
+        ("effective", ["global_batch_size"], 3, "effective.global_batch_size", "both"),
         ("provenance", ["driver"], "1.0", "provenance.driver", "speed"),
-        ("provenance", ["packages", "torch"], "1.0", "provenance.packages.torch", "all"),
-        ("precision", ["optimizer"], "adamw_fp32", "optimizer", "all"),
+        ("provenance", ["packages", "torch"], "1.0", "provenance.packages.torch", "both"),
+        ("precision", ["optimizer"], "adamw_fp32", "precision.optimizer", "both"),
     ],
 )
 def test_a_field_that_differs_is_named_with_what_it_confounds(section, path, value, field, effect):
@@ -225,13 +223,13 @@ def test_other_rows_other_weights_and_other_precisions_are_seen():
     base, own = made_up_run("bf16"), made_up_run("delayed")
     other_rows = [{**step, "tokens_seen": step["tokens_seen"] + 1} for step in own.steps]
     (found,) = find_differences([base, dataclasses.replace(own, steps=other_rows)])
-    assert found.effect == "all" and "tokens seen with seed 1" in found.field
+    assert found.effect == "both" and found.field == "tokens_seen"
     other_weights = [{**own.steps[0], "loss": 9.0}, *own.steps[1:]]
     (found,) = find_differences([base, dataclasses.replace(own, steps=other_weights)])
     assert found.effect == "quality"
     fell_back = made_up_run("mxfp8", 2, precision=precision_of("mxfp8", "delayed"))
     found = find_differences([base, made_up_run("bf16", 2), made_up_run("mxfp8", 1), fell_back])
-    assert [(one.field, one.variants) for one in found] == [("precision in effect", ["mxfp8"])]
+    assert [(one.field, one.variants) for one in found] == [("precision.effective", ["mxfp8"])]
 
 
 # ---- folders, plans, the page ----
@@ -306,7 +304,7 @@ def test_the_page_is_whole_and_tells_no_folder():
     failure = Failure("mxfp8", 1, "<script>alert(1)</script>", "/home/me/log")
     page = render_page(compare(runs, [failure]))
     assert "/home/me" not in page and "<script" not in page and "nan" not in page
-    assert page.count("<polyline") == 2 * 6 and page.count('class="bar') == 3
+    assert page.count("<polyline") == 2 * 6 and page.count('class="bar') == 2
     assert page.count("doubtful") > 1, "a variant that learns worse has a pale bar"
     assert without_folders("in /a/b/c.json and https://x.org/a/b") == "in c.json and https://x.org/a/b"
 
@@ -329,8 +327,8 @@ def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_pat
     losses = [
         [record["eval_loss"] for record in small.records(run.folder) if "eval_loss" in record][-1] for run in runs
     ]
-    assert result["variants"][1]["loss_gap"]["mean"] == pytest.approx(losses[1] - losses[0])
-    assert [one for one in result["differences"] if one["effect"] != "note"] == []
+    assert result["variants"][1]["loss_gap"]["value"] == pytest.approx(losses[1] - losses[0])
+    assert result["differences"] == []
 
     class StandInApi:
         """wandb.Api with one run, filled from what an offline run would send."""

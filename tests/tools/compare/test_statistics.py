@@ -15,7 +15,6 @@ from llm_fp8.tools.compare.statistics import (
     pair_answers,
     ratio_interval,
     t_interval,
-    trailing_mean,
 )
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
 from tests.support.made_up_runs import made_up_run
@@ -151,7 +150,3 @@ def test_a_problem_is_one_trial_however_many_seeds_answer_it():
     # With one seed it is McNemar's exact test.
     one = pair_answers([{str(i): i < 9 for i in range(10)}], [{str(i): i == 9 for i in range(10)}])
     assert one.p_value == pytest.approx(22 / 1024)
-
-
-def test_trailing_mean():
-    assert trailing_mean([4.0, 2.0, 0.0, 4.0], 2) == [4.0, 3.0, 1.0, 2.0]
