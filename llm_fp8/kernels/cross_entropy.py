@@ -6,16 +6,15 @@ For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 
 and its gradients. The training loop divides the sum by the supervised tokens of the whole optimizer step.
 
-`F.cross_entropy(model(x).float(), y)` with V = 128,256 (Llama 3) and T = 8,192 holds the bf16 logits (2.0 GiB), their
-fp32 copy, the fp32 log-softmax and its gradient (3.9 GiB each) at once. Here the gradient overwrites the bf16 logits:
+For V = 128,256 (Llama 3) and T = 8,192 `F.cross_entropy(model(x).float(), y)` holds 2.0 GiB of logits and three fp32
+tensors of 3.9 GiB at once. Here the gradient overwrites the bf16 logits:
 
     one chunk     The logits are kept for the backward pass, which the loss is next to: the peak does not rise.
     many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
-                  pass. grad_W is summed over chunks in fp32 (4 V h bytes), since bf16 would round the running sum;
-                  because of this accumulator chunks save memory only for T well above 2 h.
+                  pass. grad_W is summed over chunks in fp32 (4 V h bytes), so chunks pay only for T well above 2 h.
 
-The GEMMs run in `compute_dtype` (bf16 in training). From the logits on everything is fp32 (fp64 for fp64 inputs); only
-the gradient with respect to the logits is rounded, to `compute_dtype`. NaN stays NaN.
+The GEMMs run in `compute_dtype`. From the logits on everything is fp32 (fp64 for fp64 inputs); only the gradient with
+respect to the logits is rounded, to `compute_dtype`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ from torch.autograd.function import once_differentiable
 
 from llm_fp8.kernels import softmax
 
-LOGITS_BUDGET_GIB = 4.0
-"""Largest logits buffer of the default chunk size: 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB."""
+LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
     """Tokens per chunk so that its logits fit `LOGITS_BUDGET_GIB`; chunks are of nearly equal length."""
-    logits_bytes = num_tokens * vocab_size * dtype.itemsize
-    num_chunks = max(1, -(-logits_bytes // int(LOGITS_BUDGET_GIB * 2**30)))
+    num_chunks = max(1, -(-num_tokens * vocab_size * dtype.itemsize // int(LOGITS_BUDGET_GIB * 2**30)))
     # Multiples of 128: they are the inner dimension of grad_W's GEMM.
     return max(1, -(-num_tokens // (num_chunks * 128))) * 128
 
@@ -49,47 +46,29 @@ def linear_cross_entropy_sum(
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight:
-    0-dim, fp32 (fp64 if `compute_dtype` is fp64). ValueError on shapes that do not fit together.
+    0-dim, fp32 (fp64 if `compute_dtype` is fp64).
 
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
         weight: `[V, h]`, the lm_head's; may be the embedding's (tied).
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
-        compute_dtype: of the GEMMs and the logits. Default: autocast's in an autocast region, else that of `hidden`.
+        compute_dtype: of the GEMMs and the logits, whatever autocast says. Default: that of `hidden`.
     """
-    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} needs a weight [V, {hidden.shape[-1]}], not {tuple(weight.shape)}, and "
-            f"labels {tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}."
-        )
-    device_type = hidden.device.type
-    if compute_dtype is None:
-        autocast = torch.is_autocast_enabled(device_type)
-        compute_dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    compute_dtype = compute_dtype or hidden.dtype
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
-    with torch.autocast(device_type, enabled=False):
-        if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
-            return _loss_only(hidden, weight, labels, chunk_tokens, compute_dtype)
-        if hidden.shape[0] <= chunk_tokens:
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()  # so that no gradient is formed
+    with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.shape[0] <= chunk_tokens and (hidden.requires_grad or weight.requires_grad):
             return _OneChunk.apply(hidden, weight, labels, compute_dtype)
         return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype)
 
 
-def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, compute_dtype: torch.dtype) -> Tensor:
-    with torch.no_grad():
-        weight = weight.to(compute_dtype)
-        loss = torch.zeros((), dtype=softmax.accurate(compute_dtype), device=hidden.device)
-        for rows, row_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            losses, _ = softmax.losses(rows.to(compute_dtype) @ weight.t(), row_labels)
-            loss += losses.sum()
-    return loss
-
-
 class _OneChunk(torch.autograd.Function):
-    """All logits at once, overwritten by their gradient in the backward pass. autograd then refuses a second one."""
+    """All logits at once, overwritten by their gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype) -> Tensor:
@@ -104,12 +83,11 @@ class _OneChunk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, logits, statistics = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
         with torch.autocast(hidden.device.type, enabled=False):
             softmax.to_gradient_(logits, statistics, labels, grad_output)
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-            grad_hidden = (logits @ weight).to(hidden_dtype) if needs_hidden else None
-            grad_weight = (logits.t() @ hidden).to(weight_dtype) if needs_weight else None
+            grad_hidden = (logits @ weight).to(ctx.dtypes[0]) if needs_hidden else None
+            grad_weight = (logits.t() @ hidden).to(ctx.dtypes[1]) if needs_weight else None
         return grad_hidden, grad_weight, None, None
 
 
@@ -134,7 +112,8 @@ class _ManyChunks(torch.autograd.Function):
             logits = rows @ compute_weight.t()
             losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
-            softmax.to_gradient_(logits, statistics, labels[chunk], one)
+            if needs_hidden or needs_weight:
+                softmax.to_gradient_(logits, statistics, labels[chunk], one)
             if grad_hidden is not None:
                 grad_hidden[chunk] = logits @ compute_weight
             if grad_weight is not None:
@@ -150,6 +129,5 @@ class _ManyChunks(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_output  # 0-dim: keeps the dtype
         if grad_weight is not None:
-            # One kernel multiplies and casts.
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None, None

@@ -3,13 +3,11 @@
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
 Columns i and rotary_dim / 2 + i, (x, y), of q and k become (x cos - y sin, y cos + x sin) (the rotate-half layout), in
-fp32, rounded once to the dtype of `fused`. Another fp32 implementation, like Transformer Engine's, may differ by at
-most 2^-21 (|x| + |y|), and in bf16 and fp16 by one unit in the last place besides. In the backward pass the same kernel
-rotates the gradients, of any strides, by the negative angle.
+fp32, rounded once to the dtype of `fused`. In the backward pass the same kernel rotates the gradients, of any strides,
+by the negative angle.
 
-A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, so that sine and cosine serve
-several heads. It finds a token's position by bisection of `cu_seqlens`: no pass over the tokens, no host
-synchronisation, no recompilation for another number of documents.
+A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, and finds a token's position by
+bisection of `cu_seqlens`: no host synchronisation, no recompilation for another number of documents.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_ELEMENTS = 1024
-"""Elements of half a head that a program holds at a time: 8 for each of 128 threads, 16 bytes of bf16."""
-HEADS_PER_PROGRAM = 8
-"""More would leave a short batch with too few programs to fill the GPU."""
+BLOCK_ELEMENTS = 1024  # of half a head that a program holds at a time: 8 for each of 128 threads, 16 bytes of bf16
+HEADS_PER_PROGRAM = 8  # more would leave a short batch with too few programs to fill the GPU
 
 
 @triton.jit
@@ -180,8 +176,7 @@ def _launch(
     """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d], any strides), or back if `backward`."""
     q, k, v = parts
     num_heads, num_kv_heads, head_dim, rotary_dim = q.shape[-2], k.shape[-2], q.shape[-1], angles.shape[-1]
-    num_tokens = fused[..., 0].numel()
-    num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    num_tokens, num_documents = fused[..., 0].numel(), 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     block_half = triton.next_power_of_2(rotary_dim // 2)
     block_tokens = max(1, BLOCK_ELEMENTS // block_half)
     rotated_groups = triton.cdiv(num_heads + num_kv_heads, HEADS_PER_PROGRAM)
@@ -225,10 +220,9 @@ class _SplitRope(torch.autograd.Function):
         ctx: Any, fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, ...]:
         fused = fused.contiguous()
-        head_dim = fused.shape[-1] // (num_heads + 2 * num_kv_heads)
-        parts = tuple(
-            fused.new_empty(*fused.shape[:-1], heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)
-        )
+        all_heads = (num_heads, num_kv_heads, num_kv_heads)
+        head_dim = fused.shape[-1] // sum(all_heads)
+        parts = tuple(fused.new_empty(*fused.shape[:-1], heads, head_dim) for heads in all_heads)
         _launch(fused, parts, angles, cu_seqlens, backward=False)
         ctx.save_for_backward(angles, cu_seqlens)
         return parts
@@ -247,8 +241,7 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once. ValueError where
-    shapes or dtypes are not these:
+    """q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once.
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],
@@ -257,11 +250,4 @@ def split_rope(
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
         cu_seqlens: int32 [n + 1] on the same GPU, contiguous, from 0 to T: where each document starts. None: padded.
     """
-    head_dim, rest = divmod(fused.shape[-1], num_heads + 2 * num_kv_heads)
-    if rest or fused.ndim != (3 if cu_seqlens is None else 2):
-        raise ValueError(f"a projection of shape {tuple(fused.shape)} cannot be split into heads")
-    if angles.dtype != torch.float32 or not angles.is_contiguous() or angles.shape[-1] not in range(2, head_dim + 1, 2):
-        raise ValueError(f"angles are {angles.dtype} {tuple(angles.shape)}, not a contiguous fp32 table of even width")
-    if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or not cu_seqlens.is_contiguous()):
-        raise ValueError(f"cu_seqlens have to be contiguous int32; they are {cu_seqlens.dtype}")
     return _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

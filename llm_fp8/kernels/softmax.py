@@ -1,7 +1,6 @@
 """The elementwise part of cross entropy: from logits to losses, and to their own gradient.
 
-On a GPU with Transformer Engine these are its two Triton kernels (transformer_engine.pytorch.triton.cross_entropy): two
-reads and one write of the logits. Elsewhere they are torch, in blocks of rows.
+On a GPU with Transformer Engine these are its two Triton kernels; elsewhere they are torch, in blocks of rows.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss."""
-
-_ROWS_PER_BLOCK = 1024
-"""Rows whose fp32 copy the torch implementation makes at a time (0.5 GiB for V = 128,256)."""
+_ROWS_PER_BLOCK = 1024  # of which the torch implementation makes an fp32 copy (0.5 GiB for V = 128,256)
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
@@ -30,9 +27,7 @@ def use_triton(logits: Tensor) -> bool:
 
 
 def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T], log(d) - (logit[label] - m) or 0 for an ignored label, of `logits [T, V]`, which are unchanged; and
-    statistics [T, 2]: the row maximum m, and d = sum of exp(logit - m).
-    """
+    """Losses [T] (0 for an ignored label) of `logits [T, V]`; statistics [T, 2]: maximum m, sum of exp(logit - m)."""
     if not use_triton(logits):
         return torch_losses(logits, labels)
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
@@ -52,8 +47,7 @@ def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
     """Overwrite `logits [T, V]` by grad_output [] * (softmax - one_hot(label)), or 0 in ignored rows."""
     if not use_triton(logits):
-        torch_to_gradient_(logits, statistics, labels, grad_output)
-        return
+        return torch_to_gradient_(logits, statistics, labels, grad_output)
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
 
     cross_entropy_backward(

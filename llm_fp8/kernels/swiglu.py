@@ -1,10 +1,9 @@
 """SwiGLU's backward pass inside Transformer Engine's LayerNormMLP, with the cast of its result to fp8.
 
-LayerNormMLP looks its activation up by name in a table that has, for some, one function for the backward pass, the bias
-gradient and the cast. SwiGLU has none, so its gradient is written in bf16 and read again: to be cast, and to be summed
-for a bias that our MLPs do not have. `fuse_swiglu_backward` adds a name that has one: with delayed scaling the kernel
-`dswiglu_cast`, with other recipes Transformer Engine's own two steps without the sum. Where the private table
-(`llm_fp8.utils.te_internals`) is not found, modules stay as they are: slower, as exact.
+LayerNormMLP looks its activation up in a table that has, for some, one function for the backward pass and the cast.
+SwiGLU has none, so its gradient is written in bf16 and read again, also to be summed for a bias that our MLPs do not
+have. `fuse_swiglu_backward` adds a name that has one: with delayed scaling the kernel `dswiglu_cast`, with other
+recipes Transformer Engine's own two steps without the sum.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NAME = "swiglu_with_fused_cast"
 
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
-    """Let `mlp`, a LayerNormMLP with activation "swiglu" and without biases, fuse its inner gradient and cast."""
+    """Let `mlp`, a LayerNormMLP with "swiglu" and without biases, fuse its inner gradient and cast."""
     add_activation(NAME, _backward_and_cast)
     mlp.activation = NAME  # type: ignore[assignment]
 

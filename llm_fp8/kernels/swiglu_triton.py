@@ -1,7 +1,6 @@
-"""A Triton kernel that writes the gradient of SwiGLU's input straight in fp8.
+"""A Triton kernel that writes the gradient of SwiGLU's input straight in fp8, rounded once from fp32.
 
-Everything is fp32 and rounded once, to fp8, where two kernels (gradient, then cast) also round to bf16 in between. The
-traffic is 10 bytes per element of SwiGLU's output instead of 18, and no bf16 tensor is made.
+The traffic is 10 bytes per element of SwiGLU's output instead of 18, and no bf16 tensor is made.
 
 The casts are PTX instructions: Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
 """
@@ -20,12 +19,11 @@ cvt.rn.satfinite.{kind}.f32 high, $4, $3;
 mov.b32 $0, {{low, high}};
 }}"""
 CASTS = {torch.float8_e5m2: _CAST.format(kind="e5m2x2"), torch.float8_e4m3fn: _CAST.format(kind="e4m3x2")}
-"""fp8 type -> PTX for four fp32 values to a word, the first in its lowest byte; rounds to nearest even. NaN stays NaN,
-what is out of range becomes the range's end."""
+"""fp8 type -> PTX for four fp32 values to a word, the first in its lowest byte; NaN stays NaN, the rest saturates."""
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 
+# What a program takes. Larger blocks spill registers, narrower ones write less than 32 contiguous bytes.
 TOKENS, COLUMNS, NUM_WARPS = 64, 64, 4
-"""What a program takes. Larger blocks spill registers, narrower ones write less than 32 contiguous bytes."""
 
 
 @triton.jit
@@ -54,7 +52,7 @@ def _dswiglu_cast_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    # Neighbouring programs take the same columns of other tokens: together they fill rows of the transposed result.
+    # Neighbouring programs fill rows of the transposed result.
     blocks_of_tokens = tl.cdiv(num_tokens, BLOCK_TOKENS)
     program = tl.program_id(0)
     tokens = (program % blocks_of_tokens) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -92,8 +90,8 @@ def dswiglu_cast(
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-    Returned as `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f] and transposed [2 f, T], both contiguous, as the dgrad and wgrad
-    GEMMs of fc1 take them, with 1 / `scale`, fp32 [1]. ValueError on shapes that do not fit.
+    Returned as `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f] and transposed [2 f, T], both contiguous, with 1 / `scale`, fp32
+    [1]. ValueError on shapes that do not fit.
 
     Args:
         gradient: bf16, fp16 or fp32 [T, f], contiguous: dy, with respect to SwiGLU's output.
@@ -103,15 +101,10 @@ def dswiglu_cast(
     """
     num_tokens, width = gradient.shape
     if gate_and_up.shape != (num_tokens, 2 * width) or not (gradient.is_contiguous() and gate_and_up.is_contiguous()):
-        raise ValueError(
-            f"a contiguous gradient {tuple(gradient.shape)} needs a contiguous input {(num_tokens, 2 * width)}; it is "
-            f"{tuple(gate_and_up.shape)}"
-        )
+        raise ValueError(f"a contiguous gradient {tuple(gradient.shape)} does not fit {tuple(gate_and_up.shape)}")
     rowwise = torch.empty(num_tokens, 2 * width, dtype=fp8_dtype, device=gradient.device)
     transposed = torch.empty(2 * width, num_tokens, dtype=fp8_dtype, device=gradient.device)
     scale_inverse = torch.empty_like(scale)
-    if num_tokens == 0:
-        return rowwise, transposed, scale_inverse
     programs = triton.cdiv(num_tokens, TOKENS) * triton.cdiv(width, COLUMNS)
     with torch.cuda.device_of(gradient):
         _dswiglu_cast_kernel[(programs,)](

@@ -1,13 +1,9 @@
 """The one place that replaces a module's `forward`.
 
 Hooks cannot enclose a forward pass, and a wrapping module would change parameters' names. So `forward` becomes an
-attribute of the instance. Wrappers nest, the last one outermost. For a decoder layer
-
-    1. `precision.context.Precision.attach`                             autocast off (modules kept in bf16)
-    2. `distributed.activation_checkpoint.enable_gradient_checkpointing`  recomputation
-
-in this order: the recomputed forward pass then runs in the precision of the first one. FSDP2 and torch.compile act on
-the module around both.
+attribute of the instance. Wrappers nest, the last one outermost: first autocast off for modules kept in bf16
+(`Precision.attach`), then recomputation (`enable_gradient_checkpointing`), which so runs in the precision of the first
+pass. FSDP2 and torch.compile act on the module around both.
 """
 
 from __future__ import annotations
@@ -22,8 +18,3 @@ from torch import nn
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """From now on `module.forward(*args, **kwargs)` is `wrapper(the forward until now, *args, **kwargs)`."""
     module.forward = functools.partial(wrapper, module.forward)
-
-
-def forward_is_wrapped(module: nn.Module) -> bool:
-    """Whether something replaced the forward pass of `module`, here or in another library."""
-    return "forward" in vars(module)

@@ -7,8 +7,7 @@
         loss_sum, aux = model(batch)
 
 A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel
-can run. torchao's modules (`llm_fp8.precision.torchao`) compute in fp8 by themselves: nothing is entered for them, and
-`plan.recipe` decides whether there are any. Recipes: `llm_fp8.config.recipes`.
+can run. torchao's modules compute in fp8 by themselves: nothing is entered for them.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
             found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
         if not found:
             first_layer = [name for name in names if re.search(r"\.0\.", name)]
-            raise UserError(
-                f"--fp8_bf16_modules: no module with linear layers is named '{pattern}'; those of the first of the "
-                f"{len(decoder_layers)} decoder layers are {', '.join(first_layer)}."
-            )
+            raise UserError(f"--fp8_bf16_modules {pattern}: no such module; layer 0 has {', '.join(first_layer)}.")
         kept += found
     return kept
 
@@ -88,11 +84,11 @@ class Precision:
         self._te_linears: list[nn.Module] = []
         self._torchao_linears: dict[str, nn.Module] = {}
         self.misfits: dict[str, str] = {}
-        """Name of a Transformer Engine module -> why the recipe cannot compute it, so that it stays in bf16."""
+        """Name of a TE module that stays in bf16 -> why the recipe cannot compute it."""
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
         self.recipe_inside_modules: str | None = None
-        """Class of the recipe in force in a Transformer Engine module's first forward pass, or 'none'."""
+        """Class of the recipe in force in a TE module's first forward pass, or 'none'."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the fp8 modules of `model`, converted already, and keep those in bf16 that options name. Raises
@@ -147,8 +143,8 @@ class Precision:
     @property
     def scales_lag(self) -> bool:
         """Whether a tensor's scale comes from earlier passes (delayed scaling)."""
-        recipe = RECIPES.get(self.plan.effective_scenario or "")
-        return recipe is not None and recipe.scales_lag
+        scenario = self.plan.effective_scenario
+        return scenario is not None and RECIPES[scenario].scales_lag
 
     @property
     def num_fp8_gemms_per_weight(self) -> int:
@@ -231,15 +227,16 @@ class Precision:
         """TE's own tensors of delayed scaling, by module: scales fp32 [num_tensors], amax histories fp32 [history,
         num_tensors]; empty for other recipes. Modules that have not run yet are initialised, so names never change.
         """
-        if not self.scales_lag:
-            return {}
         state: dict[str, Tensor] = {}
+        if not self.scales_lag:
+            return state
+        module: Any
         # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self._te_autocast(enabled=True):
             for name, module in self._fp8_modules.items():
-                module.init_fp8_metadata(num_gemms=len(linear_weights(module)))  # type: ignore[operator]
+                module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
-                    meta: Any = module.fp8_meta[direction]  # type: ignore[index]
+                    meta = module.fp8_meta[direction]
                     state[f"{name}.{direction}.scale"] = meta.scale
                     state[f"{name}.{direction}.amax_history"] = meta.amax_history
         return state

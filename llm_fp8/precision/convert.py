@@ -3,7 +3,6 @@
 Without --use_te the decoder stays Hugging Face's and only its linear layers change. Parameters stay the same objects,
 so tied weights stay tied, checkpoints keep their names and optimizers their parameters. Left alone are embedding and
 lm_head, whose rounding would go straight into the loss, and layers whose sizes the recipe's fp8 GEMMs cannot take.
-`llm_fp8.precision.coverage` lists both with reasons.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ from llm_fp8.utils.te_import import require_te
 
 
 def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:
-    """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone.
-
-    `size_multiple`: of the recipe.
-    """
+    """Replace the `nn.Linear` modules of `model` by TE's in place; returns name -> reason for each one left alone."""
     te = require_te("--mixed_precision fp8")
 
     class SwappedLinear(te.Linear):  # type: ignore[name-defined]
@@ -35,8 +31,7 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
         def forward(self, inputs: Any) -> Any:
             return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
-    left: dict[str, str] = {}
-    head = lm_head_of(model)
+    left, head = dict[str, str](), lm_head_of(model)
     for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
         if reason := reason_to_leave(name, linear, head, size_multiple):
             left[name] = reason
@@ -62,9 +57,8 @@ def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[n
     """
     from torchao.float8 import convert_to_float8_training
 
-    left: dict[str, str] = {}
+    left, head = dict[str, str](), lm_head_of(model)
     kept = {inner for module in bf16_modules for inner in module.modules()}
-    head = lm_head_of(model)
 
     def is_converted(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear:

@@ -30,13 +30,11 @@ class Fp8Coverage:
     fp8_flops_per_token: float
     """FLOPs of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)."""
     linear_flops_per_token: float
-    """FLOPs of all linear weights' GEMMs."""
     num_head_weights: int = 0
-    """Elements of lm_head's weight."""
 
     @property
     def fp8_linear_flop_share(self) -> float:
-        """Share of the linear layers' FLOPs that run in fp8, 0 to 1."""
+        """0 to 1."""
         return self.fp8_flops_per_token / self.linear_flops_per_token
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,8 +62,8 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of `model`, converted already. GEMMs of `fp8_modules` run in fp8, others in `compute`.
 
-    `reasons` has name -> why a module is not in fp8, where that is known. `gemms` is from
-    `llm_fp8.models.lora.gemms_per_weight`. Of a trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
+    `reasons`: name -> why a module is not in fp8, where known. `gemms`: `llm_fp8.models.lora.gemms_per_weight`. Of a
+    trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
     """
     in_fp8, head = set(fp8_modules), lm_head_of(model)
     converted: Counter[str] = Counter()

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 GEMMS_PER_WEIGHT = 3
 """GEMMs of a trained weight in a micro-batch: fprop, dgrad, wgrad."""
-
-
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
 """Last name components of modules that produce logits, beside what `lm_head_of` finds."""
 
@@ -34,10 +32,9 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
         return []  # PEFT's: what it shows as its own is the layer's inside
     if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):
         return [*module.lora_A.values(), *module.lora_B.values()]  # type: ignore[operator]
-    names = ("fc1_weight", "fc2_weight") if hasattr(module, "fc1_weight") else ("weight",)
-    if names == ("weight",) and not hasattr(module, "in_features"):
-        return []
-    return [getattr(module, name) for name in names]
+    if hasattr(module, "fc1_weight"):
+        return [module.fc1_weight, module.fc2_weight]  # type: ignore[list-item]
+    return [module.weight] if hasattr(module, "in_features") else []  # type: ignore[list-item]
 
 
 def size_misfit(module: nn.Module, multiple: int) -> str | None:
@@ -54,9 +51,7 @@ def te_linears(model: nn.Module) -> list[nn.Module]:
 
 
 def note_recipe_inside(module: nn.Module, note: Callable[[str], None]) -> None:
-    """Call `note` in the module's next forward pass with the class of the recipe in force there, or 'none' where
-    something that wraps the model has lost the autocast context. Transformer Engine must be imported.
-    """
+    """Call `note` in the module's next forward pass with the class of the recipe in force there, or 'none'."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     def look(*_: object) -> None:
@@ -79,11 +74,9 @@ class ModuleState:
     num_recipe_unreadable: int = 0
     """In fp8, but without recipe and quantizers where they are looked for."""
     recipes: dict[str, int] = field(default_factory=dict)
-    """Recipe in force (of Transformer Engine: its class) -> modules."""
     quantizers: dict[str, int] = field(default_factory=dict)
     """Class of quantizer -> how many, forward and backward; Transformer Engine only."""
     num_without_amax: int = 0
-    """With an empty amax history of the forward pass; delayed scaling only."""
     library: str = "Transformer Engine"
 
     @property
@@ -98,25 +91,25 @@ _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 def read_te_state(modules: Iterable[nn.Module]) -> ModuleState:
     """Read the modules after a step. One host synchronisation where there are amax histories."""
     asked = list(modules)
-    unreadable = [module for module in asked if not isinstance(getattr(module, "fp8", None), bool)]
-    in_fp8: list[Any] = [module for module in asked if module not in unreadable and module.fp8]
+    flags = [getattr(module, "fp8", None) for module in asked]
+    in_fp8 = [module for module, flag in zip(asked, flags, strict=True) if flag is True]
     recipes, quantizers = Counter[str](), Counter[str]()
     histories = []
     for module in in_fp8:
-        meta, own = getattr(module, "fp8_meta", {}), getattr(module, "quantizers", {})
+        meta: Any = getattr(module, "fp8_meta", {})
+        own: Any = getattr(module, "quantizers", {})
         if "recipe" not in meta or not all(direction in own for direction in _DIRECTIONS):
             continue
         recipes[type(meta["recipe"]).__name__] += 1
         used = [quantizer for direction in _DIRECTIONS for quantizer in own[direction] if quantizer is not None]
         quantizers.update(type(quantizer).__name__ for quantizer in used)
-        history = getattr(meta.get("scaling_fwd"), "amax_history", None)
-        if history is not None:
-            histories.append(history.amax())
+        if hasattr(meta.get("scaling_fwd"), "amax_history"):
+            histories.append(meta["scaling_fwd"].amax_history.amax())
     largest = torch.stack(histories).tolist() if histories else []
     return ModuleState(
         num_modules=len(asked),
         num_in_fp8=len(in_fp8),
-        num_unreadable=len(unreadable),
+        num_unreadable=sum(not isinstance(flag, bool) for flag in flags),
         num_recipe_unreadable=len(in_fp8) - sum(recipes.values()),
         recipes=dict(recipes),
         quantizers=dict(quantizers),

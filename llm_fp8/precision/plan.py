@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -25,7 +27,7 @@ class PrecisionPlan:
     """no, bf16, fp16 or fp8."""
     requested_scenario: str | None = None
     effective_scenario: str | None = None
-    """A name of `llm_fp8.config.recipes.RECIPES`; None outside fp8."""
+    """A name of `RECIPES`; None outside fp8."""
     fallback_reason: str | None = None
     recipe: Any = field(default=None, repr=False)
     """Transformer Engine's recipe object or torchao's Float8LinearConfig; None outside fp8."""
@@ -73,14 +75,6 @@ def precision_name(mixed_precision: str, scenario: str | None) -> str:
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
-def describe_device(device: torch.device) -> str:
-    """The device in words, for messages."""
-    if device.type != "cuda":
-        return "no CUDA GPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-
-
 def resolve_precision(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
     """Check the request against the hardware and the installed TE. Raises `UserError`; prints nothing."""
     requested = options.mixed_precision
@@ -103,7 +97,8 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     available, reason = recipe_available(te, RECIPES[wanted])
     if not available:
         others = ", ".join(name for name in recipe_names("te") if recipe_available(te, RECIPES[name])[0])
-        fallback = f"{wanted} is not available on {describe_device(device)}: {reason} Available here: {others}."
+        where = torch.cuda.get_device_name(device)
+        fallback = f"{wanted} is not available on {where}: {reason} Available here: {others}."
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
         effective = DEFAULTS["te"]
@@ -124,15 +119,12 @@ def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
 
 
 def build_recipe(options: PrecisionConfig, recipe: Recipe, capability: tuple[int, int]) -> Any:
-    """Transformer Engine's recipe object for a GPU of this compute capability. Options that `recipe` does not take are
-    left out, as after a fallback.
-    """
+    """Transformer Engine's recipe object for a GPU of this compute capability; options that it lacks are left out."""
     from transformer_engine.common import recipe as te_recipes
 
     keywords = dict(recipe.defaults)
     for option, keyword in recipe.options.items():
-        value = getattr(options, option)
-        if value is not None:
+        if (value := getattr(options, option)) is not None:
             keywords[keyword] = getattr(te_recipes.Format, value) if option == "fp8_format" else value
     built = getattr(te_recipes, recipe.recipe_class)(**keywords)
     if recipe.fp32_scales_on_hopper and capability == (9, 0):  # later GPUs scale by powers of two, as in MXFP8
@@ -144,9 +136,9 @@ def build_recipe(options: PrecisionConfig, recipe: Recipe, capability: tuple[int
 def require_fp8_gpu(device: torch.device) -> None:
     """Raise a `UserError` where `device` is no GPU with fp8 units."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
+        found = torch.cuda.get_device_name(device) if device.type == "cuda" else "no CUDA GPU"
         raise UserError(
-            "--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
-            f"found {describe_device(device)}. Use --mixed_precision bf16."
+            f"--mixed_precision fp8 needs a GPU of compute capability 8.9 or later; found {found}. Use bf16."
         )
 
 
@@ -159,7 +151,8 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
     if on_gpu:
         require_fp8_gpu(device)
         TRITON.require(why)
-        torchao_fp8.require_c_compiler(why)
+        if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
+            raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
     scenario = chosen(options.fp8_scenario, "torchao")
     return PrecisionPlan(
         requested="fp8",

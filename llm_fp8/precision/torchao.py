@@ -6,18 +6,13 @@ with their neighbours, so on a GPU each decoder layer is compiled. On a CPU the 
 (`Float8LinearConfig.emulate`): operands are rounded to fp8 and multiplied in high precision, which shows fp8's effect
 on the loss and nothing of its speed.
 
-Tensorwise has one scale per tensor and gradients in e5m2; rowwise one per row, powers of two, all in e4m3;
-rowwise_with_gw_hp the same with wgrad in bf16. The first is torchao's own default, according to torchao the fastest,
-and the only one whose weights FSDP2 can all-gather in fp8.
-
-torchao is imported inside the functions that need it.
+Tensorwise has one scale per tensor and gradients in e5m2, and is the only one whose weights FSDP2 can all-gather in
+fp8; rowwise has one per row, powers of two, all in e4m3; rowwise_with_gw_hp the same with wgrad in bf16.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -26,16 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.models.layer_forward import forward_is_wrapped
 from llm_fp8.precision.modules import ModuleState
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
-
-
-def require_c_compiler(why: str) -> None:
-    """Raise a `UserError` that starts with `why` where Triton has no C compiler."""
-    if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
-        raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
 
 
 def build_config(scenario: str, emulate: bool) -> Any:
@@ -79,7 +66,7 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     asked, in_fp8 = list(modules), Counter[str | None]()
     for module in asked:
         config: Any = getattr(module, "config", None)
-        if is_converted(module) and config is not None and not config.emulate and not forward_is_wrapped(module):
+        if is_converted(module) and config is not None and not config.emulate and "forward" not in vars(module):
             in_fp8[known.get(dataclasses.replace(config, **plain))] += 1
     unreadable = in_fp8.pop(None, 0)
     recipes = {recipe: count for recipe, count in in_fp8.items() if recipe is not None}

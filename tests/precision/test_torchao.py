@@ -186,7 +186,7 @@ def test_layers_and_modules_that_stay_in_bf16(pattern):
 @pytest.mark.parametrize("pattern", ["qkv", "layers.7", "layers.5:"])
 def test_a_pattern_that_names_nothing_is_refused(pattern):
     model = AutoModelForCausalLM.from_config(tiny_config())
-    with pytest.raises(UserError, match=f"--fp8_bf16_modules: .*'{pattern}'"):
+    with pytest.raises(UserError, match=f"--fp8_bf16_modules {pattern}: "):
         bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
 
 
@@ -273,7 +273,7 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
     asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
-    assert found.verdict == "failed" and "rowwise (14)" in found.reasons[0]
+    assert found.verdict == "failed" and "rowwise" in found.reasons[0]
     options = PrecisionConfig(mixed_precision="bf16")
     bf16 = Precision(resolve_precision(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))
