@@ -1,11 +1,9 @@
 """Let an exported model answer the rows that its run held out: the share of right final answers, and the eval loss.
 
 The rows are those of the run's own evaluation (`prepare_data` with the options of its run.json), so none was trained
-on. The model gets each row up to its last supervised part; transformers' `generate` answers greedily until one of the
-EOS tokens in generation_config.json; math-verify compares the final answer with that of the row: `0.5` equals
-`\\frac12`. What math-verify finds no answer in counts as right only where the texts are equal.
-
-`llm-fp8 evaluate` and scripts/evaluate.py.
+on. The model gets each row up to its last supervised part and answers greedily until one of the EOS tokens in
+generation_config.json; math-verify compares the final answer with that of the row: `0.5` equals `\\frac12`. What it
+finds no answer in counts as right only where the texts are equal. `llm-fp8 evaluate` and scripts/evaluate.py.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
@@ -27,30 +25,29 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DATA_OPTIONS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name", "validation_fraction")
-"""Options of the training scripts that decide which rows are held out."""
+_TEXTS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
+DATA_OPTIONS = {**dict.fromkeys(_TEXTS, str), "validation_fraction": float, "max_seq_length": int}
+"""Options of the training scripts that decide which rows are held out -> their types."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    where = "exported folder, other Hugging Face folder, or hub id"
-    parser.add_argument("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
-    fields = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
-    for name in DATA_OPTIONS:
-        kind = float if name == "validation_fraction" else str
-        parser.add_argument(f"--{name}", type=kind, help=f"in place of the run's: {fields[name]}".replace("%", "%%"))
-    parser.add_argument("--max_seq_length", type=int, help="in place of the run's: tokens of the longest rows")
-    parser.add_argument("--num_problems", type=int, default=500, help="rows to answer at most (default 500)")
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="where an answer is cut off (default 512)")
-    parser.add_argument("--batch_size", type=int, default=64, help="rows answered at a time (default 64)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: exact_match.json in the folder of the run)")
+    add, where = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
+    add("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
+    fields = {field.name: field.metadata["help"].replace("%", "%%") for field in dataclasses.fields(DataConfig)}
+    for name, kind in DATA_OPTIONS.items():
+        add(f"--{name}", type=kind, help=f"in place of the run's: {fields[name]}")
+    add("--num_problems", type=int, default=500, help="rows to answer at most (default %(default)s)")
+    add("--max_new_tokens", type=int, default=512, help="where an answer is cut off (default %(default)s)")
+    add("--batch_size", type=int, default=64, help="rows answered at a time (default %(default)s)")
+    add("--output", type=Path, help="JSON file (default: exact_match.json in the folder of the run)")
     return parser.parse_args(argv)
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
     """The data options of the run that exported the model, else the defaults, with those of the command line."""
-    given = {name: value for name in (*DATA_OPTIONS, "max_seq_length") if (value := getattr(options, name)) is not None}
+    given = {name: value for name in DATA_OPTIONS if (value := getattr(options, name)) is not None}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir() and "dataset_name" not in given:
         known = {field.name for field in dataclasses.fields(DataConfig)}
@@ -87,9 +84,8 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
             return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A held-out row of a batch. `labels[t]` is the token after position t, or -100 where nothing is learnt."""
+class Problem(NamedTuple):
+    """A held-out row. `labels[t]` is the token after position t, or -100 where nothing is learnt."""
 
     input_ids: list[int]
     labels: list[int]
@@ -125,15 +121,10 @@ def generate(
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     ends = model.generation_config.eos_token_id
+    how = {"pad_token_id": pad, "eos_token_id": ends if ends is not None else tokenizer.eos_token_id}
+    how |= {"max_new_tokens": max_new_tokens, "do_sample": False}
     with torch.no_grad():
-        whole = cast(Any, model).generate(
-            input_ids=ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=ends if ends is not None else tokenizer.eos_token_id,
-        )
+        whole = cast(Any, model).generate(input_ids=ids, attention_mask=mask, **how)
     return tokenizer.batch_decode(whole[:, width:], skip_special_tokens=True)
 
 
@@ -154,8 +145,7 @@ def eval_loss(model: PreTrainedModel, problems: list[Problem]) -> float:
 def main() -> int:
     """Evaluate, print, write."""
     options = parse(sys.argv[1:])
-    # After the parser: --help and mistakes answer without loading these.
-    import torch
+    import torch  # here, so that --help and mistakes answer without loading it
     from scipy.stats import binomtest
 
     from llm_fp8.data import prepare_data
@@ -172,33 +162,29 @@ def main() -> int:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
     rows = itertools.islice(data.eval, options.num_problems)
     problems = [Problem(row.input_ids[0].tolist(), row.labels[0].tolist()) for row in rows]
-    expected = [
-        str(tokenizer.decode([problem.labels[t] for t in problem.supervised], skip_special_tokens=True))
-        for problem in problems
-    ]
+    solutions = [[problem.labels[t] for t in problem.supervised] for problem in problems]
+    expected: Any = tokenizer.batch_decode(solutions, skip_special_tokens=True)
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
-    loss, answers = eval_loss(model, problems), [""] * len(problems)
+    loss = eval_loss(model, problems)
+    answered: dict[int, str] = {}
     order = sorted(range(len(problems)), key=lambda number: len(problems[number].prompt))
     for start in range(0, len(order), options.batch_size):
         batch = order[start : start + options.batch_size]
         prompts = [problems[number].prompt for number in batch]
-        for number, text in zip(batch, generate(model, tokenizer, prompts, options.max_new_tokens), strict=True):
-            answers[number] = text
-    right = [is_right(gold, answer) for gold, answer in zip(expected, answers, strict=True)]
+        answered |= zip(batch, generate(model, tokenizer, prompts, options.max_new_tokens), strict=True)
+    right = [is_right(gold, answered[number]) for number, gold in enumerate(expected)]
     interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
     share = sum(right) / len(right)
-    print(
-        f"exact match: {share:.1%} ({sum(right)} of {len(right)}; 95% interval {interval.low:.1%} to "
-        f"{interval.high:.1%}), eval loss {loss:.4f} nats/token"
-    )
+    within = f"95% interval {interval.low:.1%} to {interval.high:.1%}"
+    print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within}), eval loss {loss:.4f} nats/token")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:
         told = [
             {"row_id": number, "problem": tokenizer.decode(problem.prompt), "expected": expected[number]}
-            | {"answer": answers[number], "correct": right[number]}
+            | {"answer": answered[number], "correct": right[number]}
             for number, problem in enumerate(problems)
         ]
         figures = {"exact_match": share, "wilson_95": [interval.low, interval.high], "eval_loss": loss}

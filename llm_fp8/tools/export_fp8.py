@@ -1,7 +1,4 @@
-"""Write an exported model in fp8 for inference, and say what that costs in eval loss.
-
-`llm-fp8 export-fp8` and scripts/export_fp8.py.
-"""
+"""Write an exported model in fp8 for inference, and say what that costs in eval loss: `llm-fp8 export-fp8`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = OneSentenceParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
     parser.add_argument("--data", help="dataset as of --dataset_name, whose loss is measured before and after")
@@ -35,8 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     """Write, measure, print."""
-    options = parse(sys.argv[1:])
-    # After the parser: --help and mistakes answer without loading torch.
+    options = parse(sys.argv[1:])  # --help and mistakes answer without loading torch
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.data import prepare_data
     from llm_fp8.data.load import find_splits
@@ -59,11 +55,8 @@ def main() -> int:
     if options.data is not None:
         was, num_tokens, dtype = eval_loss(options.folder, data)
         now, _, _ = eval_loss(options.output, data, round_inputs=True)
-        print(
-            f"eval loss over {num_tokens} tokens of {options.data}: {was:.5f} before, {now:.5f} in fp8\n"
-            f"  both are computed in {dtype}; fp8 is emulated: weights are dequantised, and each token's input of a "
-            "linear layer is rounded to fp8 and back"
-        )
+        print(f"eval loss over {num_tokens} tokens of {options.data}: {was:.5f} before, {now:.5f} in fp8")
+        print(f"  computed in {dtype}, with weights and each token's input of a linear layer rounded to fp8 and back")
     return 0
 
 

@@ -1,5 +1,4 @@
-"""Lay out the comparison of training runs in W&B: throughput, loss, evaluation, memory, utilisation, energy,
-communication, certificate.
+"""Lay out the comparison of training runs in W&B: throughput, loss, memory, energy, certificate and more.
 
     --entity my-team --project llm-fp8    makes a saved view of the project's workspace, and prints its address
     --view 'https://wandb.ai/...?nw=abc'  updates the sections of these names in that view; others stay
@@ -13,9 +12,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from rich.console import Console
@@ -32,69 +30,59 @@ MAX_RUNS = 50
 """Runs that a panel shows; W&B's own default is 10."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A line per run: a figure of the history by steps or by tokens."""
+class Panel(NamedTuple):
+    """A line per run, of the history by "step" or "tokens_seen"; or a bar, of the summary, for each "run" or for the
+    mean of the runs of each "precision".
+    """
 
     title: str
     key: str
     by: str = "step"
 
 
-@dataclass(frozen=True)
-class Bars:
-    """A bar per run: figures of the summary."""
-
-    title: str
-    keys: tuple[str, ...]
-    by_precision: bool = False
-    """A bar for the mean of the runs of each precision instead."""
-
-
-Panel = Curve | Bars
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Throughput": (
-        Curve("Tokens per second", "tokens_per_s"),
-        Bars("Median tokens per second, by run", ("median_tokens_per_s",)),
-        Bars("Median tokens per second, by precision", ("median_tokens_per_s",), by_precision=True),
-        Curve("Seconds per step", "step_time_s"),
+        Panel("Tokens per second", "tokens_per_s"),
+        Panel("Median tokens per second, by run", "median_tokens_per_s", "run"),
+        Panel("Median tokens per second, by precision", "median_tokens_per_s", "precision"),
+        Panel("Seconds per step", "step_time_s"),
     ),
     "Loss": (
-        Curve("Loss by step", "loss"),
-        Curve("Loss by token", "loss", by="tokens_seen"),
-        Curve("Gradient norm", "grad_norm"),
+        Panel("Loss by step", "loss"),
+        Panel("Loss by token", "loss", by="tokens_seen"),
+        Panel("Gradient norm", "grad_norm"),
     ),
     "Evaluation": (
-        Curve("Eval loss by step", "eval_loss"),
-        Curve("Eval loss by token", "eval_loss", by="tokens_seen"),
-        Bars("Eval loss at the end, by precision", ("eval_loss",), by_precision=True),
+        Panel("Eval loss by step", "eval_loss"),
+        Panel("Eval loss by token", "eval_loss", by="tokens_seen"),
+        Panel("Eval loss at the end, by precision", "eval_loss", "precision"),
     ),
     "Memory": (
-        Bars("Peak memory of the first GPU, GiB", ("peak_memory_gib",)),
-        Bars("Peak memory of the rank that needs most, GiB", ("peak_memory_gib_max_rank",)),
+        Panel("Peak memory of the first GPU, GiB", "peak_memory_gib", "run"),
+        Panel("Peak memory of the rank that needs most, GiB", "peak_memory_gib_max_rank", "run"),
     ),
     "Utilisation": (
-        Bars("Median model TFLOP/s per GPU", ("median_model_tflops",)),
-        Bars("Median share of the bf16 peak", ("median_mfu_bf16_peak",)),
-        Bars("Median share of the fp8 peak", ("median_mfu_fp8_peak",)),
-        Bars("Share of the linear layers' FLOPs in fp8", ("fp8_linear_flop_share",)),
-        Bars("Median share of positions that are not padding", ("median_packing_efficiency",)),
+        Panel("Median model TFLOP/s per GPU", "median_model_tflops", "run"),
+        Panel("Median share of the bf16 peak", "median_mfu_bf16_peak", "run"),
+        Panel("Median share of the fp8 peak", "median_mfu_fp8_peak", "run"),
+        Panel("Share of the linear layers' FLOPs in fp8", "fp8_linear_flop_share", "run"),
+        Panel("Median share of positions that are not padding", "median_packing_efficiency", "run"),
     ),
     "Energy": (
-        Curve("Joules per million tokens", "energy_j_per_million_tokens"),
-        Bars("Median joules per million tokens, by run", ("median_energy_j_per_million_tokens",)),
-        Bars("Median joules per million tokens, by precision", ("median_energy_j_per_million_tokens",), True),
-        Curve("Watts per GPU", "gpu_power_w"),
-        Bars("Joules of the run, all GPUs", ("energy_j",)),
+        Panel("Joules per million tokens", "energy_j_per_million_tokens"),
+        Panel("Median joules per million tokens, by run", "median_energy_j_per_million_tokens", "run"),
+        Panel("Median joules per million tokens, by precision", "median_energy_j_per_million_tokens", "precision"),
+        Panel("Watts per GPU", "gpu_power_w"),
+        Panel("Joules of the run, all GPUs", "energy_j", "run"),
     ),
     "Communication": (
-        Bars("Share of a step in which the first GPU communicates", ("communication_share",)),
-        Bars("Share of a step in which it does nothing else", ("exposed_communication_share",)),
+        Panel("Share of a step in which the first GPU communicates", "communication_share", "run"),
+        Panel("Share of a step in which it does nothing else", "exposed_communication_share", "run"),
     ),
     "Certificate": (
-        Bars("GEMM kernels in fp8", ("certificate/num_fp8_gemm_kernels",)),
-        Bars("GEMM kernels expected in fp8", ("certificate/num_expected_fp8_gemm_kernels",)),
-        Bars("Share of GEMM time in fp8 kernels", ("certificate/fp8_gemm_time_share",)),
+        Panel("GEMM kernels in fp8", "certificate/num_fp8_gemm_kernels", "run"),
+        Panel("GEMM kernels expected in fp8", "certificate/num_expected_fp8_gemm_kernels", "run"),
+        Panel("Share of GEMM time in fp8 kernels", "certificate/fp8_gemm_time_share", "run"),
     ),
 }
 COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sharding_mode", "median_tokens_per_s")
@@ -104,10 +92,11 @@ COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sh
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--entity", help="W&B user or team that owns the project (default: your own)")
-    parser.add_argument("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
-    parser.add_argument("--group", help="show the runs of this W&B group only (default: all training runs)")
-    parser.add_argument("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
+    add = parser.add_argument
+    add("--entity", help="W&B user or team that owns the project (default: your own)")
+    add("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
+    add("--group", help="show the runs of this W&B group only (default: all training runs)")
+    add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--view", metavar="URL", help="address of a saved view to update instead of making one")
     what.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
@@ -120,9 +109,7 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    wanted = [expr.Metric("JobType") == "train"]
-    if group is not None:
-        wanted.append(expr.Metric("Group") == group)
+    wanted = [expr.Metric("JobType") == "train", *([expr.Metric("Group") == group] if group else [])]
     columns = [f"config:{key}" if key in LABELS else f"summary:{key}" for key in COLUMNS]
     return ws.Workspace(
         entity=entity,
@@ -137,23 +124,14 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
 def _panel(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    if isinstance(panel, Curve):
-        return wr.LinePlot(
-            title=panel.title,
-            x="Step" if panel.by == "step" else panel.by,
-            y=[panel.key],
-            title_x=METRICS[panel.by].unit,
-            title_y=METRICS[panel.key].unit,
-            legend_template=f"${{run:displayName}} (${{config:{PRECISION}}})",
-        )
+    title, key, by = panel
+    if by in METRICS:
+        axes: Any = {"title_x": METRICS[by].unit, "title_y": METRICS[key].unit}
+        legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
+        return wr.LinePlot(title=title, x="Step" if by == "step" else by, y=[key], legend_template=legend, **axes)
     grouping: Any = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-    return wr.BarPlot(
-        title=panel.title,
-        metrics=list(panel.keys),
-        max_runs_to_show=MAX_RUNS,
-        max_bars_to_show=MAX_RUNS,
-        **(grouping if panel.by_precision else {}),
-    )
+    how = grouping if by == "precision" else {}
+    return wr.BarPlot(title=title, metrics=[key], max_runs_to_show=MAX_RUNS, max_bars_to_show=MAX_RUNS, **how)
 
 
 def lay_out(options: argparse.Namespace) -> None:
@@ -183,23 +161,20 @@ def show_offline(folder: Path, options: argparse.Namespace) -> None:
     for path in sorted(folder.rglob("wandb/offline-run-*")):
         starts.setdefault((path.parent.parent, path.name.split("-", 3)[-1]), []).append(path)
     if not starts:
-        raise UserError(f"--offline {folder} holds no offline W&B run (made with --use_wandb and WANDB_MODE=offline).")
+        raise UserError(f"--offline {folder} holds no offline W&B run.")
     table, commands = Table("run", "precision", "model", "steps", "median tokens/s"), []
     for (output, run_id), parts in starts.items():
         with reading("--offline", output, "the run"):
             record = read_json(output / "run.json")
             summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else {}
             labels, config = run_labels(record), record["config"]["run"]
-        rate = summary.get("throughput", {}).get("median_tokens_per_s", 0.0)
-        steps = str(summary.get("steps", "unfinished"))
+        rate, steps = summary.get("throughput", {}).get("median_tokens_per_s", 0.0), summary.get("steps", "unfinished")
         name = config["wandb_run_name"] or run_id
-        table.add_row(name, labels[PRECISION], labels["model_short_name"], steps, f"{rate:,.0f}")
+        table.add_row(name, labels[PRECISION], labels["model_short_name"], str(steps), f"{rate:,.0f}")
         entity = ["--entity", options.entity] if options.entity else []
         commands.append(["wandb", "sync", *entity, "--project", config["wandb_project"], *map(str, parts)])
     Console().print(table)
-    print("\nSend them to W&B, then lay out the dashboard:")
-    for command in commands:
-        print(f"  {shlex.join(command)}")
+    print("\nSend them to W&B, then lay out the dashboard:", *map(shlex.join, commands), sep="\n  ")
 
 
 def main() -> int:

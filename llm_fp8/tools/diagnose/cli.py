@@ -1,4 +1,4 @@
-"""`llm-fp8 diagnose` and scripts/diagnose_fp8.py: the command line, the tables, and the exit code."""
+"""`llm-fp8 diagnose` and scripts/diagnose_fp8.py: the command line and the tables."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentencePars
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 
-def own_parser() -> OneSentenceParser:
-    """The options that train_fp8.py has not."""
+def main() -> int:
+    """Diagnose, print, write; returns the exit code."""
     parser = OneSentenceParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
     group.add_argument("--json", type=Path, metavar="FILE", help="write what is found to this JSON file")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--trace", type=Path, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
     either.add_argument("--quality", action="store_true", help="measure instead what fp8 costs, by kind of module")
-    return parser
-
-
-def main() -> int:
-    """Diagnose, print, write; returns the exit code."""
-    parser = own_parser()
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help-all"} & set(rest):
         print(parser.format_help())
@@ -39,8 +33,7 @@ def main() -> int:
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
         if path is not None:
             require_writable(flag, path)
-    # After the parser: --help and mistakes answer without loading these.
-    import torch
+    import torch  # here, so that --help and mistakes answer without loading it
 
     from llm_fp8.observability.provenance import collect_provenance
 
@@ -64,12 +57,10 @@ def main() -> int:
     return code
 
 
-_FUSED = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most")
-ADVICE = {
+ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most") | {
     "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); with --use_te and packing --cuda_graphs",
     "cast": "more micro-batches a step (--gradient_accumulation_steps): weights are cast once a step",
     "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
-    **_FUSED,
 }
 """Kernel class -> the option that acts on it."""
 WORTH_A_WORD = 0.05

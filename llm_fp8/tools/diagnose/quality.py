@@ -2,9 +2,7 @@
 
 The model predicts the same text in bf16, in fp8, with one kind of module alone in fp8, and with all but that kind. The
 next-token distributions are compared with bf16's by the Kullback-Leibler divergence, in nats per supervised token;
-bf16's own rounding diverges by about 0.001. The difference of the losses is no measure: on text that a model was not
-trained on, any disturbance may lower the loss. The forward pass is what to look at: with a backward pass in bf16,
-training SmolLM2-135M in fp8 ended as far above bf16 as with one in fp8.
+bf16's own rounding diverges by about 0.001. Losses are no measure: any disturbance may lower the loss of new text.
 """
 
 from __future__ import annotations
@@ -73,22 +71,25 @@ class _Comparison:
 
     def findings(self) -> dict[str, Any]:
         """Divergences and loss differences, by kind of module and of all; errors of single modules."""
+
+        def num_weights(modules: Iterable[nn.Module]) -> int:
+            return sum(weight.numel() for module in modules for weight in linear_weights(module))
+
         kinds: dict[str, list[nn.Module]] = {}
         for module, name in self.names.items():
             kinds.setdefault(re.split(r"\.\d+\.", name)[-1], []).append(module)
-        found = {
-            kind: {
-                "linear_flop_share": _num_weights(modules) / _num_weights(self.setup.model.modules()),
-                "alone": self.cost(in_bf16=self.names.keys() - set(modules)),
-                "without": self.cost(in_bf16=set(modules)),
-            }
-            for kind, modules in kinds.items()
-        }
         return {
             "scenario": self.setup.plan.precision.effective_scenario,
             "num_tokens": self.num_tokens,
+            "kinds": {
+                kind: {
+                    "linear_flop_share": num_weights(modules) / num_weights(self.setup.model.modules()),
+                    "alone": self.cost(in_bf16=self.names.keys() - set(modules)),
+                    "without": self.cost(in_bf16=set(modules)),
+                }
+                for kind, modules in kinds.items()
+            },
             "all_in_fp8": self.cost(in_bf16=()),
-            "kinds": found,
             "modules": dict(sorted(self._errors.items(), key=lambda item: -item[1]["relative_error"])),
         }
 
@@ -126,10 +127,6 @@ class _Comparison:
             peak = inputs.abs().amax() / inputs.square().mean().sqrt()  # outliers leave few values to the others
             self._errors[self.names[module]] = {"relative_error": float(error), "input_peak": float(peak)}
         return output
-
-
-def _num_weights(modules: Iterable[nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in linear_weights(module))
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -1,18 +1,17 @@
 """A run, built by the run's own functions and measured for a few steps: which modules are in fp8, whether the kernels
 are those that should run, where the time goes, and what holds the memory.
 
-Recording slows the host and not the kernels. So kernels are those of a recorded step, and the GPU is idle for what
-unrecorded steps take beyond them.
+Recording slows the host and not the kernels: the GPU is idle for what unrecorded steps take beyond the kernels.
 
-Memory is divided at the end of the last forward pass of a step. What can be walked to (weights, optimizer state,
-gradients) is walked. "kept_casts" is the rest of what was there before that pass: with several micro-batches the fp8
-casts of weights, which later micro-batches reuse. "activations" is what the pass added, and "backward_pass" how far the
-peak is above that: with one micro-batch it holds the gradients.
+Memory is divided at the last forward pass of a step: "kept_casts" is what was there before it beside weights, optimizer
+state and gradients (fp8 casts of weights, which later micro-batches reuse), "activations" what the pass added, and
+"backward_pass" how far the peak is above that: with one micro-batch it holds the gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +29,6 @@ from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.kernel_trace import (
-    KernelTime,
     gemm_kernels,
     kernel_intervals,
     kernel_times,
@@ -71,8 +69,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     """
     plan = plan_without_output(config)
     with explained_failures(plan.config, plan.folder, plan.strategy.mode):
-        loop = build_loop(plan)
-        found = measure(loop, trace)
+        found = measure(build_loop(plan), trace)
     return found | {"problems": problems(found)}
 
 
@@ -85,9 +82,8 @@ def build_loop(plan: RunPlan) -> TrainingLoop:
     data = load_data(plan, tokenizer)
     setup = build_setup(plan)
     optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
-    model, optimizer = prepare_with_scales(
-        strategy, setup.training_model, optimizer, lambda: warm_up_scales(setup, data.train)
-    )
+    warm_up = functools.partial(warm_up_scales, setup, data.train)
+    model, optimizer = prepare_with_scales(strategy, setup.training_model, optimizer, warm_up)
     reporter: Any = None
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2
     scheduler = build_scheduler(optimizer, config.optim, num_steps)
@@ -119,8 +115,8 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         recorded.export_chrome_trace(str(trace))
     kernels = kernel_times(recorded)
     busy_s = length(covered(interval for _, interval in kernel_intervals(recorded)))
-    library = attention_library(kernels)
-    attention = te_llama.attention_backend() if plan.config.model.use_te else f"{setup.attention} ({library})"
+    on_torch = f"{setup.attention} ({attention_library(kernels)})"
+    attention = te_llama.attention_backend() if plan.config.model.use_te else on_torch
     certificate = certify(
         setup.expected,
         kernels,
@@ -130,20 +126,21 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         attention=attention,
     )
     size, peak = decoder_size(plan.hf_config, setup.num_adapter_parameters), device_peak_tflops(plan.device)
+    idle = {"count": 0, "time_s": max(0.0, step_s - busy_s)}
+    classes, gemms = (
+        {name: {"count": taken.count, "time_s": taken.time_s} for name, taken in times.items()}
+        for times in (time_by_class(kernels), gemm_kernels(kernels))
+    )
     return {
         "precision": plan.precision.to_dict(),
         "coverage": setup.coverage.to_dict(),
         "certificate": certificate.to_dict(),
         "attention": attention,
         "step": speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
-        "classes": _plain(time_by_class(kernels)) | {"gpu_idle": {"count": 0, "time_s": max(0.0, step_s - busy_s)}},
-        "gemms": _plain(gemm_kernels(kernels)),
+        "classes": {**classes, "gpu_idle": idle},
+        "gemms": gemms,
         "memory_gib": memory,
     }
-
-
-def _plain(times: Mapping[Any, KernelTime]) -> dict[str, dict[str, float]]:
-    return {name: {"count": taken.count, "time_s": taken.time_s} for name, taken in times.items()}
 
 
 def held_gib(tensors: Iterable[Any]) -> float:
