@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
     EMBEDDED,
@@ -142,6 +141,10 @@ def parse_config(argv: list[str], prog: str | None = None, parallel: bool = Fals
     return config
 
 
+LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""How the variables begin that torchrun and accelerate launch set."""
+
+
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
@@ -149,8 +152,12 @@ def parse_launch(
     for each entry of the launcher's file that has no effect here.
     """
     config, given = _read(argv, OptionsParser(parallel, description=description))
-    (require_launched if parallel else require_single_process)(environ)
-    config, idle = apply_launch_settings(config, environ, given)
+    idle: list[str] = []
+    if parallel or any(name.startswith(LAUNCHER_VARIABLES) for name in environ):
+        from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
+
+        (require_launched if parallel else require_single_process)(environ)
+        config, idle = apply_launch_settings(config, environ, given)
     check_options(config)
     return config, idle
 

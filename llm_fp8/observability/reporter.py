@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
-from llm_fp8.observability.tracker_labels import flattened, run_labels
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
 
@@ -49,6 +48,8 @@ def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
+    from llm_fp8.observability.tracker_labels import flattened
+
     flat = {key: value for key, value in flattened(parts, "/") if value is not None}
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
 
@@ -95,6 +96,8 @@ class RunReporter:
         if not self._is_main or not options.use_wandb:
             return
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
+        from llm_fp8.observability.tracker_labels import run_labels
+
         stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
         with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
             import wandb

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
-from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision.modules import (
     ModuleState,
     linear_weights,
@@ -115,6 +114,8 @@ class Precision:
 
     def _find_te_modules(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+        from llm_fp8.models.layer_forward import wrap_forward
 
         kept: set[nn.Module] = set()
         for module in bf16_modules(self._options, model, decoder_layers):

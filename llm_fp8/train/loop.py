@@ -38,8 +38,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
-from llm_fp8.utils.errors import FailedCheck, UserError, listed
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.phases import PhaseClock
 
 if TYPE_CHECKING:
@@ -365,45 +364,17 @@ class TrainingLoop:
             self.reporter.print(f"attention: {backend}{slow if backend == 'unfused' else ''}")
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report the profiled step; returns a new stamp, so that time and energy leave profiling out."""
+        """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
+        from llm_fp8.train.certify import certify_step
+
         self._profile_figures[self.step] = profile.figures()
         if self.energy is not None:
             self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
         self.results.recorded = profile
-        self.results.certificate = self._certify(profile, num_micro_batches)
-        return self.restart_clocks()
-
-    def _certify(self, profile: StepProfile, num_micro_batches: int) -> Certificate:
-        """Judge the kernels of the recorded step and write certificate.json; raises `FailedCheck` on every rank where
-        any rank's step failed.
-        """
-        from llm_fp8.precision.certificate import attention_library, certify, worst
-
-        plan, precision = self.setup.plan, self.precision
         attention = self.results.attention_backend or self.setup.attention
-        own = certify(
-            self.setup.expected,
-            profile.kernels,
-            precision.module_state(),
-            num_micro_batches=num_micro_batches,
-            recipe_inside_modules=precision.recipe_inside_modules,
-            attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
-            rank=self.accelerator.process_index,
-        )
-        certificate = worst(gather_object([own]))
-        path, record = plan.folder / "certificate.json", {"certificate": certificate.to_dict()}
-        if self.accelerator.is_main_process:
-            write_json_atomic(path, certificate.to_dict())
-            self.reporter.track(record)
-        if certificate.verdict == "failed":
-            sentence = certificate.failure(path)
-            self.reporter.finish({"failed": sentence, **record, **plan.parallel_record})
-            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
-            raise FailedCheck(sentence)
-        if certificate.verdict == "undetermined":
-            self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
-        return certificate
+        self.results.certificate = certify_step(self.setup, profile, attention, self.reporter, num_micro_batches)
+        return self.restart_clocks()
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""

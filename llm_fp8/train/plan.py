@@ -35,10 +35,8 @@ from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.host_memory import free_host_bytes
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.te_import import require_te
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -225,6 +223,8 @@ def _check_run(
     if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
         require_wandb_login("--use_wandb")
     if share := config.optim.offload_optimizer:
+        from llm_fp8.utils.host_memory import free_host_bytes
+
         needed_gib = ranks.local_world_size * share * count_parameters(hf_config) * STATE_BYTES_ON_HOST / GIB
         free_gib = free_host_bytes() / GIB - HOST_RESERVE_GIB
         if needed_gib > free_gib:
@@ -236,6 +236,7 @@ def _check_run(
 
 def _check_te_decoder(config: Config, hf_config: PretrainedConfig, scenario: str | None, num_shards: int) -> None:
     import te_llama
+    from llm_fp8.utils.te_import import require_te
 
     require_te("--use_te")
     with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
