@@ -19,8 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, load_generation_config, reading_model
-from llm_fp8.models.weight_shards import stored_names
-from llm_fp8.models.weights import fill_weights
+from llm_fp8.models.weight_shards import initialize_shards_, stored_names
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import chosen_attention, supports_attention
@@ -82,6 +81,29 @@ def build_model(
         materialize_(model, device, device)
         model.tie_weights()  # undone by moving
     return model, fill_weights(model, options, source, device, seed, keep_lower_bits)
+
+
+def fill_weights(
+    model: PreTrainedModel,
+    options: ModelConfig,
+    source: ModelSource,
+    device: torch.device,
+    seed: int,
+    keep_lower_bits: bool = False,
+) -> bool:
+    """Give a model whose parameters have memory its weights; of sharded parameters each rank reads its own shards.
+
+    Random weights are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: as of
+    `build_model`. Returns whether the weights were loaded (else: random). Raises `UserError` naming file and tensor
+    where the files do not fit the model.
+    """
+    if has_random_weights(options, source):
+        initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
+        return False
+    from llm_fp8.models.weights import load_weights
+
+    load_weights(model, options, source, keep_lower_bits)
+    return True
 
 
 def build_structure(

@@ -28,11 +28,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.source import fp8_format_of
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names, to_stored_layout
-from llm_fp8.models.weights import WEIGHTS_INDEX
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 
@@ -209,7 +209,7 @@ def _write_weights(
     if split.is_sharded:
         metadata = {"total_parameters": sum(tensor.numel() for tensor in planned.values()), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:

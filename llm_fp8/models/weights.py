@@ -15,11 +15,10 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, reading_model
+from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model
 from llm_fp8.models.weight_shards import (
     WeightFiller,
     hf_filler,
-    initialize_shards_,
     local_shard,
     stored_names,
     te_filler,
@@ -137,23 +136,8 @@ def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
         yield tensors
 
 
-def fill_weights(
-    model: PreTrainedModel,
-    options: ModelConfig,
-    source: ModelSource,
-    device: torch.device,
-    seed: int,
-    keep_lower_bits: bool = False,
-) -> bool:
-    """Give a model whose parameters have memory its weights; of sharded parameters each rank reads its own shards.
-    Returns whether the weights were loaded (else: random). Raises `UserError` naming file and tensor that do not fit.
-
-    Random weights are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
-    `build_model`.
-    """
-    if has_random_weights(options, source):
-        initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
-        return False
+def load_weights(model: PreTrainedModel, options: ModelConfig, source: ModelSource, keep_lower_bits: bool) -> None:
+    """Fill a model from the files of `source`; the arguments are those of `build.fill_weights`."""
     files = weight_files(options, source)
     if keep_lower_bits:
         for parameter in model.parameters():
@@ -161,7 +145,7 @@ def fill_weights(
                 give_remainder_(parameter)
     if options.use_te:
         fill_te_model(model, files)
-        return True
+        return
     names = stored_names(model)
     if names is None:
         raise UserError(
@@ -169,4 +153,3 @@ def fill_weights(
         )
     checkpoint = StoredCheckpoint(files, model)
     _fill(model, hf_filler(model, names, checkpoint.stored), checkpoint)
-    return True

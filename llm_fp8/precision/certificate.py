@@ -30,7 +30,8 @@ from llm_fp8.observability.kernel_trace import (
 )
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, ModuleState, linear_weights
+from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.precision.modules import (
-    ModuleState,
     linear_weights,
-    note_recipe_inside,
-    read_te_state,
     size_misfit,
     te_linears,
 )
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from llm_fp8.precision.module_state import ModuleState
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
@@ -165,6 +165,8 @@ class Precision:
             from llm_fp8.precision.torchao import read_state
 
             return read_state(self._torchao_linears.values())
+        from llm_fp8.precision.module_state import read_te_state
+
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def keep_casts_of_frozen_weights(self) -> None:
@@ -198,6 +200,8 @@ class Precision:
             first_microbatch = self._num_casts_to_come > 0
             self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
         if self._unseen is not None and "transformer_engine" in sys.modules:
+            from llm_fp8.precision.module_state import note_recipe_inside
+
             note_recipe_inside(self._unseen, functools.partial(setattr, self, "recipe_inside_modules"))
             self._unseen = None
         for module in self._caching_modules:

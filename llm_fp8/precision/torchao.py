@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.precision.modules import ModuleState
+from llm_fp8.precision.module_state import ModuleState
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
 
 

@@ -36,13 +36,11 @@ from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.module_state import ModuleState, note_recipe_inside, read_te_state
 from llm_fp8.precision.modules import (
     GEMMS_PER_WEIGHT,
-    ModuleState,
     linear_weights,
     lm_head_of,
-    note_recipe_inside,
-    read_te_state,
     te_linears,
 )
 from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config, names_in
 from llm_fp8.data import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, largest, start_process_group
+from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.export import check_export
 from llm_fp8.models.source import check_model, load_tokenizer
@@ -30,13 +30,10 @@ from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
-from llm_fp8.train.run_dir import as_one_run, check_free_space, refuse_finished, run_lock, with_output_dir
+from llm_fp8.train.run_dir import as_one_run, check_free_space, run_lock, with_output_dir
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import (
     RunState,
-    changed_options,
-    check_compatible,
-    has_the_scales,
     run_fingerprint,
     run_options,
     total_steps,
@@ -85,13 +82,16 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=is_main)
         resumed = None if config.run.resume_from is None else checkpoints.find(config.run.resume_from)
         if resumed is not None:
+            from llm_fp8.train.resume import changed_options, check_compatible, refuse_finished
+
             plan = _with_precision_of(resumed, plan)
             check_compatible(resumed, run_fingerprint(plan))
         phase_ends("config_and_tokenizer")
 
         data = load_data(plan, tokenizer)
         num_steps = total_steps(config, data, resumed)
-        refuse_finished(config, resumed, num_steps)
+        if resumed is not None:
+            refuse_finished(config, resumed, num_steps)
         phase_ends("data")
 
         if plan.measures_precision:
@@ -212,7 +212,7 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     optimizer: Any = strategy.build_optimizer(config.optim, plan.optimizer_kind, model.named_parameters())
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
-    if setup.precision.scales_lag and (resumed is None or not has_the_scales(resumed, state.options)):
+    if setup.precision.scales_lag and not (resumed is not None and state.has_the_scales(resumed)):
         from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
 
         model, optimizer = prepare_with_scales(strategy, model, optimizer, lambda: warm_up_scales(setup, data.train))
@@ -222,14 +222,12 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     eval_data = None if data.eval is None else data.eval.data
     history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
     if resumed is not None:
-        state.restore(resumed, optimizer)
+        from llm_fp8.train.resume import restore, restore_history
+
+        restore(state, resumed, optimizer)
         step, saved = resumed.step, {name: resumed.meta[name] for name in ("tokens_seen", "evaluation_due")}
         plan.say(f"resumed from {resumed.folder} after step {step}")
-        if not history.load_state_dict(resumed.meta["evaluations"]) and (history.keeps_best or history.patience):
-            plan.say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
-        if history.best_step is not None and not _is_held(state.checkpoints, history.best_step):
-            plan.say(f"--keep_best: the checkpoint of step {history.best_step} is gone: only steps to come count")
-            history.forget_best()
+        restore_history(history, state, resumed)
     evaluates_again = step >= num_steps or history.stops_early or bool(saved.get("evaluation_due"))
     return TrainingLoop(
         setup=setup,
@@ -247,12 +245,6 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
         last_checkpoint=None if resumed is None else resumed.folder,
         **saved,
     )
-
-
-def _is_held(checkpoints: CheckpointManager, step: int) -> bool:
-    """Whether every rank sees a complete checkpoint of `step`. Collective."""
-    folders = [checkpoint.folder for checkpoint in checkpoints.newest_first()]
-    return not largest(checkpoints.of_step(step) not in folders)
 
 
 def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -273,26 +265,13 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         loop.save()
         loop.run_state.checkpoints.finish()
     if config.run.export and exported is None:
-        step, tokens_seen = _restore_best(loop)
+        from llm_fp8.train.resume import restore_best
+
+        step, tokens_seen = restore_best(loop)
         exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
     exported_step = {} if exported is None else {"exported_step": step}
     summary = loop.reporter.finish({**summary_of(loop, exported), **exported_step})
     closing_words(loop, summary, exported)
-
-
-def _restore_best(loop: TrainingLoop) -> tuple[int, int]:
-    """Put the best step's weights into the model where --keep_best kept them; the step and the tokens seen of what the
-    model holds then.
-    """
-    best, state = loop.history.best_step, loop.run_state
-    if best is None or best == loop.step:
-        return loop.step, loop.tokens_seen
-    if not _is_held(state.checkpoints, best):
-        loop.setup.plan.say(f"WARNING: the checkpoint of the best step, {best}, is gone: final/ is of step {loop.step}")
-        return loop.step, loop.tokens_seen
-    checkpoint = Checkpoint.open(state.checkpoints.of_step(best))
-    state.restore(checkpoint, loop.optimizer)
-    return checkpoint.step, checkpoint.meta["tokens_seen"]
 
 
 def _device_name(plan: RunPlan) -> str:

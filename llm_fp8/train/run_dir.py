@@ -16,9 +16,8 @@ from pathlib import Path
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.process_group import decided_by_main, gathered
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.train.checkpoint import LATEST, Checkpoint, has_checkpoint
+from llm_fp8.train.checkpoint import LATEST, has_checkpoint
 from llm_fp8.utils.errors import UserError, existing_part
-from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"
@@ -114,23 +113,4 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
         raise UserError(
             f"--output_dir {folder}: the trained model takes {needed_bytes / GIB:.3g} GiB and its disk has "
             f"{free_bytes / GIB:.3g} GiB free; choose another folder or use --no_export."
-        )
-
-
-def refuse_finished(config: Config, resumed: Checkpoint | None, num_steps: int) -> None:
-    """Raise `UserError` where the run of the checkpoint came to its end, and `num_steps`, those of the run that is
-    asked for, add nothing to it; `latest` may be older than that end (--save_minutes, --keep_best).
-    """
-    if resumed is None:
-        return
-    path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
-    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
-    finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
-    has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
-    adds_steps = finished_step < num_steps or (config.run.resume_from != LATEST and step < num_steps)
-    if has_stopped or not adds_steps or step > num_steps:
-        more = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
-        raise UserError(
-            f"--resume_from {resumed.folder}: {step} of {num_steps} steps are done and the run is finished; "
-            f"{'raise --early_stopping_patience' if has_stopped else more}."
         )

@@ -14,11 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm_fp8.config.recipes import size_multiple
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter
-from llm_fp8.models.weights import fill_weights
 from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.precision.context import Precision, bf16_modules
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage

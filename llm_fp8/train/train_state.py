@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config
+from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, Config
 from llm_fp8.data import PreparedData
 from llm_fp8.models.source import has_random_weights
-from llm_fp8.models.weights import weight_files, weights_digest
-from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
-from llm_fp8.train.checkpoint import RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager, bytes_needed
+from llm_fp8.optim.optimizers import optimizer_scalars, optimizer_tensors
+from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager, bytes_needed
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.setup import RunPlan, TrainingSetup
-from llm_fp8.utils.errors import UserError
 
 ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -28,7 +25,7 @@ ARCHITECTURE_KEYS = (
 )  # fmt: skip
 """Entries of a model's config that a checkpoint and the run that continues it must share."""
 
-_SCALES = "fp8."
+SCALES = "fp8."
 """Begins the names of delayed scaling's tensors."""
 
 
@@ -51,6 +48,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 def _lora_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """The adapters, and the frozen model that a checkpoint does not hold."""
     from llm_fp8.models.lora import scaling_of
+    from llm_fp8.models.weights import weight_files, weights_digest
 
     config, options = plan.config, plan.config.lora
     if has_random_weights(config.model, plan.source):
@@ -61,17 +59,6 @@ def _lora_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "lora": [options.lora_rank, scaling_of(options), options.lora_dropout, *sorted(options.targets)],
         "frozen_model": frozen,
     }
-
-
-def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> None:
-    """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
-    saved = checkpoint.meta["fingerprint"]
-    current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
-    if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
-        raise UserError(
-            f"--resume_from {checkpoint.folder} does not belong to this run: "
-            f"{'; '.join(f'{name} was {saved.get(name)!r} and is {current.get(name)!r}' for name in names)}."
-        )
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
@@ -95,28 +82,6 @@ def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) 
     return resumed.step + data.train.steps_left(config.optim.num_epochs, resumed.meta["loader"])
 
 
-def changed_options(checkpoint: Checkpoint, options: Mapping[str, Any], allowed: Sequence[str]) -> list[str]:
-    """The options in which a run differs from that of the checkpoint it resumes from, each with both values.
-
-    Raises `UserError` where one of `TRAINING_OPTIONS` differs and is not in `allowed`.
-    """
-    saved = checkpoint.meta["options"]
-    names = [name for name, value in options.items() if name in saved and saved[name] != value]
-    changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
-    if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
-        raise UserError(
-            f"--resume_from {checkpoint.folder} was trained with other options: "
-            f"{', '.join(changed[name] for name in refused)}; to change them add --allow_changed {','.join(refused)}."
-        )
-    return list(changed.values())
-
-
-def has_the_scales(checkpoint: Checkpoint, options: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
-    saved = checkpoint.meta["options"]
-    return all(saved.get(name) == options.get(name) for name in SCALE_OPTIONS)
-
-
 @dataclass(frozen=True)
 class RunState:
     """Saves and restores a run."""
@@ -128,7 +93,7 @@ class RunState:
     options: dict[str, Any]
     """What `run_options` returned."""
 
-    def _tensors(self, optimizer: Any) -> dict[str, Tensor]:
+    def tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
         setup, tensors = self.setup, dict[str, Tensor]()
         if not setup.plan.strategy.saves_itself:
@@ -144,12 +109,17 @@ class RunState:
                 values = {name: unwrapped_shard(parameter) for name, parameter in trained}
             tensors |= {f"model.{name}": value.detach() for name, value in values.items()}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, trained).items()}
-        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
+        tensors |= {f"{SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
         return tensors
+
+    def has_the_scales(self, checkpoint: Checkpoint) -> bool:
+        """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
+        saved = checkpoint.meta["options"]
+        return all(saved.get(name) == self.options.get(name) for name in SCALE_OPTIONS)
 
     def checkpoint_bytes(self, optimizer: Any) -> int:
         """Room that a checkpoint needs on its disk, all ranks together."""
-        return bytes_needed(self._tensors(optimizer), self.setup.plan.strategy)
+        return bytes_needed(self.tensors(optimizer), self.setup.plan.strategy)
 
     def save(self, step: int, optimizer: Any, history: EvalHistory, *, tokens_seen: int, evaluation_due: bool) -> Path:
         """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
@@ -167,47 +137,12 @@ class RunState:
         }
         return self.checkpoints.save(
             step,
-            self._tensors(optimizer) | rng_state(plan.accelerator.process_index),
+            self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
             plan.strategy if saves_itself else None,
             history.best_step,
             in_background=plan.config.parallel.async_save,
         )
-
-    def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
-        """Restore everything in place that is not the loop's own."""
-        accelerator, strategy = self.setup.plan.accelerator, self.setup.plan.strategy
-        if strategy.saves_itself:
-            strategy.load_state(checkpoint.folder / STRATEGY_STATE)
-        else:
-            initialize_state(optimizer)
-        rank, meta = accelerator.process_index, checkpoint.meta
-        # Ranks that the checkpoint doesn't know keep their initial seeds.
-        rng = {name: tensor for name, tensor in rng_state(rank).items() if name in checkpoint.tensors}
-        tensors = self._tensors(optimizer) | rng
-        if has_the_scales(checkpoint, self.options):
-            checkpoint.load(tensors)
-        else:
-            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SCALES)}
-            checkpoint.load(kept, left_out=_SCALES)
-        if not strategy.saves_itself:
-            load_optimizer_scalars(optimizer, meta["optimizer"])
-            self._after_loading()
-        self.data.train.load_state_dict(meta["loader"])
-        if accelerator.scaler is not None and meta["fp16_scaler"]:
-            accelerator.scaler.load_state_dict(meta["fp16_scaler"])
-        restore_rng_state(rng)
-
-    def _after_loading(self) -> None:
-        """Cast anew what is derived from the weights that were loaded."""
-        if self.setup.plan.config.parallel.fp8_params:
-            from llm_fp8.distributed.fp8_params import requantise_
-
-            requantise_(self.setup.model)
-        if self.setup.plan.precision.backend == "torchao":
-            from llm_fp8.precision.torchao import refresh_scales_
-
-            refresh_scales_(self.setup.model)
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Pretrain
 
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import fill_weights
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
 from tests.support.ranks import on_ranks

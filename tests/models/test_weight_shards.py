@@ -21,11 +21,10 @@ import llm_fp8.models.weights
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import local_shard
-from llm_fp8.models.weights import fill_weights
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import FAMILIES, family_config

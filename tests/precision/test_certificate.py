@@ -17,7 +17,7 @@ from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.modules import ModuleState, read_te_state
+from llm_fp8.precision.module_state import ModuleState, read_te_state
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.run import run_training

@@ -14,7 +14,7 @@ from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpoint
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
-from llm_fp8.precision.modules import ModuleState
+from llm_fp8.precision.module_state import ModuleState
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
 from tests.support.gpu_training import ROOT, certificate_of, common, train
 
