@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
-from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -45,5 +45,7 @@ def build_strategy(
 
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
     if config.model.cuda_graphs:
+        from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
+
         return PlainCopiesStrategy(mode, accelerator, config.parallel)
     return DistributedStrategy(mode, accelerator, config.parallel)

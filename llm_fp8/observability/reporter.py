@@ -46,10 +46,10 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
-    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
-    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
     from llm_fp8.observability.tracker_labels import flattened
 
+    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
     flat = {key: value for key, value in flattened(parts, "/") if value is not None}
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
 
@@ -95,9 +95,9 @@ class RunReporter:
         options = self._config.run
         if not self._is_main or not options.use_wandb:
             return
-        effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         from llm_fp8.observability.tracker_labels import run_labels
 
+        effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
         with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
             import wandb

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from llm_fp8.config.options import PrecisionConfig, names_in
+from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.precision.modules import (
     linear_weights,
@@ -35,38 +33,6 @@ from llm_fp8.utils.errors import UserError
 
 if TYPE_CHECKING:
     from llm_fp8.precision.module_state import ModuleState
-
-
-def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """The modules that --fp8_bf16_modules keeps in bf16 with all that is inside them.
-
-    A pattern is a decoder layer or a slice of them (`layers.0`, `layers.-4:`), or the end of the name of a module in
-    one, in which `*` and `?` stand for any characters. Raises `UserError` for a pattern that names none.
-    """
-    kept: list[nn.Module] = []
-    inside = {module for layer in decoder_layers for module in layer.modules()}
-    inside = {module for module in inside if any(map(linear_weights, module.modules()))}
-    names = {name: module for name, module in model.named_modules() if module in inside}
-    for pattern in names_in(options.fp8_bf16_modules):
-        found = _slice_of(pattern, decoder_layers)
-        if found is None:
-            found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
-        if not found:
-            first_layer = [name for name in names if re.search(r"\.0\.", name)]
-            raise UserError(f"--fp8_bf16_modules {pattern}: no such module; layer 0 has {', '.join(first_layer)}.")
-        kept += found
-    return kept
-
-
-def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
-    """The decoder layers that `layers.2`, `layers.-1` or `layers.2:5` means; None for another pattern."""
-    match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
-    if match is None:
-        return None
-    single, first, last = (None if number is None else int(number) for number in match.groups())
-    if single is not None:
-        first, last = single, single + 1 or None
-    return list(decoder_layers[first:last])
 
 
 class Precision:
@@ -116,6 +82,7 @@ class Precision:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
         from llm_fp8.models.layer_forward import wrap_forward
+        from llm_fp8.precision.convert import bf16_modules
 
         kept: set[nn.Module] = set()
         for module in bf16_modules(self._options, model, decoder_layers):

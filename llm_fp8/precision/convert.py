@@ -7,16 +7,52 @@ lm_head, whose rounding would go straight into the loss, and layers whose sizes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
+from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.weight_shards import is_adapter
-from llm_fp8.precision.modules import HEAD_NAMES, lm_head_of, size_misfit
+from llm_fp8.precision.modules import HEAD_NAMES, linear_weights, lm_head_of, size_misfit
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import require_te
+
+
+def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
+    """The modules that --fp8_bf16_modules keeps in bf16 with all that is inside them.
+
+    A pattern is a decoder layer or a slice of them (`layers.0`, `layers.-4:`), or the end of the name of a module in
+    one, in which `*` and `?` stand for any characters. Raises `UserError` for a pattern that names none.
+    """
+    kept: list[nn.Module] = []
+    inside = {module for layer in decoder_layers for module in layer.modules()}
+    inside = {module for module in inside if any(map(linear_weights, module.modules()))}
+    names = {name: module for name, module in model.named_modules() if module in inside}
+    for pattern in names_in(options.fp8_bf16_modules):
+        found = _slice_of(pattern, decoder_layers)
+        if found is None:
+            found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not found:
+            first_layer = [name for name in names if re.search(r"\.0\.", name)]
+            raise UserError(f"--fp8_bf16_modules {pattern}: no such module; layer 0 has {', '.join(first_layer)}.")
+        kept += found
+    return kept
+
+
+def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
+    """The decoder layers that `layers.2`, `layers.-1` or `layers.2:5` means; None for another pattern."""
+    match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
+    if match is None:
+        return None
+    single, first, last = (None if number is None else int(number) for number in match.groups())
+    if single is not None:
+        first, last = single, single + 1 or None
+    return list(decoder_layers[first:last])
 
 
 def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:
@@ -51,14 +87,14 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
     return left
 
 
-def convert_with_torchao(model: nn.Module, config: Any, bf16_modules: Iterable[nn.Module] = ()) -> dict[str, str]:
-    """Replace the `nn.Linear` modules of `model` by torchao's in place, except in `bf16_modules`; returns name ->
+def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[nn.Module] = ()) -> dict[str, str]:
+    """Replace the `nn.Linear` modules of `model` by torchao's in place, except in `left_in_bf16`; returns name ->
     reason for each one left alone. `config`: a `Float8LinearConfig`.
     """
     from torchao.float8 import convert_to_float8_training
 
     left, head = dict[str, str](), lm_head_of(model)
-    kept = {inner for module in bf16_modules for inner in module.modules()}
+    kept = {inner for module in left_in_bf16 for inner in module.modules()}
 
     def is_converted(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear:

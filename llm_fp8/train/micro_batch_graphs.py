@@ -16,7 +16,7 @@ So a first and a later micro-batch differ, and have a graph each; one that is al
 micro-batches do the same at the same addresses, so both kinds may follow each other in a step. A graph's results are
 those of the eager micro-batch bit for bit, where attention's own are the same each time.
 
-Several GPUs: `llm_fp8.distributed.strategy.PlainCopiesStrategy`.
+Several GPUs: `llm_fp8.distributed.plain_copies.PlainCopiesStrategy`.
 """
 
 from __future__ import annotations

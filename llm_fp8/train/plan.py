@@ -30,7 +30,6 @@ from llm_fp8.models.source import (
     stored_dtype,
 )
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.tracker_labels import require_wandb_login
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
@@ -221,6 +220,8 @@ def _check_run(
 
         load_deepspeed(f"--sharding_mode {mode}")
     if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
+        from llm_fp8.observability.tracker_labels import require_wandb_login
+
         require_wandb_login("--use_wandb")
     if share := config.optim.offload_optimizer:
         from llm_fp8.utils.host_memory import free_host_bytes

@@ -19,7 +19,7 @@ from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.optim.adamw_master import remainder_of
-from llm_fp8.precision.context import Precision, bf16_modules
+from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.train.plan import RunPlan, plan_run, silent
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -178,7 +178,7 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
     config, precision = plan.config, plan.precision
     if precision.recipe is None or config.model.use_te:
         return {}
-    from llm_fp8.precision.convert import convert_with_torchao, swap_linears
+    from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears
 
     if precision.backend == "te":
         return swap_linears(model, size_multiple(precision.effective_scenario))

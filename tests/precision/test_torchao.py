@@ -19,8 +19,8 @@ from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpoint
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.certificate import ExpectedKernels, certify
-from llm_fp8.precision.context import Precision, bf16_modules
-from llm_fp8.precision.convert import convert_with_torchao
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import bf16_modules, convert_with_torchao
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.utils.errors import UserError

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
-from llm_fp8.distributed.strategy import PlainCopiesStrategy
+from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
