@@ -13,6 +13,7 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, recipe_names
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO, TRITON
+from llm_fp8.utils.te_import import require_te
 
 MIN_FP8_CAPABILITY = (8, 9)
 
@@ -87,8 +88,6 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
     if options.fp8_backend == "torchao":
         return _resolve_torchao(options, device)
     require_fp8_gpu(device)
-    from llm_fp8.utils.te_import import require_te
-
     te = require_te("--mixed_precision fp8")
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:

@@ -36,6 +36,7 @@ from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_import import require_te
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -237,7 +238,6 @@ def _check_run(
 
 def _check_te_decoder(config: Config, hf_config: PretrainedConfig, scenario: str | None, num_shards: int) -> None:
     import te_llama
-    from llm_fp8.utils.te_import import require_te
 
     require_te("--use_te")
     with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
