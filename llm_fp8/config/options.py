@@ -2,11 +2,7 @@
 
 Each option is a field of one of the frozen dataclasses below. The field gives its type, default, choices, help text,
 range and what it needs or excludes; from it come the command line, the keys of a `--config` YAML file, the checks
-(`llm_fp8.config.validation`) and the entries of `run.json`. `parse_config` is the only way a script gets a `Config`:
-
-    config = parse_config(sys.argv[1:])
-    config.data.max_seq_length
-
+(`llm_fp8.config.validation`) and the entries of `run.json`. `parse_config` is the only way a script gets a `Config`.
 Precedence, lowest first: the field's default, the YAML file, the command line.
 """
 
@@ -55,13 +51,10 @@ def option(
 ) -> Any:
     """A dataclass field that becomes a command-line option; `llm_fp8.config.validation` holds it to what it declares.
 
-    Args:
-        alias: its name in transformers, where the meaning is exactly the same.
-        bare: the value of a number whose flag stands alone.
-        needs: conditions without which it has no effect: the name of an option that must be on, or its name, `=` and
-            the values that serve, with wildcards, separated by `|`. The value of sharding_mode is 'single' on one GPU.
-        excludes: conditions that it cannot go with -> why.
-        **bounds: at_least, at_most, above, below: what a number must be.
+    A condition is the name of an option that must be on, or its name, `=` and values with wildcards, separated by `|`;
+    the value of sharding_mode is 'single' on one GPU. Without those in `needs` the option has no effect; `excludes`
+    says why it cannot go with others. `alias` is its name in transformers, where the meaning is exactly the same,
+    `bare` the value of a number whose flag stands alone; `bounds` are at_least, at_most, above and below.
     """
     aliases = [] if alias is None else [f"--{alias}"]
     declared = {"help": help, "aliases": aliases, "bare": bare, "needs": needs, "excludes": excludes, "bounds": bounds}
@@ -78,8 +71,8 @@ class ModelConfig:
     use_te: bool = option(False, "Decoder layers of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
-        "Attention without --use_te; auto: flash-attn 2 where it is installed, else sdpa or eager.",
-        excludes={"use_te": "Transformer Engine chooses its own attention"},
+        "Attention; auto: flash-attn 2 if installed, else sdpa.",
+        excludes={"use_te": "it has its own attention"},
     )
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: int = option(
@@ -263,10 +256,7 @@ class LoraConfig:
     """Low-rank adapters (LoRA) in place of full fine-tuning."""
 
     lora_rank: int = option(
-        0,
-        "Rank of adapters on frozen weights; 0: full fine-tuning.",
-        excludes={"sharding_mode=deepspeed_*": "adapters go with ddp and FSDP alone"},
-        at_least=0,
+        0, "Rank of adapters; 0: none.", excludes={"sharding_mode=deepspeed_*": "use ddp or FSDP"}, at_least=0
     )
     lora_alpha: float | None = option(
         None, "Adapters are scaled by this over --lora_rank (default: twice the rank).", needs=("lora_rank",), above=0
@@ -298,13 +288,11 @@ class ParallelConfig:
         "auto: the first of ddp, fsdp_grad and fsdp_full that fits.",
     )
     sync_every_micro_batch: bool = option(
-        False,
-        "Reduce gradients after every micro-batch, not once a step: less memory, more traffic.",
-        needs=("sharding_mode=ddp|fsdp_*",),
+        False, "Reduce gradients after each micro-batch, for less memory.", needs=("sharding_mode=ddp|fsdp_*",)
     )
     fp8_params: bool = option(
         False,
-        "Gather the decoder's linear weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
+        "Gather the decoder's weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
         needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "optimizer=adamw_master|adamw_8bit": "it keeps fp32 weights",
@@ -318,9 +306,7 @@ class ParallelConfig:
         None, "DeepSpeed's JSON file (default: configs/ds_z1.json to ds_z3.json).", needs=("sharding_mode=deepspeed_*",)
     )
     async_save: bool = option(
-        False,
-        "Write checkpoints in the background.",
-        excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes its checkpoints itself"},
+        False, "Write checkpoints in the background.", excludes={"sharding_mode=deepspeed_*": "it writes its own"}
     )
     empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
 
@@ -342,6 +328,19 @@ class Config:
         return dataclasses.asdict(self)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Every option by its name."""
+        return {name: value for section in vars(self).values() for name, value in vars(section).items()}
+
+    def with_options(self, **options: Any) -> Config:
+        """The same configuration with other values of these options."""
+        sections = {
+            name: dataclasses.replace(section, **{key: options[key] for key in vars(section) if key in options})
+            for name, section in vars(self).items()
+        }
+        return Config(**sections)
+
+    @property
     def packing(self) -> bool:
         """Whether rows are packed, with the default (on with --use_te) resolved."""
         return self.model.use_te if self.data.packing is None else self.data.packing
@@ -353,7 +352,6 @@ def names_in(listed: str | None) -> tuple[str, ...]:
 
 
 SECTIONS = {name: type(section) for name, section in vars(Config()).items()}
-"""Name in `Config` -> its dataclass of options."""
 
 MOST_USED = (
     "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",

@@ -96,8 +96,7 @@ class OptionsParser(OneSentenceParser):
     def __init__(self, parallel: bool = False, **kwargs: Any) -> None:
         usage = "%(prog)s [--option value ...]"
         super().__init__(usage=usage, formatter_class=_ShortHelp, allow_abbrev=False, **kwargs)
-        self.sections = {name: each for name, each in SECTIONS.items() if parallel or each is not ParallelConfig}
-        for section in self.sections.values():
+        for section in (each for each in SECTIONS.values() if parallel or each is not ParallelConfig):
             group = self.add_argument_group(str(section.__doc__).rstrip("."))
             hints = get_type_hints(section)
             for each in dataclasses.fields(section):
@@ -176,8 +175,4 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
         given.setdefault("learning_rate", SCRATCH_LEARNING_RATE)
     elif given.get("lora_rank"):
         given.setdefault("learning_rate", LORA_LEARNING_RATE)
-    sections = {
-        name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
-        for name, section in parser.sections.items()
-    }
-    return Config(**sections), named
+    return Config().with_options(**given), named

@@ -1,22 +1,20 @@
-"""The table of fp8 recipes: one row per recipe, which everything reads.
+"""The table of fp8 recipes: one row per recipe, which everything reads. To add a recipe, add a row.
 
-A row is plain data, so that `--help` and every tool can read it without torch or Transformer Engine; names of classes
-and functions are resolved where they are used (`llm_fp8.precision.plan`). To add a recipe, add a row. Class names
-are those of Transformer Engine 2.20 and torchao 0.18.
+A row is plain data, so that `--help` reads it without torch; `llm_fp8.precision.plan` resolves the names of classes and
+functions, which are those of Transformer Engine 2.20 and torchao 0.18.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
 
 DEFAULT = "default"
 """Value of --fp8_scenario for `DEFAULTS` of the backend."""
-DEFAULTS: Mapping[Backend, str] = MappingProxyType({"te": "delayed", "torchao": "tensorwise"})
+DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
 
 FP8_SIZE_MULTIPLE = 16
 """What the sizes of an fp8 GEMM must be multiples of."""
@@ -27,11 +25,8 @@ class Recipe:
     """How tensors are scaled when they are cast to fp8."""
 
     name: str
-    """Value of --fp8_scenario."""
     backend: Backend
-    """The library of the linear layers."""
     summary: str
-    """For --help."""
     recipe_class: str
     """Transformer Engine's class in `transformer_engine.common.recipe`; torchao's name of the recipe. What modules say
     they computed by, which the certificate compares."""
@@ -44,14 +39,12 @@ class Recipe:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keyword -> value where the option is not given, whatever a version of the class has for a default."""
     quantizer: str | None = None
-    """Class of the quantizers in Transformer Engine's modules."""
     availability: str = "is_fp8_available"
     """Function of `transformer_engine.pytorch` that answers whether a GPU has it, and why not."""
     scales_lag: bool = False
     """Scales come from earlier passes, so there are none before the first."""
     fp32_scales_on_hopper: bool = False
-    """Scales are any fp32 numbers on Hopper, where the class's own are powers of two: then the largest value of every
-    block is exact, which halved what fp8 costs SmolLM2-135M (docs/precision.md)."""
+    """Scales are any fp32 numbers on Hopper, not powers of two as the class's own: halves fp8's cost in quality."""
     one_scale_per_weight: bool = False
     """As --fp8_params needs."""
     gemms_in_fp8: int = 3
@@ -119,11 +112,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("tensorwise", "torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),
         Recipe("rowwise", "torchao", "one scale per row", "rowwise"),
         Recipe(
-            "rowwise_with_gw_hp",
-            "torchao",
-            "one scale per row, the wgrad GEMM in bf16",
-            "rowwise_with_gw_hp",
-            gemms_in_fp8=2,
+            "rowwise_with_gw_hp", "torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=2
         ),
     )
 }
@@ -152,9 +141,5 @@ def size_multiple(name: str | None) -> int:
 
 def describe_recipes() -> str:
     """The table in --help."""
-    text = "FP8 recipe."
-    libraries: dict[Backend, str] = {"te": "Transformer Engine", "torchao": "torchao"}
-    for backend, library in libraries.items():
-        rows = "; ".join(f"{name}: {RECIPES[name].summary}" for name in recipe_names(backend))
-        text += f" {library}'s are {rows}; '{DEFAULT}' is {DEFAULTS[backend]}."
-    return text
+    rows = (f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
+    return f"FP8 recipe; 'default' is {' or, with torchao, '.join(DEFAULTS.values())}. {'; '.join(rows)}."

@@ -25,8 +25,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
     `mode` is the sharding mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
     """
     declared = {each.name: each for section in SECTIONS.values() for each in fields(section)}
-    values = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    values |= {"packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
+    values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
 
     def holds(condition: str) -> bool:
         name, _, allowed = condition.partition("=")

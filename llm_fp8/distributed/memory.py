@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, SECTIONS, Config
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, token_multiple
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
@@ -159,16 +159,10 @@ class RunSize:
 
     def changed(self, **options: Any) -> RunSize:
         """The same run with other options, by their names."""
-        sections = {}
-        for section, kind in SECTIONS.items():
-            names = {field.name for field in dataclasses.fields(kind)}
-            if here := {name: value for name, value in options.items() if name in names}:
-                sections[section] = dataclasses.replace(getattr(self.config, section), **here)
         mode, optimizer = options.get("sharding_mode", self.mode), options.get("optimizer", self.optimizer)
         if mode.startswith("fsdp") and not self.sharded:
             optimizer = "adamw_fp32"
-        config = dataclasses.replace(self.config, **sections)
-        return dataclasses.replace(self, config=config, mode=mode, optimizer=optimizer)
+        return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode, optimizer=optimizer)
 
     def estimate(self) -> MemoryEstimate:
         """Count the memory by part."""

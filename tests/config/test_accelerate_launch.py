@@ -107,10 +107,6 @@ def test_a_file_becomes_options(launch, entries, expected):
     [
         ({"fp8_config": {"backend": "MSAMP"}, "mixed_precision": "fp8"}, "backend"),
         (
-            {"fp8_config": {**TE, "override_linear_precision": [True, False, False]}, "mixed_precision": "fp8"},
-            "override",
-        ),
-        (
             {"kind": "FSDP", "fsdp_config": FSDP, "parallelism_config": {"parallelism_config_dp_shard_size": 8}},
             "parallel",
         ),

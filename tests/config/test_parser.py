@@ -30,7 +30,7 @@ train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_a
 
 def flat(config: Config) -> dict[str, object]:
     """All options of a configuration in one dict."""
-    return {name: value for section in config.to_dict().values() for name, value in section.items()}
+    return config.options
 
 
 def exit_message(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:

@@ -30,7 +30,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_and_options():
-    assert "made_up: a scale that nobody has" in " ".join(OptionsParser().format_help().split())
+    assert "made_up (te): a scale that nobody has" in " ".join(OptionsParser().format_help().split())
     words = ["--mixed_precision=fp8", "--fp8_scenario=made_up"]
     assert parse_config([*words, "--amax_history_len=1"]).precision.fp8_scenario == "made_up"
     with pytest.raises(UserError, match="--fp8_format"):
