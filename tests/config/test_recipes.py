@@ -9,7 +9,7 @@ import pytest
 from llm_fp8.config.parser import OptionsParser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
 from llm_fp8.precision.plan import recipe_available
-from llm_fp8.tools.compare.variants import parse_variants, variant_words
+from llm_fp8.tools.compare.run_record import parse_variants, variant_words
 from llm_fp8.utils.errors import UserError
 
 MADE_UP = Recipe(

@@ -23,8 +23,15 @@ from rich.console import Console
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison, render_page
-from llm_fp8.tools.compare.run_record import read_run_folder, read_wandb, why_unfinished
-from llm_fp8.tools.compare.variants import VARIANT_FIELDS, parse_variants, variant_words, variants
+from llm_fp8.tools.compare.run_record import (
+    VARIANT_FIELDS,
+    parse_variants,
+    read_run_folder,
+    read_wandb,
+    variant_words,
+    variants,
+    why_unfinished,
+)
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.train.checkpoint import has_checkpoint
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading

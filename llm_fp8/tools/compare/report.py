@@ -17,11 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.tools.compare.differences import Difference, find_differences
-from llm_fp8.tools.compare.figures import VariantFigures, variant_figures
-from llm_fp8.tools.compare.run_record import RunRecord
+from llm_fp8.tools.compare.figures import Difference, VariantFigures, find_differences, variant_figures
+from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 from llm_fp8.tools.compare.statistics import Interval
-from llm_fp8.tools.compare.variants import REFERENCE
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
 from llm_fp8.utils.errors import UserError
 

@@ -1,19 +1,64 @@
-"""One finished training run as plain values, read from its output folder or from W&B's server."""
+"""The variants by name, and one finished run of one as plain values, from its output folder or W&B's server."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 from ast import literal_eval
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.tools.compare.variants import describe_variant, requested_variant
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import DEFAULTS, RECIPES
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_metrics, with_floats
 
+REFERENCE = "bf16"
+"""The baseline that the others are compared with."""
 
-@dataclass(frozen=True)
+VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")
+"""The options that make a variant."""
+_RECIPE_OPTIONS = frozenset(option for recipe in RECIPES.values() for option in recipe.options)
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Name of each variant -> its options. 'fp8' is another name of 'delayed'; 'no' is fp32."""
+    words = ("--mixed_precision", "fp8", "--fp8_backend")
+    recipes = {name: (*words, recipe.backend, "--fp8_scenario", name) for name, recipe in RECIPES.items()}
+    plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
+    return {**plain, "fp8": recipes[DEFAULTS["te"]], **recipes}
+
+
+def parse_variants(text: str) -> list[str]:
+    """The variants of a comma-separated list, the reference first. Raises `UserError` for an unknown or doubled one."""
+    names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
+    if len(set(names) & variants().keys()) < len(names):
+        raise UserError(f"--variants {text}: name each once, of {', '.join(variants())} ('fp8' is '{DEFAULTS['te']}').")
+    return sorted(names, key=lambda name: name != REFERENCE)
+
+
+def variant_words(variant: str, words: list[str]) -> list[str]:
+    """The options `words` of a training command for `variant`: with its precision, without the fp8 options that it does
+    not take.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in dataclasses.fields(PrecisionConfig):
+        if option.name not in VARIANT_FIELDS:
+            parser.add_argument(f"--{option.name}", nargs="?", const=True, default=argparse.SUPPRESS)
+    given, kept = parser.parse_known_args(words)
+    for name, value in vars(given).items():
+        if variant in RECIPES and (name not in _RECIPE_OPTIONS or name in RECIPES[variant].options):
+            kept += [f"--{name}"] if value is True else [f"--{name}", value]
+    return [*kept, *variants()[variant]]
+
+
+def describe_variant(variant: str) -> str:
+    """A variant's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
+    return f"fp8 {variant}" if variant in RECIPES else {"no": "fp32"}.get(variant, variant)
+
+
+@dataclasses.dataclass(frozen=True)
 class RunRecord:
     """One finished run: sections of its run.json, its metrics.jsonl by kind, its summary.json."""
 
@@ -30,12 +75,16 @@ class RunRecord:
     data: dict[str, Any]
     model: dict[str, Any]
     provenance: dict[str, Any]
-    answers: dict[str, bool] = field(default_factory=dict)
+    answers: dict[str, bool] = dataclasses.field(default_factory=dict)
     """Problem -> whether the exported model answered it right (`llm-fp8 evaluate`)."""
 
     @property
     def variant(self) -> str:
-        return requested_variant(self.precision)
+        """What was asked for."""
+        asked, scenario = self.precision["requested"], self.precision.get("requested_scenario")
+        if asked == "fp8" and scenario in (None, "default"):
+            scenario = self.precision["effective_scenario"] if self.precision.get("backend") == "torchao" else None
+        return str((scenario or DEFAULTS["te"]) if asked == "fp8" else asked)
 
     @property
     def effective_name(self) -> str:
@@ -49,7 +98,6 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """As 'delayed seed 1'."""
         return f"{self.variant} seed {self.seed}"
 
     @property

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from llm_fp8.tools.compare.differences import Difference, concerning
-from llm_fp8.tools.compare.figures import LossGap, VariantFigures
+from llm_fp8.tools.compare.figures import Difference, VariantFigures, concerning
 from llm_fp8.utils.errors import listed
 
 MIN_SEEDS = 3
@@ -74,7 +73,11 @@ def judge(
     conclusion = _conclude(own, quality, bool(speed_confounded), bool(quality_confounded))
     if conclusion in ("slightly worse", "use it") and is_fp8 and state != "certified":
         conclusion = "not certified"
-    learned = _loss_words(own, reference, quality_confounded, margin) + _answer_words(own, quality_confounded)
+    learned = _loss_words(own, reference, quality_confounded, margin)
+    if own.answers and not quality_confounded:
+        learned += (
+            f"; exact match differs by {100 * own.answers.difference:+.1f} points (p = {own.answers.p_value:.2g})"
+        )
     advice = _ADVICE[conclusion]
     if state == "failed" or (state != "certified" and is_fp8):
         advice = f"its certificate is {state}{reasons and f' ({reasons})'}: {advice}"
@@ -95,7 +98,7 @@ def _quality(own: VariantFigures, confounded: bool, margin: float) -> Quality:
     # Those that finished are no fair sample: a failed run may have failed because it learnt nothing.
     if own.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or (answers and answers.may_be_worse):
         return "not shown"
-    return "slightly worse" if _worse_in_every_seed(gap) else "as good"
+    return "slightly worse" if min(gap.by_seed.values()) > 0 else "as good"
 
 
 def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, quality_confounded: bool) -> str:
@@ -122,10 +125,6 @@ def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, qua
     return "slightly worse" if quality == "slightly worse" else "use it"
 
 
-def _worse_in_every_seed(gap: LossGap) -> bool:
-    return all(value > 0 for value in gap.by_seed.values())
-
-
 def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded:
         return f"cannot be compared in speed: the runs differ in {listed(confounded)}"
@@ -149,11 +148,5 @@ def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequ
     if gap.low is None or gap.high is None:
         return f"{words} in one seed"
     place = "beyond" if gap.low > margin else "within" if gap.high <= margin else "not shown to lie within"
-    every = ", and is higher in every seed" if _worse_in_every_seed(gap) and gap.low <= margin else ""
+    every = ", and is higher in every seed" if min(gap.by_seed.values()) > 0 and gap.low <= margin else ""
     return f"{words} ({gap.low:+.4f} to {gap.high:+.4f}), {place} the margin of {margin:g}{every}"
-
-
-def _answer_words(own: VariantFigures, confounded: Sequence[str]) -> str:
-    if confounded or own.answers is None:
-        return ""
-    return f"; exact match differs by {100 * own.answers.difference:+.1f} points (p = {own.answers.p_value:.2g})"

@@ -14,12 +14,18 @@ import pytest
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare import cli
 from llm_fp8.tools.compare.cli import plan_runs
-from llm_fp8.tools.compare.differences import Difference, find_differences
-from llm_fp8.tools.compare.figures import CertificateState, LossGap, VariantFigures, certificate_state, variant_figures
+from llm_fp8.tools.compare.figures import (
+    CertificateState,
+    Difference,
+    LossGap,
+    VariantFigures,
+    certificate_state,
+    find_differences,
+    variant_figures,
+)
 from llm_fp8.tools.compare.report import Failure, compare, render_page, without_folders
-from llm_fp8.tools.compare.run_record import RunRecord, read_run_folder, read_wandb
+from llm_fp8.tools.compare.run_record import RunRecord, parse_variants, read_run_folder, read_wandb, variant_words
 from llm_fp8.tools.compare.statistics import Interval, PairedAnswers
-from llm_fp8.tools.compare.variants import parse_variants, variant_words
 from llm_fp8.tools.compare.verdict import judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
