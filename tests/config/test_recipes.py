@@ -45,4 +45,5 @@ def test_what_the_machine_says_of_it():
 def test_it_is_a_variant_of_a_comparison():
     assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
     words = variant_words("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
-    assert words == ["--amax_history_len", "1", "--mixed_precision", "fp8", "--fp8_scenario", "made_up"]
+    assert words[-4:] == ["--fp8_backend", MADE_UP.backend, "--fp8_scenario", "made_up"]
+    assert words[:-4] == ["--amax_history_len", "1", "--mixed_precision", "fp8"]

@@ -26,8 +26,7 @@ from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
-from tests.support.counted_gather import CountedAllGather
-from tests.support.ranks import on_ranks
+from tests.support.ranks import CountedAllGather, on_ranks
 
 LARGEST = 448.0
 NUM_LAYERS, WIDTH, ROWS = 3, 16, 4

@@ -24,8 +24,7 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
 from tests.support import stand_in_te
-from tests.support.counted_gather import CountedAllGather
-from tests.support.ranks import on_ranks
+from tests.support.ranks import CountedAllGather, on_ranks
 from tests.support.small import tiny_config
 
 pytestmark = pytest.mark.slow

@@ -1,16 +1,24 @@
-"""Both kinds of norm kernels are right, and each is where it was chosen."""
+"""Both kinds of norm kernels are right, and each is where it was chosen.
+
+Each choice is measured in a process of its own (`python -m tests.kernels.test_norm_gpu WIDTH ...`), because Transformer
+Engine asks for it once: a line of JSON for each width and number of tokens.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from llm_fp8.models.build import HOPPER, TUNED_WIDTHS
+from llm_fp8.models.build import HOPPER, TUNED_WIDTHS, choose_norm_backend
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -23,11 +31,55 @@ an element.
 """
 
 
+NUM_TOKENS = (16, 4096)
+EPSILON = 1e-5
+
+
+def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Output and gradients of inputs and norm weight, from fp32 throughout."""
+    weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
+    exact = inputs.detach().float().requires_grad_()
+    output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)
+    output.backward(gradient.float())
+    return [output, exact.grad, scale.grad]
+
+
+def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
+    """What the fourth pass computes, in which delayed scaling has its scales, and by which norm kernels."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    torch.manual_seed(width)
+    layer = te.LayerNormLinear(
+        width, 128, eps=EPSILON, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16
+    )
+    nn.init.uniform_(layer.layer_norm_weight, 0.5, 1.5)
+    inputs = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    gradient = torch.randn(num_tokens, 128, device="cuda", dtype=torch.bfloat16)
+
+    def one() -> Tensor:
+        layer.zero_grad()
+        inputs.grad = None
+        with te.autocast(enabled=fp8, recipe=DelayedScaling()):
+            output = layer(inputs)
+        output.backward(gradient)
+        return output
+
+    for _ in range(3):
+        one()
+    with record_kernels() as recorded:
+        output = one()
+    results = [output, inputs.grad, layer.layer_norm_weight.grad]
+    differences = [relative_difference(*pair) for pair in zip(results, reference(layer, inputs, gradient), strict=True)]
+    names = sorted(name for name in kernel_times(recorded) if kernel_class(name) == "norm")
+    return {"width": width, "num_tokens": num_tokens, "fp8": fp8, "differences": differences, "kernels": names}
+
+
 @pytest.mark.parametrize("kind", ["tuned", "others"])
 def test_norms_are_right(kind, record_property):
     widths = TUNED_WIDTHS if kind == "tuned" else OTHER_WIDTHS
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.norm_check", *map(str, widths)],
+        [sys.executable, "-m", "tests.kernels.test_norm_gpu", *map(str, widths)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -46,3 +98,12 @@ def test_norms_are_right(kind, record_property):
         for direction in ("fwd", "bwd"):
             is_te = any("rmsnorm" in name and direction in name for name in names)
             assert is_te == (not takes_cudnn), entry
+
+
+if __name__ == "__main__":
+    widths = [int(word) for word in sys.argv[1:]]
+    choose_norm_backend(widths[0], torch.cuda.get_device_capability()[0], os.environ)
+    for width in widths:
+        for num_tokens in NUM_TOKENS:
+            for fp8 in (False, True):
+                print(json.dumps(check(width, num_tokens, fp8)), flush=True)

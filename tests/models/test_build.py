@@ -25,9 +25,8 @@ from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source, stored_dtype
 from llm_fp8.utils.errors import UserError
-from tests.support.small import write_model
+from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
-from tests.support.stored import CARD, assert_same_bits, stored_weights
 
 CPU = torch.device("cpu")
 

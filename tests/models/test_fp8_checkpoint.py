@@ -20,8 +20,7 @@ from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
 from tests.support.ranks import on_ranks
-from tests.support.small import final_weights, run_json, steps, train
-from tests.support.stored import assert_same_bits, stored_weights
+from tests.support.small import assert_same_bits, final_weights, run_json, steps, stored_weights, train
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,7 @@ from llm_fp8.models.fp8_export import export_fp8, fp8_rows, round_inputs_
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
 from tests.support.fp8_files import quantization_config, set_quantization
-from tests.support.small import write_model
-from tests.support.stored import stored_weights
+from tests.support.small import stored_weights, write_model
 
 IDS = torch.arange(3, 43)[None]
 

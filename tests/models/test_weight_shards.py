@@ -29,9 +29,8 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import FAMILIES, family_config
 from tests.support.ranks import on_ranks
-from tests.support.small import write_model
+from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
-from tests.support.stored import CARD, assert_same_bits, stored_weights
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]

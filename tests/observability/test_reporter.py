@@ -11,15 +11,63 @@ import math
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
+from llm_fp8.config.options import Config
+from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
-from llm_fp8.observability.reporter import truncate_metrics
+from llm_fp8.observability.reporter import RunReporter, truncate_metrics
 from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login
 from llm_fp8.utils.errors import UserError
-from tests.support.reports import PROVENANCE, RUN_SECTIONS, TOTAL_STEPS, a_config, a_reporter, a_step
 from tests.support.small import forget_accelerator, records
 from tests.support.wandb_file import the_wandb_run, wandb_runs
+
+RUN_SECTIONS = {
+    "precision": {
+        "requested": "fp8",
+        "effective": "fp8",
+        "requested_scenario": "mxfp8",
+        "effective_scenario": "delayed",
+        "optimizer": "adamw_master",
+        "coverage": {"converted": {"layers.*.mlp": 2}},
+    },
+    "effective": {"sharding_mode": "fsdp_full", "num_processes": 4, "tokens_per_step": 4096},
+    "model": {"location": "here", "num_parameters": 1234},
+    "data": {"num_rows": 10},
+}
+
+PROVENANCE = {
+    "gpus": [{"name": "NVIDIA H200"}],
+    "git": {"commit": "abc"},
+    "packages": {"torch": "2.11.0", "transformer-engine": "2.20.2"},
+}
+
+TOTAL_STEPS = 40
+
+
+def a_step(step: int) -> dict[str, float]:
+    return {
+        "step": step,
+        "loss": 3.0 / step,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3 * step,
+        "step_time_s": 0.25,
+        "tokens_per_s": 1000.0 + step,
+        "model_tflops": 0.5,
+        "tokens_seen": 256 * step,
+    }
+
+
+def a_config(folder: Path, *arguments: str) -> Config:
+    return parse_config(["--output_dir", str(folder), *arguments])
+
+
+def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
+    accelerator = Accelerator(cpu=True)
+    reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS)
+    reporter.start_wandb({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
+    return reporter
 
 
 def an_evaluation(step: int) -> dict[str, float]:

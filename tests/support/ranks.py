@@ -1,15 +1,18 @@
-"""A function on several gloo ranks, each a process of its own."""
+"""A function on several gloo ranks, each a process of its own, and what FSDP2 gathers there."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support.processes import DEADLINE_S
 
@@ -52,3 +55,29 @@ def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: 
     assert not failures, failures[0]
     assert not hung, f"{len(hung)} processes did not end"
     return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
+
+
+class CountedAllGather:
+    """FSDP2's own way to gather, which notes how much each rank puts in.
+
+    Attributes:
+        sent_bytes: of every gather, what this rank put in.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the place of the gathers of all units of `model`."""
+        self.sent_bytes: list[int] = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(self)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather."""
+        self.sent_bytes.append(input_tensor.nbytes)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +97,26 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "final" / "model.safetensors")
 
 
-def assert_same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
-    """The same names and, bit for bit, the same values."""
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+CARD = {"base model": "a/b", "optimizer steps": 0}
+"""Facts for the model card of an export."""
+
+
+def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {
+        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Same names, dtypes and values."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
 
 
 def assert_goes_on(whole: Path, resumed: Path, completed: int) -> None:
     """`resumed` went on behind `completed` steps of the run `whole`: the same losses and final weights, bit for bit."""
     assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(whole)][completed:]
     assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(whole)][completed:]
-    assert_same_tensors(final_weights(whole), final_weights(resumed))
+    assert_same_bits(final_weights(whole), final_weights(resumed))

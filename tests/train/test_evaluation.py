@@ -14,8 +14,8 @@ from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import assert_same_tensors, final_weights, records, steps, summary_json, train, write_rows
-from tests.support.told_losses import tell
+from tests.support.small import assert_same_bits, final_weights, records, steps, summary_json, train, write_rows
+from tests.train.conftest import tell
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0}
 """Step -> the eval loss that the run is told."""
@@ -77,7 +77,7 @@ def test_the_best_checkpoint_is_kept_and_its_weights_are_exported(tmp_path, opti
     assert checkpoints(tmp_path) == [4, 9, 10]
     assert summary_json(tmp_path)["best"] == {"step": 4, "eval_loss": 3.0, "checkpoint": str(best)}
     assert summary_json(tmp_path)["steps"] == 10 and summary_json(tmp_path)["exported_step"] == 4
-    assert_same_tensors(final_weights(tmp_path), seen[4])
+    assert_same_bits(final_weights(tmp_path), seen[4])
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_resumed_run_knows_the_best_step(tmp_path, options, eval_losses, stop_
     assert train(*options, f"--output_dir={resumed}") == 143
     assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
     assert summary_json(resumed)["best"]["step"] == 4 and checkpoints(resumed) == checkpoints(whole)
-    assert_same_tensors(final_weights(whole), final_weights(resumed))
+    assert_same_bits(final_weights(whole), final_weights(resumed))
 
 
 @pytest.mark.slow
@@ -192,4 +192,4 @@ def test_deepspeed_stops_early_and_exports_the_best_step(tmp_path, small_run):
     run_ranks(2, kept, *options, *asked, f"--output_dir={kept}", first=functools.partial(tell, LOSSES))
     assert evaluated(kept) == [2, 4, 6, 8] and summary_json(kept)["exported_step"] == 4
     run_ranks(2, short, *options, "--max_steps=4", f"--output_dir={short}")
-    assert_same_tensors(final_weights(kept), final_weights(short))
+    assert_same_bits(final_weights(kept), final_weights(short))
