@@ -4,9 +4,8 @@
 
 It records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer Engine's
 or torchao's, and compares both with what was asked for. The verdict is printed, and kept in certificate.json in the
-output folder, with the energy of the training at its end. A failed certificate ends the run with exit code 1. The
-evidence and its limits: docs/monitoring.md; what Accelerate does to a Trainer: docs/multi_gpu.md; TRL, LLaMA-Factory,
-axolotl: docs/tools.md. A loop without a Trainer calls the same methods at the same places.
+output folder, with the energy of the training. A failed certificate ends the run with exit code 1. The evidence and its
+limits: docs/monitoring.md; TRL, LLaMA-Factory, axolotl: docs/tools.md. A loop without a Trainer calls the same methods.
 """
 
 from __future__ import annotations
@@ -77,10 +76,8 @@ class CertificateCallback(TrainerCallback):
         if step < 1:
             raise ValueError(f"step {step}: the first optimizer step is 1")
         self._launch = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-        self._precision = precision
-        self._step = step
-        self._recorded_step = 0
-        self._num_micro_batches = 0
+        self._precision, self._step = precision, step
+        self._recorded_step = self._num_micro_batches = 0
         self._recording: contextlib.ExitStack | None = None
         self._profile: Any = None
         self._recipe_inside: str | None = None
@@ -107,8 +104,7 @@ class CertificateCallback(TrainerCallback):
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
         self._num_micro_batches = 1
-        layers = te_linears(kwargs["model"])
-        if layers:
+        if layers := te_linears(kwargs["model"]):
             note_recipe_inside(layers[0], functools.partial(setattr, self, "_recipe_inside"))
         self._recording = contextlib.ExitStack()
         self._profile = self._recording.enter_context(record_kernels())
@@ -136,13 +132,10 @@ class CertificateCallback(TrainerCallback):
             PartialState().wait_for_everyone()  # The launcher ends the others as soon as one is gone.
             raise SystemExit(EXIT_FAILED_CHECK)
         if certificate.verdict == "undetermined" and state.is_world_process_zero:
-            reasons = "; ".join(certificate.reasons)
-            _say(f"WARNING: this run could not be certified: {reasons}. See {path}.", sys.stdout)
+            _say(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.", sys.stdout)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Energy of all processes' GPUs since the training began, evaluations included; nothing where one has no
-        counter.
-        """
+        """Energy of all GPUs since the training began, evaluations included; nothing where one has no counter."""
         if self.certificate is None:
             return
         own_j = self._read_j() - self._begin_j if self._read_j is not None else math.nan
@@ -168,12 +161,10 @@ class CertificateCallback(TrainerCallback):
         state = read_te_state(layers) if layers or not by_torchao else read_state(by_torchao)
         config = getattr(extract_model_from_parallel(model), "config", None)
         attention = chosen_attention(config) if isinstance(config, PretrainedConfig) else None
-        in_fp8 = asked == "fp8"
+        in_fp8, compute = asked == "fp8", _COMPUTE[next(model.parameters()).dtype] if asked == "no" else asked
+        expected = ExpectedKernels(compute, compute)
         if in_fp8:
             expected = _expected_in_fp8(model, layers or by_torchao, launch, state)
-        else:
-            compute = _COMPUTE[next(model.parameters()).dtype] if asked == "no" else asked
-            expected = ExpectedKernels(compute, compute)
         certificate = certify(
             expected,
             kernels,
@@ -216,11 +207,8 @@ def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], arg
 def _convertible(model: nn.Module) -> list[str]:
     """Names of the linear layers of torch that fp8 could compute, without lm_head."""
     head = lm_head_of(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and reason_to_leave(name, module, head) is None
-    ]
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    return [name for name, module in linears.items() if reason_to_leave(name, module, head) is None]
 
 
 def _expected_in_fp8(
@@ -232,12 +220,8 @@ def _expected_in_fp8(
         # Whether a layer of torchao's that is recomputed computes fprop again is up to torch.compile.
         scenario = next(iter(state.recipes), DEFAULTS["torchao"])
         num_gemms = min(num_fp8_gemms_of(layer.config) for layer in layers)
-    again = {
-        module
-        for layer in model.modules()
-        if getattr(layer, "gradient_checkpointing", False) is True
-        for module in layer.modules()
-    }
+    recomputed = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False) is True]
+    again = {module for layer in recomputed for module in layer.modules()}
     trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
@@ -253,8 +237,7 @@ def _expected_in_fp8(
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Values of fp8_config that differ from the recipe in force: (those of the file, the launcher's defaults)."""
     recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
-    failures: list[str] = []
-    remarks: list[str] = []
+    failures, remarks = list[str](), list[str]()
     for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "margin"):
         variable = PREFIX + name.removeprefix("fp8_").upper()
         value = getattr(recipe, name, launch.get(variable, ""))
@@ -270,7 +253,4 @@ def _not_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str
     # An optimizer that holds none of them holds shards or copies, as under DeepSpeed.
     if not lost or len(lost) == sum(parameter.requires_grad for parameter in model.parameters()):
         return []
-    return [
-        f"the optimizer does not hold {len(lost)} of the parameters that require a gradient, such as {lost[0]}, so "
-        "they are not trained"
-    ]
+    return [f"the optimizer does not hold {len(lost)} of the parameters that require a gradient, such as {lost[0]}"]

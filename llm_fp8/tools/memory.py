@@ -1,7 +1,6 @@
 """Whether a model fits, and with which options: GPU memory by way of training and sharding, without a GPU or weights.
 
-`llm-fp8 memory` and scripts/memory.py. The model's config is enough, and the GPU is a name or its memory. The figures
-are those of `llm_fp8.distributed.memory`, which --batch_size auto and --dry_run ask as well.
+`llm-fp8 memory` and scripts/memory.py. The figures are those of `llm_fp8.distributed.memory`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
 from llm_fp8.models.architectures import bundled_architectures
@@ -43,11 +41,8 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}
 """Start of a bundled name -> the owner on the hub."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way of training under one sharding mode: `run` with the micro-batch that was asked for, `fitted` with the
-    longest one that fits.
-    """
+class Row(NamedTuple):
+    """A way of training by a sharding mode: `run` as asked for, `fitted` with the longest micro-batch that fits."""
 
     way: str
     mode: str
@@ -61,11 +56,6 @@ class Row:
             return "no"
         rows = self.fitted.config.data.batch_size
         return "yes" if rows == self.run.config.data.batch_size else f"with --batch_size {rows}"
-
-    @property
-    def rank(self) -> int:
-        """What fits comes first, and before what fits with shorter micro-batches."""
-        return 2 if self.fitted is None else int(self.fits != "yes")
 
     def command(self, model_words: list[str]) -> str:
         """The command that trains so."""
@@ -88,20 +78,13 @@ class Row:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; options of training have the names and defaults of train_fp8.py's."""
-    defaults = Config()
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    bundled = ", ".join(bundled_architectures())
-    sizes = {
-        "num_gpus": (1, "GPUs that train together"),
-        "batch_size": (defaults.data.batch_size, "rows of a micro-batch"),
-        "max_seq_length": (defaults.data.max_seq_length, "tokens of a row"),
-        "gradient_accumulation_steps": (1, "micro-batches of a step"),
-    }
-    add = parser.add_argument
+    bundled, add = ", ".join(bundled_architectures()), parser.add_argument
+    data, sizes = Config().data, ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps")
     add("--model_name", type=os.path.expanduser, required=True, help=f"hub id, folder, or bundled name: {bundled}")
     add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
-    for name, (default, what) in sizes.items():
-        add(f"--{name}", type=int, default=default, help=f"{what} (default %(default)s)")
+    for name, default in zip(sizes, (1, data.batch_size, data.max_seq_length, 1), strict=True):
+        add(f"--{name}", type=int, default=default, help="(default %(default)s)")
     add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
     add("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
     options = parser.parse_args(argv)
@@ -122,14 +105,13 @@ def gpu_memory(name: str | None) -> tuple[str, float, bool]:
             raise UserError(f"--gpu: this machine has none, so name one ({', '.join(GPUS)}) or give its memory in GiB.")
         properties = torch.cuda.get_device_properties(0)
         return properties.name, properties.total_memory / 2**30, (properties.major, properties.minor) >= (8, 9)
-    key = next((key for key in GPUS if key in name.lower()), None)
-    if key is not None:
-        return name, GPUS[key], key not in WITHOUT_FP8
+    for key, gib in GPUS.items():
+        if key in name.lower():
+            return name, gib, key not in WITHOUT_FP8
     number = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)(gi?b)?", name.lower())
     if number is None:
         raise UserError(f"--gpu {name}: give a known name ({', '.join(GPUS)}) or the GPU's memory in GiB, as 80.")
-    gib = float(number[1])
-    return f"a GPU of {gib:g} GiB", gib, True
+    return f"a GPU of {number[1]} GiB", float(number[1]), True
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
@@ -148,10 +130,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
         model = ModelConfig(model_name=name)
     else:
         near = did_you_mean(plain, [known.lower() for known in bundled_architectures()])
-        raise UserError(
-            f"--model_name {name}: no such folder, and no bundled model has this name{near}; a model of the hub is "
-            "named owner/name."
-        )
+        raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
     return load_config(model, resolve_source(model)), words
 
 
@@ -176,13 +155,13 @@ def rows_of(
                 continue
             run = RunSize(config, hf_config, recipe, default_optimizer(mode), mode, options.num_gpus).changed(**changes)
             if run.spec is None:  # no TE decoder for this model, and so no count of its activations
-                run = run.changed(use_te=False)
                 if "gradient_checkpointing" in changes:
                     continue
+                run = run.changed(use_te=False)
             # Shorter micro-batches are several, between which fsdp modes would keep whole gradients.
             reduced_at_once = run.changed(sync_every_micro_batch=True) if run.sharded else run
             rows.append(Row(way, mode, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
-    return sorted(rows, key=lambda row: row.rank)
+    return sorted(rows, key=lambda row: ("yes", "with", "no").index(row.fits.split()[0]))
 
 
 def main() -> int:
@@ -195,7 +174,7 @@ def main() -> int:
     hf_config, model_words = find_model(options.model_name)
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from llm_fp8.models.source import require_positions
 
@@ -206,9 +185,9 @@ def main() -> int:
         f"{options.model_name}, {rows[0].run.num_parameters / 1e9:.2f} billion parameters, {precision}, micro-batches "
         f"of {options.batch_size} x {options.max_seq_length:,} tokens on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"
     )
-    table = Table()
-    for column in ("training", "sharding", "GiB per GPU", "needs", "fits"):
-        table.add_column(column, justify="right" if column in ("GiB per GPU", "needs") else "left")
+    table = Table(
+        "training", "sharding", Column("GiB per GPU", justify="right"), Column("needs", justify="right"), "fits"
+    )
     content = []
     for row in rows:
         found = row.run.estimate()
