@@ -37,7 +37,7 @@ from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.bench import Workload, add_measuring_options, check_measuring_options
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import read_json, read_metrics, write_json_atomic, write_jsonl_atomic
+from llm_fp8.utils.json_files import json_line, read_json, read_metrics, write_json_atomic, write_text_atomic
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import run_program
 
@@ -51,17 +51,17 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
     model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
     load_config(options, resolve_source(options)).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
-    write_jsonl_atomic(
-        rows,
-        (
+    lines = [
+        json_line(
             {
                 "problem": f"Number {number}.",
                 # At least one token for each number, so the solution alone fills the sequence.
                 "generated_solution": " ".join(str(numbers.randrange(1000)) for _ in range(work.seq_length)),
             }
-            for number in range(num_steps * work.micro_batches * work.batch_size)
-        ),
-    )
+        )
+        for number in range(num_steps * work.micro_batches * work.batch_size)
+    ]
+    write_text_atomic(rows, "".join(lines))
     return model, rows
 
 

@@ -48,12 +48,13 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import (
+    json_line,
     read_json,
     read_jsonl,
     read_metrics,
     require_writable,
     write_json_atomic,
-    write_jsonl_atomic,
+    write_text_atomic,
 )
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.subprocesses import run_program, torchrun
@@ -402,7 +403,7 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
             counted += length
         if counted > num_tokens:
             break
-    write_jsonl_atomic(path, rows)
+    write_text_atomic(path, "".join(map(json_line, rows)))
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""What CUDA's libraries read from the environment, once, when CUDA starts. Scripts set it before they import torch:
-
-os.environ.update({**CUDA_DEFAULTS, **os.environ})
-"""
+"""What CUDA's libraries read from the environment, once: scripts set it before they import torch."""
 
 from __future__ import annotations
 
@@ -11,4 +8,3 @@ CUDA_DEFAULTS = {
     # Transformer Engine multiplies fp32 matrices in TF32 otherwise: fp32 would not be fp32.
     "NVIDIA_TF32_OVERRIDE": "0",
 }
-"""Values for every run; what the user has set stays."""

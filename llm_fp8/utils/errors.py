@@ -22,11 +22,9 @@ from llm_fp8.utils.ranks import first_to_say
 EXIT_FAILED_CHECK = 1
 EXIT_USER_ERROR = 2
 EXIT_NO_GPU = 3
-"""The scripts that check a GPU end so where there is none: they did what they could."""
 EXIT_INTERRUPTED = 130
-"""What a shell reports for a program that SIGINT ended."""
 EXIT_OUTPUT_CLOSED = 141
-"""What a shell reports for a program that SIGPIPE ended."""
+"""The last two are what a shell reports for a program that SIGINT or SIGPIPE ended."""
 
 
 class UserError(Exception):
@@ -37,32 +35,21 @@ class UserError(Exception):
 
 class FailedCheck(Exception):
     """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
-    expected, what was seen and what to look at. Scripts print it without a traceback and exit with code 1.
+    expected and what was seen. Scripts print it without a traceback and exit with code 1.
     """
-
-
-OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
-"""Names of exceptions that say nothing about the file which was being read. By name, because torch is not imported."""
 
 
 @contextlib.contextmanager
 def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
-    """Turn whatever a library or the file system raises in the block into a `UserError` of one line.
-
-    It is the one reader of bad input: it stands around each place where a file, a folder or a library is asked, and
-    keeps the library's own words. A `UserError`, exhausted memory and signals pass unchanged.
-
-    Args:
-        flag: the option that named the input, with its dashes.
-        name: the input: a path, a hub id, a value.
-        what: what was to be read, for "cannot read {what}".
-        advice: what to do, one sentence; may be empty.
+    """Turn whatever a library or the file system raises in the block into a `UserError` of one line, with its words:
+    "{flag} {name}: cannot read {what} (...). {advice}". It stands around each place where a file, a folder or a library
+    is asked. A `UserError`, exhausted memory and signals pass unchanged.
     """
     try:
         yield
     except BaseException as error:  # tokenizers panics in Rust with an exception that is no `Exception`
         kind = type(error).__name__
-        passes = isinstance(error, (UserError, FailedCheck)) or kind in OUT_OF_MEMORY
+        passes = isinstance(error, (UserError, FailedCheck, MemoryError)) or kind == "OutOfMemoryError"
         if passes or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
         words = " ".join(str(error).split())[:300] or kind
@@ -96,7 +83,6 @@ class OneSentenceParser(argparse.ArgumentParser):
     """A command line parser that reports a mistake in one sentence with code 2, without listing all options."""
 
     full_help = "--help"
-    """The option that lists all of them."""
     origin = ""
     """Begins an error about words that are not from the command line."""
 
@@ -123,14 +109,12 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with its code; on a `UserError` or a file that cannot be written (2) or `FailedCheck` (1)
-    with one sentence, printed by one process of the launch; on Ctrl-C with 130; where a pipe's reader is gone
-    (`| head`) with 141. A crash in a native library prints Python's stack first.
+    with one sentence, printed by one process of the launch; on Ctrl-C with 130; on a closed pipe (`| head`) with 141.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
-    # Data may hold characters that the console's encoding lacks; Python prints them so to stderr itself.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
     try:
         code = main()
         sys.stdout.flush()
@@ -148,6 +132,6 @@ def run_script(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    # Ctrl-C while libraries close would print a traceback for each of them. The last to be registered comes first.
+    # Ctrl-C while libraries close would print a traceback for each of them.
     atexit.register(signal.signal, signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
     sys.exit(code)

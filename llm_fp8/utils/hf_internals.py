@@ -1,13 +1,10 @@
 """The private names of transformers that this project uses; no other file knows them. Read in versions 5.17 and 5.23.
 
-    name                                       what for                         noticed by
-    config._attn_implementation                which attention was chosen       tests/models/test_build.py
-    model._keys_to_ignore_on_save,             tensors that files and model     tests/models/test_weight_shards.py
-      ._keys_to_ignore_on_load_unexpected      need not share
-    model_class._supports_sdpa,                attention of an architecture     tests/models/test_build.py
-      ._supports_flash_attn
-
-Without one of them its function ends in an AttributeError.
+name                                                          noticed by (else AttributeError)
+config._attn_implementation                                   tests/models/test_build.py
+model_class._supports_sdpa, ._supports_flash_attn             tests/models/test_build.py
+model._keys_to_ignore_on_save,                                tests/models/test_weight_shards.py
+  ._keys_to_ignore_on_load_unexpected
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ import psutil
 
 
 def free_host_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """What the host has available, or less where a control group (of a container, of a batch job) allows less.
-
-    `root` and `own`: where the kernel shows the control groups (version 2), and those of this process.
+    """What the host has available, or less where a control group (version 2, below `root`; this process's are listed in
+    `own`) of a container or a batch job allows less.
     """
     free: int = psutil.virtual_memory().available
     lines = own.read_text().splitlines() if own.is_file() else []

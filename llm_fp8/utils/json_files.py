@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import UserError, listed, reading
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -27,7 +27,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return next((word for word, number in _WORDS.items() if value == number), "NaN")
     return value
 
 
@@ -50,50 +50,41 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
-def write_jsonl_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write `records` to `path`, a line each; otherwise as `write_json_atomic`."""
-    write_text_atomic(path, "".join(map(json_line, records)))
-
-
 def read_text(path: Path) -> str:
     """The text of a file; `UserError` where it cannot be read."""
     with reading("the file", path):
         return path.read_text(encoding="utf-8")
 
 
-def _object(text: str, where: str, entries: Iterable[str] = ()) -> dict[str, Any]:
-    """The JSON object in `text`; `UserError` that begins with `where` where it holds none, or lacks `entries`."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON ({error}).") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is not a JSON object.")
-    if missing := [name for name in entries if name not in value]:
-        raise UserError(f"{where} lacks {missing[0]}.")
-    return value
+def _object(text: str, name: object) -> dict[str, Any]:
+    """The JSON object in `text`; `UserError` that names where it stands if it holds none."""
+    with reading("the file", name, "a JSON object"):
+        return {**json.loads(text)}
 
 
 def read_json(path: Path, entries: Iterable[str] = ()) -> dict[str, Any]:
     """The object of a JSON file, NaN and infinity as floats; `UserError` where it cannot be read, is none or lacks one
     of `entries`.
     """
-    return with_floats(_object(read_text(path), str(path), entries))
+    value: dict[str, Any] = with_floats(_object(read_text(path), path))
+    if missing := set(entries) - value.keys():
+        raise UserError(f"{path} lacks {listed(missing)}.")
+    return value
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a run's metrics.jsonl, NaN and infinity as floats."""
-    return with_floats(read_jsonl(path, ("step",)))
-
-
-def read_jsonl(path: Path, entries: Iterable[str] = ()) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises
-    `UserError` with the number of a line that holds none, or lacks one of `entries`.
+    `UserError` with the number of a line that holds none.
     """
     text = read_text(path)
     # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
     lines = text.removesuffix("\n").split("\n") if text else []
-    return [_object(line, f"{path}: line {number}", entries) for number, line in enumerate(lines, start=1)]
+    return [_object(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The records of a run's metrics.jsonl, NaN and infinity as floats."""
+    return with_floats(read_jsonl(path))
 
 
 def require_writable(flag: str, path: Path) -> None:

@@ -25,7 +25,7 @@ class Part:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's entry in the header of a safetensors file, `dtype` in its words: "F32", "BF16", "F8_E4M3"."""
+    """A tensor's entry in the header of a safetensors file; `dtype` is "F32", "BF16", "F8_E4M3", ..."""
 
     path: Path
     dtype: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 IMPORTED_S = time.perf_counter()
-"""When this module was imported."""
 
 
 class PhaseClock:
@@ -16,7 +15,6 @@ class PhaseClock:
         self._reached_s = time.perf_counter() if begun_s is None else begun_s
 
     def end(self, phase: str) -> None:
-        """`phase` ends now."""
         now_s = time.perf_counter()
         self.seconds[phase] = now_s - self._reached_s
         self._reached_s = now_s

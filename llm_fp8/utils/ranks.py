@@ -1,17 +1,12 @@
-"""This process's rank, and what ranks agree on before there is a process group.
-
-Through torchrun's key-value store, which outlives them, processes print a message once and take one output folder.
-"""
+"""This process's rank, and what ranks agree on, through torchrun's key-value store, before there is a process group."""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-_STORE_TIMEOUT = datetime.timedelta(seconds=20)
+from datetime import timedelta
 
 
 @dataclass(frozen=True)
@@ -21,7 +16,6 @@ class LaunchRanks:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    """Processes on this host."""
     restart_count: int = 0
     """How often torchrun has started them anew (--max-restarts)."""
     launched: bool = False
@@ -46,7 +40,7 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
         return None
     from torch.distributed import TCPStore
 
-    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT)
+    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=20))
 
 
 def first_to_say(text: str) -> bool:

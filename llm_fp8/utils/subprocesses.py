@@ -18,16 +18,15 @@ from pathlib import Path
 def output_of(*command: str, timeout_s: float = 30) -> str | None:
     """What a program prints to stdout; None where it does not exist, fails or hangs."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=True
-        )
-    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=timeout_s
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
+# A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own.
 _TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess)Error)[\w.]*(Error|Exception)\b)")
-"""Begins a program's `error: ...`, or the last line of a Python traceback that is not a launcher's own."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Ended:
     exit_code: int | None
     """None: it ran longer than its time limit and was killed."""
     output: str
-    """stdout and stderr together."""
     wall_s: float
 
     @property
@@ -60,15 +58,9 @@ def run_program(
     cwd: Path | None = None,
     timeout_s: float | None = None,
 ) -> Ended:
-    """Run a program to its end; what it prints is appended to `log`. It ends with this process: on a time limit, a
-    signal or an exception here, it gets SIGTERM, then SIGKILL after 30 s, with all that it started.
-
-    Args:
-        command: the program and its words.
-        log: file that stdout and stderr are appended to.
-        environ: the whole environment (default: this process's).
-        cwd: the folder to start it in (default: this process's).
-        timeout_s: seconds after which it is killed.
+    """Run a program to its end, with all of `environ` and in `cwd` (defaults: this process's); its output is appended
+    to `log`. After `timeout_s` seconds, and on a signal or an exception here, it gets SIGTERM, then SIGKILL after 30 s,
+    with all that it started.
     """
     with log.open("ab") as file:
         begin, began = file.tell(), time.monotonic()
@@ -104,7 +96,5 @@ def torchrun(num_processes: int, *words: str) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when the one that started it is gone, however that ended: the ranks
-    of a killed launcher must not train on.
-    """
+    """Let the kernel send SIGTERM to this process when the one that started it is gone: no rank may train on alone."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -30,8 +30,8 @@ def prefer_torchs_cudnn() -> None:
     """Let Transformer Engine load torch's cuDNN, not an older one of the system; call it before whatever imports it.
 
     With two versions in one process it silently takes the unfused attention (2.7 times slower on an H200). A CUDNN_HOME
-    or CUDNN_PATH that the user set stays; an empty one counts as none, because Transformer Engine would search the
-    whole file system. cuDNN's first library finds the others in the system's folders too, so all are loaded here.
+    or CUDNN_PATH that the user set stays, unless it is empty. The first library would find the others in the system's
+    folders too, so all are loaded here.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return

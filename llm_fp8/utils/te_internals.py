@@ -1,14 +1,10 @@
 """The private names of Transformer Engine that this project uses; no other file knows them. Read in version 2.20.
 
-    name                                            what for
-    module._is_fsdp2                                fp8 casts kept under fsdp_grad, none with --fp8_recast_weights
-    layernorm_mlp._get_act_func_supported_list      SwiGLU's backward with its cast
-    dot_product_attention._attention_backends       which attention ran
-    FP8GlobalStateManager
-      .reduce_and_update_fp8_tensors                delayed scaling's updates after a CUDA graph
-
-tests/distributed/test_wgrad_fusion_gpu.py, tests/kernels/test_swiglu_gpu.py, tests/train/test_micro_batch_graphs_gpu.py
-and tests/tools/verify notice where one is missing.
+name                                                   noticed by
+module._is_fsdp2                                       tests/distributed/test_wgrad_fusion_gpu.py
+layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu_gpu.py
+dot_product_attention._attention_backends              tests/tools/verify
+FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/train/test_micro_batch_graphs_gpu.py
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ def keep_weight_casts(model: nn.Module, keep: bool) -> None:
     """
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
-            # They look for FSDP2 once and keep the answer here.
-            module._is_fsdp2 = not keep  # type: ignore[assignment]
+            module._is_fsdp2 = not keep  # type: ignore[assignment]  # they look for FSDP2 once
 
 
 def would_lose_main_grad(module: Any) -> bool:

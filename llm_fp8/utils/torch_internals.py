@@ -1,16 +1,13 @@
 """The private names of torch, read in 2.11 and 2.13, that rooms below `distributed` need; FSDP2's own are in
 `llm_fp8.distributed.fsdp_internals`.
 
-    name                                     what for                             noticed by (else AttributeError)
-    DTensor._local_tensor                    the shard itself: `to_local()` of    tests/models/test_weight_shards.py
-                                             a Parameter is a view in 2.13
-    nn.Module._buffers,                      buffers that a state dict holds      tests/models/test_weight_shards.py
-      ._non_persistent_buffers_set
-    nn.Module._apply                         moves every parameter and        tests/models/test_weight_shards.py
-                                             buffer by a function
-    nn.Module._compiled_call_impl            layers run without compiled code     tests/precision/test_torchao.py
-    torch._dynamo.config.optimize_ddp        no graph cuts at DDP's buckets       tests/precision/test_torchao.py
-    torch._scaled_mm                         the peak rate of an fp8 GEMM         tests/tools/verify/test_verify.py
+    name                                                  noticed by (else AttributeError)
+    DTensor._local_tensor                                 tests/models/test_weight_shards.py
+    nn.Module._buffers, ._non_persistent_buffers_set      tests/models/test_weight_shards.py
+    nn.Module._apply                                      tests/models/test_weight_shards.py
+    nn.Module._compiled_call_impl                         tests/precision/test_torchao.py
+    torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
+    torch._scaled_mm                                      tests/tools/verify/test_verify.py
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor itself, not a view of it."""
+    """This rank's shard of a DTensor itself; `to_local()` of a Parameter is a view in 2.13."""
     return tensor._local_tensor  # type: ignore[attr-defined]
 
 
@@ -63,8 +60,7 @@ def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device
 
 def compile_without_ddp_cuts() -> None:
     """Let torch.compile not cut graphs at DDP's buckets, which it cannot where a part is recomputed."""
-    dynamo: Any = importlib.import_module("torch._dynamo").config
-    dynamo.optimize_ddp = False
+    importlib.import_module("torch._dynamo").config.optimize_ddp = False
 
 
 @contextlib.contextmanager
