@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict, Features, IterableDataset, Value
+from datasets import DatasetDict, Features, Value
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import try_to_load_from_cache
@@ -39,8 +40,6 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 DEFAULT_SPLITS = ("train_1M", "train")
 """`--split_name` defaults to the first of these that the dataset has."""
 VALIDATION_SPLIT = "validation"
-EVALUATION_SPLITS = (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
-"""`--validation_split_name` defaults to the first of these that --eval_dataset_name has."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,7 @@ class DatasetSource:
     files: dict[str, list[str]] = field(default_factory=dict)
     """Split -> its data files, absolute or relative to the hub's repository; none where they are not known."""
     config: str | None = None
-    """Its configuration; None for the default one."""
     flag: str = "--dataset_name"
-    """The option that names the dataset."""
     saved: DatasetDict | None = field(default=None, repr=False)
     """The opened dataset of a `save_to_disk` folder."""
 
@@ -67,13 +64,8 @@ class DatasetSource:
         has = f"{self.name} has the splits {', '.join(self.files)}"
         raise UserError(f"{flag} {wanted}: {has}." if wanted else f"{has}; choose one with {flag}.")
 
-    def local_files(self, split: str) -> list[Path]:
-        """The files of a split that are on this machine."""
-        return [Path(file) for file in self.files[split] if os.path.isabs(file)]
-
 
 SourceSplit = tuple[DatasetSource, str]
-"""A dataset and the name of one of its splits."""
 
 
 @contextmanager
@@ -93,15 +85,14 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
     """What to train on, and what to evaluate on: nothing where a share of the former is to be held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [(source, source.split(data.split_name, "--split_name", DEFAULT_SPLITS)) for source in sources]
-    wanted, flag, defaults = data.validation_split_name, "--validation_split_name", [VALIDATION_SPLIT]
+    wanted, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
     if data.eval_dataset_name is not None:
-        sources, defaults = _open_sources(data.eval_dataset_name, "--eval_dataset_name"), list(EVALUATION_SPLITS)
+        sources = _open_sources(data.eval_dataset_name, "--eval_dataset_name")
     elif wanted is None:
-        trained = {split for _, split in train}
-        there = all(VALIDATION_SPLIT in source.files for source in sources)
-        if data.validation_fraction is not None or not there or VALIDATION_SPLIT in trained:
+        free = all(VALIDATION_SPLIT in source.files and split != VALIDATION_SPLIT for source, split in train)
+        if data.validation_fraction is not None or not free:
             return train, []
-    evaluation = [(source, source.split(wanted, flag, defaults)) for source in sources]
+    evaluation = [(source, source.split(wanted, "--validation_split_name", defaults)) for source in sources]
     places = [(source.path, source.config, source.files[split], split) for source, split in train]
     for source, split in evaluation:
         if (source.path, source.config, source.files[split], split) in places:
@@ -118,7 +109,7 @@ def _open_sources(text: str, flag: str) -> list[DatasetSource]:
 def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     """Find the dataset called `name` and list its splits; reads no row. `flag` names it."""
     if not name:  # to Path the current folder
-        raise UserError(f"{flag} has an empty name; give each dataset's, with one comma between two.")
+        raise UserError(f"{flag} has an empty name between two commas or at an end.")
     wanted, config = name, None
     if not Path(name).expanduser().exists() and ":" in name:
         wanted, _, config = name.rpartition(":")
@@ -133,12 +124,20 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
         raise UserError(f"{flag} {name}: give files of one kind: {', '.join(FILE_BUILDERS)}.")
     elif not named and (wanted.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or wanted.count("/") > 1):
         raise UserError(f"{flag} {name}: no such file or folder.")
-    advice = "If it is on the hub and gated, use 'hf auth login' and accept its terms; else look at its name and files."
+    advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
         if named:
             files = {"train": glob.escape(str(path)) if path.is_file() else str(Path(wanted).expanduser())}
             return _of_builder(dataclasses.replace(source, path=FILE_BUILDERS[path.suffix]), data_files=files)
-        return _of_builder(source) if path.is_dir() else _of_hub(source)
+        try:
+            return _of_builder(source)
+        except Exception:  # without the hub, what an earlier run or `hf download` left in its cache
+            card = None if path.is_dir() else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
+            if not isinstance(card, str):
+                raise
+            source = dataclasses.replace(source, path=str(Path(card).parent))
+            # Its card may name splits that were never downloaded.
+            return _of_builder(source, data_files=None if config else get_data_patterns(source.path))
 
 
 def _saved(source: DatasetSource) -> DatasetSource:
@@ -150,46 +149,28 @@ def _saved(source: DatasetSource) -> DatasetSource:
     return dataclasses.replace(source, files={split: [] for split in saved}, saved=saved)
 
 
-def _of_hub(source: DatasetSource) -> DatasetSource:
-    """A dataset of the hub; where that cannot be reached, what an earlier run or `hf download` left in its cache."""
-    try:
-        return _of_builder(source)
-    except Exception:
-        card = try_to_load_from_cache(source.path, "README.md", repo_type="dataset")
-        if not isinstance(card, str):
-            raise
-        source = dataclasses.replace(source, path=str(Path(card).parent))
-        # Its card may name splits that were never downloaded.
-        return _of_builder(source, data_files=None if source.config else get_data_patterns(source.path))
-
-
 def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
     """A dataset of the hub or a folder laid out like one, with the files of its splits as `datasets` finds them."""
     builder = datasets.load_dataset_builder(source.path, source.config, **options)
     if builder.config.data_files is None:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
-    files = {str(split): list(map(_in_repository, found)) for split, found in builder.config.data_files.items()}
+    # A file of the hub is hf://datasets/owner/name@revision/path.
+    files = {
+        str(split): [re.sub("^hf://[^@]*@[^/]*/", "", file) for file in found]
+        for split, found in builder.config.data_files.items()
+    }
     if not any(files.values()):
         raise FileNotFoundError("no file matches")
     return dataclasses.replace(source, files=files)
 
 
-def _in_repository(file: str) -> str:
-    """A data file's path inside its repository, of `hf://datasets/owner/name@revision/path`; local ones as they are."""
-    return file.split("@", 1)[1].split("/", 1)[1] if file.startswith("hf://") else file
-
-
-def load_split(source: DatasetSource, split: str) -> Dataset:
-    """One split as memory-mapped Arrow."""
+def load_split(source: DatasetSource, split: str, streaming: bool = False) -> Any:
+    """One split as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read within `reading_of`."""
     with reading_of(source):
-        return source.saved[split] if source.saved is not None else _load(source, split, streaming=False)
-
-
-def open_split_stream(source: DatasetSource, split: str) -> IterableDataset:
-    """One split as a stream from its beginning; to be read within `reading_of`."""
-    with reading_of(source):
-        return source.saved[split].to_iterable_dataset() if source.saved is not None else _load(source, split, True)
+        if source.saved is None:
+            return _load(source, split, streaming)
+        return source.saved[split].to_iterable_dataset() if streaming else source.saved[split]
 
 
 def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
@@ -197,11 +178,10 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # They are patterns to it, and names may hold [ and *.
     data_files = {split: list(map(glob.escape, source.files[split]))} if source.files[split] else None
     options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
-    paths = source.local_files(split)
-    if paths and SEPARATORS.keys() & set(paths[0].suffixes):
+    first = next((file for file in source.files[split] if os.path.isabs(file)), "")
+    if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
         # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
-        separator = next(SEPARATORS[suffix] for suffix in paths[0].suffixes if suffix in SEPARATORS)
-        how = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
-        names = csv.open_csv(paths[0], parse_options=how).schema.names  # fails where the first rows have more cells
+        how = csv.ParseOptions(delimiter=separators[0], newlines_in_values=True)
+        names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
         options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
     return datasets.load_dataset(source.path, source.config, **options)

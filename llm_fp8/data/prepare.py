@@ -3,14 +3,15 @@
 load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (split.py)
 -> sequences (pack.py) -> global batches, micro-batches (sequences.py, loader.py, collate.py)
 
-Several datasets (--dataset_name a,b) are each tokenised by their own columns, so that conversations and problems can be
-mixed: whole, or with --dataset_weights in shares, of which prepared data gives the first rows and a stream draws.
+Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or with
+--dataset_weights in shares, of which prepared data gives the first rows and a stream draws.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
-from llm_fp8.data.load import SourceSplit, find_splits, load_split, open_split_stream, reading_of
+from llm_fp8.data.load import SourceSplit, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.rows import detect_columns
@@ -58,18 +59,7 @@ class PreparedData:
     """None where no row is held out."""
     report: DataReport
     description: str
-    sample: str
-
-    def describe(self) -> str:
-        """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
-        sample = "\n".join("    " + line for line in self.sample.splitlines())
-        return f"{self.description}\n{self.report.describe()}\n  a sample, >>>supervised<<<:\n{sample}"
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of unused positions: PAD, else EOS. Padding is never recognised by it."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token_id for token_id in candidates if isinstance(token_id, int)), 0)
+    """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
 
 
 def prepare_data(
@@ -88,8 +78,9 @@ def prepare_data(
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
     """
     data, context_size = config.data, config.parallel.context_parallel_size
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     kind = PackedCollate if config.packing else PaddedCollate
-    whole = kind(data.batch_size, data.max_seq_length, pad_token_id(tokenizer), context_size=context_size)
+    whole = kind(data.batch_size, data.max_seq_length, pad, context_size)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
         batch = whole(sequences)
@@ -102,27 +93,18 @@ def prepare_data(
         return _prepare_stream(job) if data.streaming else _prepare_map(job)
 
 
-def mark_supervised(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded document with each supervised span between >>> and <<<."""
-    text, pairs = "", zip(document.input_ids.tolist(), document.supervised.tolist(), strict=True)
-    for supervised, run in groupby(pairs, key=itemgetter(1)):
-        piece = str(tokenizer.decode([token for token, _ in run]))
-        text += f">>>{piece}<<<" if supervised else piece
-    return text
-
-
 class _Job:
     """What is asked for: the datasets' splits, their shares in what is trained on, and how batches are made."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, collate: Collate, share: Share) -> None:
         self.config, self.tokenizer, self.collate, self.share = config, tokenizer, collate, share
+        self.multiple = document_multiple(config.parallel.context_parallel_size)
         self.train, self.evaluation = find_splits(config.data)
         """The latter is empty where a share of the training problems is held out."""
-        weights, num_datasets = config.data.weights, len(self.train)
-        if weights is not None and (len(weights) != num_datasets or num_datasets == 1):
+        weights, number = config.data.weights, len(self.train)
+        if weights is not None and (len(weights) != number or number == 1):
             raise UserError(
-                f"--dataset_weights has {len(weights)} numbers for the {num_datasets} datasets of --dataset_name; give "
-                "several datasets, separated by commas, and a weight for each."
+                f"--dataset_weights has {len(weights)} numbers for the {number} datasets of --dataset_name."
             )
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
         """None where each dataset is taken whole."""
@@ -143,17 +125,16 @@ class _Job:
 
     def plan(self, lengths: Any, chosen: Any = None) -> PackingPlan:
         """The sequences of the `chosen` documents, by default of all; `lengths` are those of all, in tokens."""
+        lengths = np.asarray(lengths, dtype=np.int64)
         chosen = np.arange(len(lengths)) if chosen is None else chosen
         if not self.config.packing:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
-        multiple = document_multiple(self.config.parallel.context_parallel_size)
-        packed = pack(np.asarray(lengths, dtype=np.int64)[chosen], self.config.data.max_seq_length, multiple)
+        packed = pack(lengths[chosen], self.config.data.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
-        multiple = document_multiple(self.config.parallel.context_parallel_size)
-        content = [*parts, self.config.packing, self.config.optim.seed, multiple]
+        content = [*parts, self.config.packing, self.config.optim.seed, self.multiple]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def prepared(
@@ -169,47 +150,48 @@ class _Job:
         each dataset is trained on.
         """
         config, size = self.config, self.config.data.batch_size
+        sample, pairs = "", zip(example.input_ids.tolist(), example.supervised.tolist(), strict=True)
+        for supervised, run in groupby(pairs, key=itemgetter(1)):
+            piece = str(self.tokenizer.decode([token for token, _ in run]))
+            sample += f">>>{piece}<<<" if supervised else piece
         kind = "packed" if config.packing else "padded"
-        lines = [f"data: {config.data.dataset_name}, {kind} sequences of {config.data.max_seq_length} tokens"]
-        lines += [f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)]
-        lines.append(f"  evaluated on {_named(self.evaluation) or 'rows held out'}")
+        evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)
+        lines = [
+            f"data: {config.data.dataset_name}, {kind} sequences of {config.data.max_seq_length} tokens",
+            *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)),
+            f"  evaluated on {evaluated or 'rows held out'}",
+            *report.describe(),
+            "  a sample, >>>supervised<<<:",
+            textwrap.indent(sample, "    "),
+        ]
         evals = EvalLoader(evaluation, self.collate, size, self.share, config.run.eval_batches, eval_data)
-        return PreparedData(
-            train=TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share),
-            eval=evals if evaluation else None,
-            report=report,
-            description="\n".join(lines),
-            sample=mark_supervised(example, self.tokenizer),
-        )
-
-
-def _named(parts: Sequence[SourceSplit]) -> str:
-    return ", ".join(f"split {split} of {source.name}" for source, split in parts)
+        loader = TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share)
+        return PreparedData(loader, evals if evaluation else None, report, "\n".join(lines))
 
 
 def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
-    names, splits = (
-        ", ".join(dict.fromkeys(each)) for each in zip(*((s.name, split) for s, split in parts), strict=True)
-    )
+    names = ", ".join(source.name for source, _ in parts)
+    splits = ", ".join(dict.fromkeys(split for _, split in parts))
     return UserError(f"{parts[0][0].flag} {names}: no row of split {splits} can be {what}: {why}.")
+
+
+def _first_rows(dataset: Dataset, number: int | None) -> Dataset:
+    return dataset if number is None or number >= len(dataset) else dataset.select(range(number))
 
 
 def _prepare_map(job: _Job) -> PreparedData:
     data = job.config.data
-    whole = [load_split(*part) for part in job.train]
-    if data.num_of_samples is not None:
-        whole = [dataset.select(range(min(data.num_of_samples, len(dataset)))) for dataset in whole]
-    datasets = whole
+    datasets = whole = [_first_rows(load_split(*part), data.num_of_samples) for part in job.train]
     if job.shares is not None:
         # No row comes twice in an epoch: it ends with the dataset that is used up first, as that of a stream does.
         total = min(len(dataset) / share for dataset, share in zip(whole, job.shares, strict=True))
         numbers = [max(1, round(total * share)) for share in job.shares]
-        datasets = [part.select(range(min(len(part), n))) for part, n in zip(whole, numbers, strict=True)]
-    rows = _tokenise(job, job.train, datasets)
-    figures, report = figures_of(rows), DataReport(data.max_seq_length)
-    used = figures["length"] > 0
+        datasets = [_first_rows(part, number) for part, number in zip(whole, numbers, strict=True)]
+    rows = eval_rows = _tokenise(job, job.train, datasets)
+    figures = eval_figures = figures_of(rows)
+    report, used = DataReport(data.max_seq_length), figures["length"] > 0
+    held_out = np.zeros_like(used)
     if job.evaluation:
-        held_out = np.zeros(len(rows), dtype=bool)
         eval_rows = _tokenise(job, job.evaluation, [load_split(*part) for part in job.evaluation])
         eval_figures = figures_of(eval_rows)
         eval_used = eval_figures["length"] > 0
@@ -220,9 +202,8 @@ def _prepare_map(job: _Job) -> PreparedData:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
             raise _nothing(job.evaluation, "evaluated on", why)
     else:
-        held_out = used.copy()
         held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
-        eval_set, eval_rows, eval_figures = np.flatnonzero(held_out), rows, figures
+        eval_set = np.flatnonzero(held_out)
     report.count(figures, held_out)
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
@@ -231,14 +212,13 @@ def _prepare_map(job: _Job) -> PreparedData:
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
     identity = job.identify(content_key(figures["document_key"][train_set]))
-    taken = [f"{len(part)} of {len(every)} rows" for part, every in zip(datasets, whole, strict=True)]
     return job.prepared(
         train=MapSequences(plan, read, job.config.optim.seed, identity),
         evaluation=sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows)),
         eval_data=content_key(eval_figures["document_key"][eval_set]),
         report=report,
         example=read(train_set[:1].tolist())[0],
-        taken=taken,
+        taken=[f"{len(part)} of {len(every)} rows" for part, every in zip(datasets, whole, strict=True)],
     )
 
 
@@ -258,8 +238,8 @@ def _prepare_stream(job: _Job) -> PreparedData:
         raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
     sources = [source for source, _ in job.train]
     open_stream, options = _tokenised_stream(job, job.train, job.shares, data.num_of_samples)
-    fraction = DEFAULT_FRACTION if data.validation_fraction is None else data.validation_fraction
-    fraction = 0.0 if job.evaluation else fraction
+    default = 0.0 if job.evaluation else DEFAULT_FRACTION
+    fraction = default if data.validation_fraction is None or job.evaluation else data.validation_fraction
     example, held_out = None, list[Document]()
     with reading_of(*sources):
         for row in islice(open_stream(), STREAMED_EVAL_SCAN_ROWS):
@@ -270,8 +250,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
             if example and (fraction == 0 or len(held_out) >= STREAMED_EVAL_ROWS):
                 break
     if example is None:
-        why = f"all that were read are empty, longer than {data.max_seq_length} tokens or held out"
-        raise _nothing(job.train, "trained on", why)
+        raise _nothing(job.train, "trained on", "all that were read are empty, too long or held out")
     held_out = held_out[:STREAMED_EVAL_ROWS]
     if job.evaluation:
         number = len(job.evaluation)  # each gives its part
@@ -300,14 +279,12 @@ def _prepare_stream(job: _Job) -> PreparedData:
 def _tokenised_stream(
     job: _Job, parts: Sequence[SourceSplit], shares: list[float] | None, num_rows: int | None
 ) -> tuple[Callable[[], IterableDataset], list[TokeniseOptions]]:
-    """What opens the tokenised rows of the splits at their beginning, drawn by `shares` where there are several, of
-    the first `num_rows` of each; and how each split is tokenised.
-    """
+    """Opens the tokenised first `num_rows` of each split, drawn by `shares`; and how each split is tokenised."""
     names = []
     for source, split in parts:
         with reading_of(source):
             # Of some formats `datasets` knows the columns only from a row.
-            first = next(iter(open_split_stream(source, split)), None)
+            first = next(iter(load_split(source, split, streaming=True)), None)
         if first is None:
             raise _nothing([(source, split)], "read", "there is none")
         names.append(list(first))
@@ -317,11 +294,9 @@ def _tokenised_stream(
         streams = []
         for part, columns, how in zip(parts, names, options, strict=True):
             with reading_of(part[0]):
-                stream = open_split_stream(*part)
+                stream = load_split(*part, streaming=True)
                 stream = stream if num_rows is None else stream.take(num_rows)
                 streams.append(tokenise(stream, columns, job.tokenizer, how))
-        if shares is None:
-            return streams[0]
-        return interleave_datasets(streams, probabilities=shares, seed=job.config.optim.seed)
+        return interleave_datasets(streams, shares, job.config.optim.seed) if shares else streams[0]
 
     return open_stream, options

@@ -47,9 +47,6 @@ FIGURES = ("length", "num_supervised", "outcome", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
 """Columns of `FIGURES`, [number of rows] each."""
 
-MANY_DROPPED = 0.05
-"""Share of the rows from which dropping them is warned of."""
-
 
 class Outcome(IntEnum):
     USED = 0
@@ -107,25 +104,18 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
-    def describe(self) -> str:
-        """Lines to print, with a warning where more than `MANY_DROPPED` of the rows are not used."""
-        lines = []
-        if self.num_rows_read:  # a stream has not been read yet
-            lines.append(f"  {self.summary()}")
-        if self.num_overlong_dropped + self.num_empty > MANY_DROPPED * self.num_rows_read:
-            lines.append(
-                "  WARNING: many rows are not trained on; --max_seq_length or --overlong truncate keep long ones"
-            )
-        if self.padding_efficiency is not None:
-            lines.append(
-                f"  {self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised, in "
-                f"{self.num_rows_of_batches} sequences of {self.max_seq_length}: {self.padding_efficiency:.1%} filled"
-            )
-        lines.append(
-            f"  evaluation: {self.num_eval_rows} rows, without {self.num_eval_rows_seen_in_training} whose problem is "
-            "trained on"
-        )
-        return "\n".join(lines)
+    def describe(self) -> list[str]:
+        """Lines to print, with a warning where more than one of 20 rows is not used."""
+        evaluated, seen = self.num_eval_rows, self.num_eval_rows_seen_in_training
+        lines = [f"  evaluation: {evaluated} rows, without {seen} whose problem is trained on"]
+        if self.padding_efficiency is not None:  # a stream has not been read yet
+            tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
+            sequences = f"{self.num_rows_of_batches} sequences of {self.max_seq_length}"
+            filled = f"  {tokens}, in {sequences}: {self.padding_efficiency:.1%} filled"
+            lines = [f"  {self.summary()}", filled, *lines]
+        if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
+            lines.append("  WARNING: many rows are not trained on; see --max_seq_length and --overlong")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "padding_efficiency": self.padding_efficiency}
@@ -141,12 +131,6 @@ class TokeniseOptions:
     train_on_prompt: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
     """Our name of a column -> the dataset's, where they differ (--columns)."""
-
-    def columns(self, names: Sequence[str]) -> dict[str, str]:
-        """Our name -> the dataset's, of the columns that are read among `names`."""
-        wanted = [*COLUMNS[self.form], *OPTIONAL_COLUMNS.get(self.form, ())]
-        theirs = {ours: self.renames.get(ours, ours) for ours in wanted}
-        return {ours: name for ours, name in theirs.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -199,9 +183,8 @@ def _tokenise_batch(
             outcome = Outcome.EMPTY
         if outcome in (Outcome.OVERLONG, Outcome.EMPTY):
             ids, supervised = [], []
-        key = problem_key(problem_of(row, options.form))
-        own = document_key(ids, supervised)
-        values = (ids, supervised, len(ids), sum(supervised[1:]), int(outcome), key, own, row_id)
+        keys = problem_key(problem_of(row, options.form)), document_key(ids, supervised)
+        values = (ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id)
         for column, value in zip(made.values(), values, strict=True):
             column.append(value)
     return made
@@ -209,8 +192,7 @@ def _tokenise_batch(
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
     """Hash of everything that shapes the tokenised dataset."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # padding and truncation are left over from earlier calls; ours ask for neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     else:
@@ -229,27 +211,23 @@ def tokenise(
     num_workers: int = 1,
 ) -> Any:
     """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
-    columns = options.columns(names)
-    how: dict[str, Any] = {
-        "fn_kwargs": {"columns": columns, "tokenizer": tokenizer, "options": options},
-        "batched": True,
-        "with_indices": True,
-        "remove_columns": list(columns.values()),
-        "features": FEATURES,
-    }
+    wanted = [*COLUMNS[options.form], *OPTIONAL_COLUMNS.get(options.form, ())]
+    columns = {ours: theirs for ours in wanted if (theirs := options.renames.get(ours, ours)) in names}
+    arguments: dict[str, Any] = {"columns": columns, "tokenizer": tokenizer, "options": options}
+    how: dict[str, Any] = {"batched": True, "with_indices": True, "features": FEATURES, "fn_kwargs": arguments}
+    how["remove_columns"] = list(columns.values())
     selected = dataset.select_columns(list(columns.values()))
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
     folder.mkdir(parents=True, exist_ok=True)
-    how["fn_kwargs"]["main_pid"] = os.getpid()
+    arguments["main_pid"] = os.getpid()
     how |= {"new_fingerprint": key, "cache_file_name": str(folder / f"tokenised-{key}.arrow"), "desc": "tokenising"}
     return selected.map(_tokenise_batch, num_proc=num_workers if num_workers > 1 else None, **how)
 
 
 def figures_of(tokenised: Dataset) -> Figures:
-    """The columns of a `tokenise`d dataset that are counted."""
     columns = tokenised.with_format("numpy", columns=list(FIGURES))[:]
     return {name: np.asarray(columns[name], dtype=np.int64) for name in FIGURES}
 

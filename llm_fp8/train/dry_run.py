@@ -61,7 +61,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         torch.distributed.destroy_process_group()
     if ranks.rank != 0:
         return 0
-    said = [*([note] if note else []), data.describe(), *lines]
+    said = [*([note] if note else []), data.description, *lines]
     if data.train.steps_per_epoch is None:
         said.append(f"the beginning of the stream: {data.report.summary()}")
     if counts_memory:

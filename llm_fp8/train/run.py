@@ -163,7 +163,7 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         main_process_first=accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
     )
-    plan.say(data.describe())
+    plan.say(data.description)
     for name in ("eval_every", "eval_batches"):
         if data.eval is None and getattr(config.run, name):
             raise UserError(f"--{name} has no effect: no row is held out; raise --validation_fraction or drop it.")

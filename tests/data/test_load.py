@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source, open_split_stream
+from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source
 from llm_fp8.utils.errors import UserError
 
 ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
@@ -30,7 +30,7 @@ def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
     """The split's rows, after checking that the stream gives the same."""
     source = open_source(str(name))
     rows = list(load_split(source, split))
-    assert list(open_split_stream(source, split)) == rows
+    assert list(load_split(source, split, streaming=True)) == rows
     return rows
 
 
@@ -162,7 +162,7 @@ def test_of_a_hub_dataset_only_the_files_of_the_split_are_read(monkeypatch: pyte
     source = open_source("own/math:main")
     split = source.split(None, "--split_name", DEFAULT_SPLITS)
     wanted = ("own/math", "main"), {"train_1M": ["data/train_1M-00000.parquet"]}
-    assert load_split(source, split) == open_split_stream(source, split) == wanted
+    assert load_split(source, split) == load_split(source, split, streaming=True) == wanted
 
 
 def test_a_hub_dataset_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

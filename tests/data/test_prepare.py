@@ -153,8 +153,8 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
         assert times == 1 or (times > 1 and streaming)
         counts = (report.num_rows_used, report.num_overlong_dropped, report.num_overlong_truncated, report.num_empty)
         assert counts == (used * times, dropped * times, truncated * times, 2 * times)
-        assert "WARNING: " in data.describe() or streaming
-    assert "Solution:\n    >>>2<|eos|><<<" in data.describe()
+        assert "WARNING: " in data.description or streaming
+    assert "Solution:\n    >>>2<|eos|><<<" in data.description
     _write(tmp_path / "train.jsonl", MIXED[1:4])
     with pytest.raises(UserError, match=f"--dataset_name {tmp_path}: no row of split train can be trained on"):
         prepare(tmp_path, *streaming)
@@ -223,7 +223,7 @@ def test_several_datasets(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
         data = prepare(name, *OF_THE_MIX, *weights)
         wanted = [f"a {i}" for i in range(num_ours)] + [f"b {i}" for i in range(num_chats)]
         assert _counted(_take(data), tokenizer) == Counter(wanted)
-        assert f"b.jsonl, split train: {num_chats} of 90 rows" in data.describe()
+        assert f"b.jsonl, split train: {num_chats} of 90 rows" in data.description
     with pytest.raises(UserError, match=r"--dataset_weights has 3 numbers for the 2 datasets of --dataset_name"):
         prepare(name, *OF_THE_MIX, "--dataset_weights=1,2,3")
     with pytest.raises(UserError, match="--streaming reads the datasets .* add --dataset_weights"):
