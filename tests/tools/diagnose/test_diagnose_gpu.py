@@ -65,7 +65,8 @@ def test_te_decoder(model, tmp_path, scenario):
     else:
         # Three GEMMs for each of 4 weights a layer, in two micro-batches; a cast and its transpose, 1 byte each.
         assert found["gemms"]["fp8"]["count"] >= 2 * 3 * 4 * NUM_LAYERS
-        assert 0.3 * memory["weights"] < memory["kept_casts"] < 1.5 * memory["weights"]
+        # The libraries' workspaces, 0.1 GiB, are counted with the casts.
+        assert 0.3 * memory["weights"] < memory["kept_casts"] < memory["weights"] + 0.15
 
 
 def test_swapped_layers_and_a_trace(model, tmp_path):
