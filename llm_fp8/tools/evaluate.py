@@ -113,19 +113,13 @@ def is_right(expected: str, answer: str) -> bool:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers, without special tokens. `prompts` are padded on the left."""
-    import torch
-
-    width = max(map(len, prompts))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    ends = model.generation_config.eos_token_id
+    """Greedy answers, without special tokens."""
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
+    ends, pad = model.generation_config.eos_token_id, tokenizer.pad_token_id
     how = {"pad_token_id": pad, "eos_token_id": ends if ends is not None else tokenizer.eos_token_id}
-    how |= {"max_new_tokens": max_new_tokens, "do_sample": False}
-    with torch.no_grad():
-        whole = cast(Any, model).generate(input_ids=ids, attention_mask=mask, **how)
-    return tokenizer.batch_decode(whole[:, width:], skip_special_tokens=True)
+    whole = cast(Any, model).generate(**padded, **how, do_sample=False, max_new_tokens=max_new_tokens)
+    return tokenizer.batch_decode(whole[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def eval_loss(model: PreTrainedModel, problems: list[Problem]) -> float:
@@ -136,8 +130,8 @@ def eval_loss(model: PreTrainedModel, problems: list[Problem]) -> float:
     for problem in problems:
         ids, labels = (torch.tensor([row], device=model.device) for row in (problem.input_ids, problem.labels))
         with torch.no_grad():
-            logits = model(input_ids=ids).logits.float()
-        loss_sum += torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum").item()
+            logits = model(input_ids=ids).logits[0].float()
+        loss_sum += torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item()
         num_tokens += int((labels >= 0).sum())
     return loss_sum / num_tokens
 
@@ -176,8 +170,7 @@ def main() -> int:
         answered |= zip(batch, generate(model, tokenizer, prompts, options.max_new_tokens), strict=True)
     right = [is_right(gold, answered[number]) for number, gold in enumerate(expected)]
     interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
-    share = sum(right) / len(right)
-    within = f"95% interval {interval.low:.1%} to {interval.high:.1%}"
+    share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
     print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within}), eval loss {loss:.4f} nats/token")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)

@@ -36,7 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Ways of training, those that cost least in time and quality first -> their options."""
 SHARDED_WAYS = ("full", "full, recomputed", "LoRA")
-
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}
 """Start of a bundled name -> the owner on the hub."""
 
@@ -181,10 +180,9 @@ def main() -> int:
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
     rows = rows_of(options, hf_config, gpu_gib, precision)
     console = Console(markup=False, highlight=False, soft_wrap=True)  # names may hold brackets
-    console.print(
-        f"{options.model_name}, {rows[0].run.num_parameters / 1e9:.2f} billion parameters, {precision}, micro-batches "
-        f"of {options.batch_size} x {options.max_seq_length:,} tokens on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"
-    )
+    size, shape = rows[0].run.num_parameters / 1e9, f"{options.batch_size} x {options.max_seq_length:,}"
+    where = f"on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"
+    console.print(f"{options.model_name}, {size:.2f} billion parameters, {precision}, {shape} tokens {where}")
     table = Table(
         "training", "sharding", Column("GiB per GPU", justify="right"), Column("needs", justify="right"), "fits"
     )
@@ -198,10 +196,8 @@ def main() -> int:
     console.print(table, soft_wrap=False)
     if not found.is_whole:
         console.print("note: without a TE decoder for this model activations, logits and casts are not counted")
-    if rows[0].fitted is None:
-        console.print("nothing fits: take more GPUs or shorter rows")
-    else:
-        console.print(f"the cheapest that fits:\n  {content[0]['command']}")
+    nothing = "nothing fits: take more GPUs or shorter rows"
+    console.print(f"the cheapest that fits:\n  {content[0]['command']}" if rows[0].fitted else nothing)
     if options.output is not None:
         given = {name: str(value) for name, value in vars(options).items()}
         write_json_atomic(options.output, {"options": given, "gpu": gpu, "gpu_gib": gpu_gib, "rows": content})

@@ -60,8 +60,8 @@ class _Comparison:
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
-        precision = setup.precision
-        self.names = {module: name for name, module in setup.model.named_modules() if module in precision.fp8_modules}
+        in_fp8 = setup.precision.fp8_modules
+        self.names = {module: name for name, module in setup.model.named_modules() if module in in_fp8}
         self._in_bf16: Collection[nn.Module] = self.names
         self._errors: dict[str, dict[str, float]] = {}
         for module in self.names:
@@ -136,8 +136,8 @@ def describe(found: dict[str, Any]) -> str:
     shares = {kind: cost["linear_flop_share"] for kind, cost in found["kinds"].items()}
     order = sorted(saved, key=lambda kind: -saved[kind] / shares[kind])
     lines = [
-        f"fp8 {found['scenario']} before training, {found['num_tokens']} supervised tokens: KL divergence from bf16 "
-        f"{total:.4f} nats a token, loss {found['all_in_fp8']['loss_difference']:+.4f}",
+        f"fp8 {found['scenario']}, {found['num_tokens']} supervised tokens: KL divergence from bf16 {total:.4f} "
+        f"nats a token, loss {found['all_in_fp8']['loss_difference']:+.4f}",
         f"{'modules':24}{'linear FLOPs':>14}{'KL alone':>12}{'KL without':>12}",
     ]
     for kind in order:
@@ -146,8 +146,7 @@ def describe(found: dict[str, Any]) -> str:
     lines.append("largest errors of single modules (relative error of the output; largest input over its rms):")
     for name, error in itertools.islice(found["modules"].items(), NUM_LISTED):
         lines.append(f"  {name:38}{error['relative_error']:8.4f}{error['input_peak']:10.0f}")
-    best = order[0]
-    if saved[best] <= 0:
-        return "\n".join([*lines, "no kind of module in bf16 would lower the divergence"])
-    words = f"{saved[best] / total:.0%} off the divergence for {shares[best]:.1%} of the linear FLOPs"
-    return "\n".join([*lines, f"--fp8_bf16_modules {best} would take {words}"])
+    if saved[best := order[0]] > 0:
+        words = f"{saved[best] / total:.0%} off the divergence for {shares[best]:.1%} of the linear FLOPs"
+        lines.append(f"--fp8_bf16_modules {best} would take {words}")
+    return "\n".join(lines)

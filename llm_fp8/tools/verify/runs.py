@@ -8,21 +8,19 @@ its losses beside those of bf16. Without a GPU the embedded model trains on the 
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_fp8.config.recipes import Backend, recipe_names
 from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_metrics
-from llm_fp8.utils.packages import GPU_REQUIREMENTS, REPOSITORY
+from llm_fp8.utils.packages import REPOSITORY, TRANSFORMER_ENGINE
 from llm_fp8.utils.subprocesses import Ended, run_program, torchrun
 
 OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packing --validation_fraction 0 --no_export")
@@ -33,8 +31,7 @@ MAX_LOSS_DIFFERENCE = 0.02
 """fp8 moves the losses of these few steps from bf16's by far less; a wrong scale or layout moves them by much more."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run that has ended; the summary and the losses (nats per supervised token) are empty where it wrote none."""
 
     name: str
@@ -86,8 +83,7 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
         command = torchrun(num_processes, str(REPOSITORY / "train_multi_gpu.py"), *given)
     else:
         command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *given]
-    environ = {**os.environ, "WANDB_MODE": "disabled"}
-    ended = run_program(command, log=folder.with_suffix(".log"), environ=environ, timeout_s=300)
+    ended = run_program(command, log=folder.with_suffix(".log"), timeout_s=300)
     if ended.failure is not None:
         return Run(name, command, ended, {}, [])
     losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
@@ -154,10 +150,7 @@ def check_steps(setup: Setup) -> Result:
     result = train_in_each(setup, "te", usable, "--use_te")
     result.details += lacking
     if not usable:
-        result.fail(
-            "no fp8 recipe of Transformer Engine runs on this GPU",
-            f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}   # bf16 is for GPUs older than Ada",
-        )
+        result.fail("no fp8 recipe of Transformer Engine runs on this GPU", TRANSFORMER_ENGINE.install)
     return result
 
 
