@@ -19,7 +19,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"
 _FILE = "accelerate's launch configuration"
-_FURTHER = ("ACCELERATE_GRADIENT_", "ACCELERATE_DYNAMO_", "PARALLELISM_CONFIG_")
+_PREFIXES = tuple(f"ACCELERATE_{name}_" for name in ("FP8", "DEEPSPEED", "GRADIENT", "DYNAMO"))
+_PREFIXES += ("FSDP_", "PARALLELISM_CONFIG_")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 READ = {
@@ -146,22 +147,23 @@ def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]
             found[engine] = "true"
             if engine not in ("FSDP", "DEEPSPEED"):
                 raise _not_supported(engine.lower())
-    needs = {
+    used = {
         PREFIX: found["precision"] == "fp8",
         "FSDP_": "FSDP" in found,
         "ACCELERATE_DEEPSPEED_": "DEEPSPEED" in found,
     }
+    unused = tuple(prefix for prefix in used if not used[prefix])
     idle = []
-    for variable in [name for name in environ if name.startswith((*needs, *_FURTHER))]:
-        value, key = environ.pop(variable), _key(variable)
-        if any(variable.startswith(prefix) for prefix in needs if not needs[prefix]):
-            continue
+    for variable in [name for name in environ if name.startswith(_PREFIXES)]:
+        value = environ.pop(variable)
         if variable in READ:
             found[variable] = value
-        elif variable.startswith(PREFIX) and not (variable in OTHERS and is_default(variable, value)):
-            idle.append(key)
-        elif variable in OTHERS and not is_default(variable, value):
-            raise _not_supported(f"{key} {value}")
+        elif variable.startswith(unused) or (variable in OTHERS and is_default(variable, value)):
+            continue
+        elif variable.startswith(PREFIX):
+            idle.append(_key(variable))
+        elif variable in OTHERS:
+            raise _not_supported(f"{_key(variable)} {value}")
     return found, idle
 
 

@@ -15,11 +15,9 @@ from typing import Any, Literal
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset in this repository."""
-
 SCRATCH_LEARNING_RATE = 1e-3
-"""Default learning rate of a model whose weights start random: the embedded one, and any with --random_init."""
+"""For weights that start random: the embedded model, and any with --random_init."""
 LORA_LEARNING_RATE = 2e-4
-"""Default learning rate of adapters."""
 
 ALL_LINEAR = "all-linear"
 """Value of --lora_targets for every linear layer but the lm_head."""

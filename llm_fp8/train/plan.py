@@ -225,10 +225,10 @@ def _check_run(
 
         require_wandb_login("--use_wandb")
     if share := config.optim.offload_optimizer:
-        from llm_fp8.utils.host_memory import free_host_bytes
+        import psutil
 
         needed_gib = ranks.local_world_size * share * count_parameters(hf_config) * STATE_BYTES_ON_HOST / GIB
-        free_gib = free_host_bytes() / GIB - HOST_RESERVE_GIB
+        free_gib = psutil.virtual_memory().available / GIB - HOST_RESERVE_GIB
         if needed_gib > free_gib:
             raise UserError(
                 f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, where {free_gib:.1f} "

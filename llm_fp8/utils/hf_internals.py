@@ -16,8 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 def chosen_attention(config: PretrainedConfig) -> str:
     """The attention implementation that a built model runs, by transformers' name."""
-    name: str = config._attn_implementation
-    return name
+    return str(config._attn_implementation)
 
 
 def supports_attention(model_class: Any, implementation: str) -> bool:

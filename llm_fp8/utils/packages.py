@@ -1,4 +1,4 @@
-"""Installed packages: their versions, and those that only some options need. And where this repository lies."""
+"""Installed packages, those that only some options need, and where this repository lies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
 """configs/ and the requirements files: in the repository links to them, in a wheel files."""
 
 _IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
-# As a command names them that is meant to be copied: in the repository, or where the package is installed.
-BASE_REQUIREMENTS, GPU_REQUIREMENTS, DEEPSPEED_REQUIREMENTS = (
-    name if _IN_REPOSITORY else str(SHIPPED / name)
-    for name in ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
-)
+# As a command names them that is meant to be copied.
+_FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
+BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{_FOLDER}requirements.txt", f"{_FOLDER}requirements-gpu.txt"
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
 
 
@@ -38,7 +36,6 @@ class OptionalPackage:
 
     name: str
     module: str
-    """What is imported of it."""
     install: str
     """The command that installs it."""
 
@@ -57,4 +54,4 @@ FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --n
 TORCHAO = OptionalPackage("torchao", "torchao.float8", "pip install torchao")
 TRITON = OptionalPackage("Triton", "triton", "pip install triton")
 PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")
-DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {DEEPSPEED_REQUIREMENTS}")
+DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {_FOLDER}requirements-deepspeed.txt")

@@ -28,7 +28,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
+    """This rank's shard of a DTensor, sharing its memory, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 
 from llm_fp8.optim import offload
 from llm_fp8.optim.offload import StatePipeline
-from llm_fp8.utils import host_memory
 from llm_fp8.utils.errors import UserError
 from tests.support.small import assert_goes_on, final_weights, run_json, tiny_config, train, write_model
 
@@ -78,7 +80,7 @@ def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, mon
     """A model of two billion parameters in name only: its folder holds no weights."""
     folder = tmp_path / "large"
     tiny_config(hidden_size=2048, intermediate_size=32768, num_hidden_layers=8).save_pretrained(folder)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
     with pytest.raises(UserError) as refused:
         train(f"--model_name={folder}", *options, "--offload_optimizer=1", f"--output_dir={tmp_path / 'run'}")
     assert "--offload_optimizer 1 takes 12.8 GiB" in str(refused.value)
