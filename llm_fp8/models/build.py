@@ -29,8 +29,7 @@ from llm_fp8.utils.torch_internals import materialize_
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
 """Hidden sizes for which TE 2.20 has tuned RMSNorm kernels."""
-HOPPER = 9
-"""Major compute capability on which they were compared with cuDNN's."""
+HOPPER = 9  # major compute capability on which they were compared with cuDNN's
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
@@ -38,24 +37,22 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
     """The attention implementation of the Hugging Face decoder; `auto` takes the fastest that the architecture has.
     Raises `UserError` where the requested one is not installed, or the architecture lacks it.
     """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+
+    def has(implementation: str) -> bool:
+        return model_class is None or supports_attention(model_class, implementation)  # None: building will fail
+
     if requested == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if requested != "auto":
-        if not _has_attention(hf_config, requested):
+        if not has(requested):
             kind = f"models of type '{hf_config.model_type}'"
             raise UserError(f"--attn_implementation {requested}: transformers has none for {kind}; leave it at auto.")
         return requested
-    installed = package_version(FLASH_ATTENTION_2.name) is not None
-    fits = installed and device.type == "cuda" and dtype != torch.float32
-    if fits and _has_attention(hf_config, "flash_attention_2"):
+    on_gpu = device.type == "cuda" and dtype != torch.float32
+    if on_gpu and package_version(FLASH_ATTENTION_2.name) is not None and has("flash_attention_2"):
         return "flash_attention_2"
-    return "sdpa" if _has_attention(hf_config, "sdpa") else "eager"
-
-
-def _has_attention(hf_config: PretrainedConfig, implementation: str) -> bool:
-    """Whether transformers has this attention for the architecture; True where it knows no causal LM (fails later)."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    return model_class is None or supports_attention(model_class, implementation)
+    return "sdpa" if has("sdpa") else "eager"
 
 
 def build_model(
@@ -92,11 +89,9 @@ def fill_weights(
     seed: int,
     keep_lower_bits: bool = False,
 ) -> bool:
-    """Give a model whose parameters have memory its weights; of sharded parameters each rank reads its own shards.
-
-    Random weights are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: as of
-    `build_model`. Returns whether the weights were loaded (else: random). Raises `UserError` naming file and tensor
-    where the files do not fit the model.
+    """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards; returns whether
+    they were loaded. Random ones are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`:
+    see `build_model`. Raises `UserError` naming file and tensor that do not fit.
     """
     if has_random_weights(options, source):
         initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
@@ -118,14 +113,14 @@ def build_structure(
     unfused_mlp: bool = False,
     te_on_meta: bool = True,
 ) -> PreTrainedModel:
-    """The model with parameters on "meta" and buffers on `device`; fill it with `fill_weights`. It has the stop tokens
-    and sampling of its source, for the exported checkpoint. For `unfused_mlp` see `te_llama.DecoderSpec`.
+    """The model with parameters on "meta", buffers on `device` and its source's generation settings; fill it with
+    `fill_weights`. For `unfused_mlp` see `te_llama.DecoderSpec`.
     """
     if options.use_te:
         import te_llama
 
         require_te("--use_te")
-        # Transformer Engine would choose an installed flash-attn 4, a beta whose dQ was wrong for heads of 80 elements.
+        # An installed flash-attn 4, which TE would choose, is a beta whose dQ was wrong for heads of 80 elements.
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         if device.type == "cuda":
             choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
@@ -137,8 +132,7 @@ def build_structure(
             model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         model.tie_weights()  # undone by `init_empty_weights`
     stored = None if has_random_weights(options, source) else load_generation_config(options, source)
-    if stored is not None:
-        model.generation_config = stored
+    model.generation_config = stored or model.generation_config
     return model
 
 
@@ -175,9 +169,8 @@ def _load_by_transformers(
             use_safetensors=True,
         )
         model, info = loaded
-        for kind in ("missing_keys", "unexpected_keys"):  # which transformers only warns of
-            if info.get(kind):
-                raise ValueError(f"{kind} {listed(sorted(map(str, info[kind])))}")
+        if wrong := [*info["missing_keys"], *info["unexpected_keys"]]:  # which transformers only warns of
+            raise ValueError(f"missing or unexpected: {listed(sorted(map(str, wrong)))}")
     return model
 
 
@@ -185,10 +178,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
     layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
     if not isinstance(layers, nn.ModuleList):
-        raise UserError(
-            f"--model_name {model.config.name_or_path} is of class {type(model).__name__}, whose decoder layers are "
-            "not where these scripts look for them; choose another model, like the Llama and Qwen families."
-        )
+        kind = type(model).__name__
+        raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no list of decoder layers.")
     return layers
 
 
@@ -210,11 +201,9 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
     """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
 
-    TE's own RMSNorm is tuned for `TUNED_WIDTHS`; other hidden sizes take a general kernel: on an H200, 16,384 tokens of
-    width 3,072, forward and backward with quantisation, 316 us against cuDNN's 117 (benchmarks/LOG.md). cuDNN
-    plans each number of tokens anew, up to a second each, which small models would not earn back. The forward pass
-    under current scaling stays TE's, whose kernel computes the amax on the way. TE reads both variables once, at its
-    first norm.
+    Other widths than `TUNED_WIDTHS` take a general kernel of TE's: on an H200, 16,384 tokens of width 3,072, forward
+    and backward with quantisation, 316 us against cuDNN's 117 (benchmarks/LOG.md). cuDNN plans each number of tokens
+    anew, up to a second each, which small models would not earn back.
     """
     if width > 1024 and width not in TUNED_WIDTHS and major_capability == HOPPER:
         for name in VARIABLES:

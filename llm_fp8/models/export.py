@@ -1,8 +1,7 @@
 """The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
 
 Written to a temporary folder and renamed, so that `final/` is complete or absent. A TE model is written in Hugging
-Face's layout (`te_llama.parameter_map`). Tensors have the dtype that the model was loaded in; the fp32 master weights
-are in the checkpoints. Adapters are merged into the weights; `export_adapter` writes them alone.
+Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter` writes them alone.
 
 The files are planned from names and shapes, parameters gathered one by one, and each file written as soon as its
 tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
@@ -28,11 +27,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.source import fp8_format_of
-from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names, to_stored_layout
+from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 
@@ -56,8 +56,7 @@ def export_hf(
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
     Every rank calls it; only the one with `is_main` writes. `full_tensor` returns an unsharded parameter and may be
-    collective. Raises `UserError`, with `advice`, on the main rank where the folder cannot be written; an earlier one
-    is kept then.
+    collective. Raises `UserError` on the main rank where the folder cannot be written; an earlier one is kept then.
     """
     gathered = hf_tensors(model, full_tensor, dtype if is_main else None)
     if not is_main:
@@ -89,8 +88,7 @@ def _save_but_weights(
 def check_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, name: str) -> None:
     """Raise `UserError` before training where transformers refuses to save the files of the model called `name`."""
     advice = "Correct its config.json, or train with --no_export."
-    what = "its configuration and tokenizer as files that transformers would save again"
-    with reading("--model_name", name, what, advice), tempfile.TemporaryDirectory() as folder:
+    with reading("--model_name", name, "what an export would write", advice), tempfile.TemporaryDirectory() as folder:
         _save_but_weights(model, tokenizer, Path(folder), dtype)
 
 
@@ -109,13 +107,17 @@ def export_adapter(
 
     `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
     """
-    from llm_fp8.models.lora import adapter_tensors, adapters_of, peft_config
+    from llm_fp8.models.lora import adapters_of, peft_config
 
-    tensors = adapter_tensors(model, full_tensor)
+    adapters = adapters_of(model)
+    tensors = {
+        f"base_model.model.{name}.lora_{letter}.weight": full_tensor(matrix).to("cpu", copy=True).contiguous()
+        for name, adapter in adapters.items()
+        for letter, matrix in zip("AB", adapter[:2], strict=True)
+    }
     if not is_main:
         return
-    targets = {name.rpartition(".")[2] for name in adapters_of(model)}
-    described = peft_config(options, targets, base_model)
+    described = peft_config(options, {name.rpartition(".")[2] for name in adapters}, base_model)
     described.inference_mode = True
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -184,21 +186,21 @@ def _write_weights(
     names = stored_names(model)
     if names is None:
         # Tensors are merged or divided on their way to the files; only transformers knows which belong together.
-        planned = to_stored_layout(model, empty)
-        gathered = iter(to_stored_layout(model, dict(gathered)).items())
+        planned = revert_weight_conversion(model, empty)
+        gathered = iter(revert_weight_conversion(model, dict(gathered)).items())
     else:
         # In the order of gathering, so that files are completed one after the other.
         file_names = {name: stored_name for stored_name, name in names.items()}
         planned = {file_names[name]: tensor for name, tensor in empty.items()}
         gathered = ((file_names[name], tensor) for name, tensor in gathered)
-    ignored = ignored_on_save(model)
-    planned = {name: tensor for name, tensor in planned.items() if name not in ignored}
+    for name in ignored_on_save(model):
+        planned.pop(name, None)
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
     for name, tensor in gathered:
-        if name in ignored:
+        if name not in planned:
             continue
         file_name = split.tensor_to_filename[name]
         contents = pending[file_name]
@@ -218,11 +220,7 @@ def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
     library = "peft" if of_adapter else "transformers"
     loading = "peft.PeftModel.from_pretrained(base_model, folder)" if of_adapter else "AutoModelForCausalLM"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
-    front = f"library_name: {library}\n"
-    if base != EMBEDDED and not Path(base).is_dir():  # the hub refuses a base_model that it does not have
-        front += f"base_model: {base}\n"
-    return (
-        f"---\n{front}---\n\n# {base}, fine-tuned\n\n"
-        "Trained with the llm-fp8 scripts; `run.json` and `summary.json` of the run hold the full configuration and "
-        f"outcome. Load it with `{loading}`.\n\n| | |\n|---|---|\n{rows}\n"
-    )
+    # The hub refuses a base_model that it does not have.
+    of_base = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
+    text = f"Trained with the llm-fp8 scripts. Load it with `{loading}`.\n\n| | |\n|---|---|\n{rows}\n"
+    return f"---\nlibrary_name: {library}\n{of_base}---\n\n# {base}, fine-tuned\n\n{text}"

@@ -36,7 +36,6 @@ class Fp8Format:
     block: tuple[int | None, int | None]
     """Rows and columns of a weight that share a scale; None: all that it has."""
     has_input_scales: bool = False
-    """Scales of activations are stored too, which training does not use."""
 
     def describe(self) -> str:
         """For example "fp8 (e4m3) with a scale for each block of 128 x 128 values"."""
@@ -62,18 +61,12 @@ def fp8_format(config: PretrainedConfig) -> Fp8Format | None:
         return None
     advice = "Give the unquantised model, or one in fp8 that docs/data_and_checkpoints.md names."
     with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):
-        if entries["quant_method"] == "fp8":
-            return _block_format(entries)
         if entries["quant_method"] == "compressed-tensors":
             return _compressed_tensors_format(entries)
-        raise ValueError(f"quant_method {entries['quant_method']}")
-
-
-def _block_format(entries: Mapping[str, Any]) -> Fp8Format:
-    if entries.get("fmt", "e4m3") != "e4m3":
-        raise ValueError(f"fmt {entries['fmt']}")
-    rows, columns = entries["weight_block_size"]
-    return Fp8Format("_scale_inv", (rows, columns))
+        if entries["quant_method"] != "fp8" or entries.get("fmt", "e4m3") != "e4m3":
+            raise ValueError(f"quant_method {entries['quant_method']}, fmt {entries.get('fmt')}")
+        rows, columns = entries["weight_block_size"]
+        return Fp8Format("_scale_inv", (rows, columns))
 
 
 def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
@@ -98,27 +91,19 @@ def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
 
 
 def scales_of(fp8: Fp8Format | None, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Name of each fp8 weight of a checkpoint -> name of its scale. Raises `UserError` naming file and tensor where a
-    scale is missing or of a wrong dtype or shape, and where a tensor is fp8 and the config names no scales.
-    """
+    """Name of each fp8 weight -> name of its scale; `UserError` naming file and tensor where a scale does not fit."""
     found = {}
     for name, (path, dtype, shape) in stored.items():
         if not dtype.startswith("F8"):
             continue
         if fp8 is None or dtype != "F8_E4M3" or len(shape) != 2 or not name.endswith(".weight"):
-            raise UserError(
-                f"{path}: '{name}' is {dtype} {list(shape)}, and only weight matrices in F8_E4M3 that the "
-                "quantization_config in config.json describes can be dequantised; fetch the model again."
-            )
+            raise UserError(f"{path}: '{name}' is {dtype} {list(shape)}, which config.json gives no scales for.")
         scale, (rows, columns) = name + fp8.suffix, fp8.block_of(shape)
         expected = (-(-shape[0] // rows), -(-shape[1] // columns))
         _, scale_dtype, scale_shape = stored.get(scale, StoredTensor(path, "missing", ()))
         fits = scale_shape == expected or (expected == (1, 1) and scale_shape in ((), (1,)))
         if not fits or scale_dtype not in _SCALE_DTYPES:
-            raise UserError(
-                f"{path}: '{scale}' is {scale_dtype} {list(scale_shape)}, and the fp8 weight {list(shape)} needs "
-                f"{list(expected)} in one of {', '.join(_SCALE_DTYPES)}; fetch the model again."
-            )
+            raise UserError(f"{path}: '{scale}' is {scale_dtype} {list(scale_shape)}, not {list(expected)} floats.")
         found[name] = scale
     return found
 

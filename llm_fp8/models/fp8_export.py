@@ -1,11 +1,9 @@
 """An exported model in fp8 for inference: the compressed-tensors format that vLLM and transformers load.
 
 Every linear layer but the lm_head gets weights in e4m3 with a scale for each row; whoever loads them scales activations
-per token as they come. Everything else is copied. Scales are amax / 448, in bf16 for bf16 weights, as
-compressed-tensors writes them, else in fp32. A weight is divided by its stored scale, so that rounding the scale costs
-nothing. Tensor names and config.json are those of compressed-tensors 0.20.
-
-A file of the model is read, written and dropped before the next one, so that memory holds about one of them.
+per token as they come. Scales are amax / 448, in bf16 for bf16 weights, else in fp32. A weight is divided by its stored
+scale, so that rounding the scale costs nothing. Names and config.json are those of compressed-tensors 0.20. Files are
+converted one after the other, so that memory holds about one of them.
 """
 
 from __future__ import annotations
@@ -19,20 +17,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import replaced_folder
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_names
-from llm_fp8.models.weights import WEIGHTS_INDEX, StoredCheckpoint, open_weights, weight_files
+from llm_fp8.models.weights import StoredCheckpoint, open_weights, weight_files
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
-_COPIED = (".json", ".jinja", ".txt", ".model", ".md")
-"""Suffixes of the files beside the weights: tokenizer, generation settings, model card."""
+_COPIED = (".json", ".jinja", ".txt", ".model", ".md")  # tokenizer, generation settings, model card
 _SYMMETRIC_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _LINEAR = {
     "targets": ["Linear"],
@@ -69,10 +66,8 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after.
-
-    Raises `UserError` where the model cannot be read or written, is quantised already or is a mixture of experts, and
-    where its files hold other tensors than its config says or values that are not finite.
+    """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after. Raises
+    `UserError` where it cannot be read or written, is quantised, a mixture of experts or not finite.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
@@ -80,7 +75,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     source = resolve_source(options)
     hf_config = load_config(options, source)
     if getattr(hf_config, "quantization_config", None) is not None:
-        raise UserError(f"{folder} is quantised already (quantization_config in config.json); give the model before.")
+        raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
     model, files = model_on_meta(hf_config), weight_files(options, source)
     names, layers = stored_names(model), {f"{name}.weight" for name in linear_layers(model)}
     if names is None or not layers:
@@ -98,13 +93,13 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
             filler.finish()
         before, after = (sum((place / path.name).stat().st_size for path in files) for place in (folder, temporary))
         for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):
-            if path.is_file() and path.suffix in _COPIED and path.name != WEIGHTS_INDEX:
+            if path.is_file() and path.suffix in _COPIED and path.name != SAFE_WEIGHTS_INDEX_NAME:
                 copy = temporary / path.relative_to(folder)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
         if len(files) > 1:
             whole = {"metadata": {"total_size": after}, "weight_map": index}
-            (temporary / WEIGHTS_INDEX).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
+            (temporary / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
         config = read_json(folder / "config.json") | {
             "quantization_config": {
                 "quant_method": "compressed-tensors",

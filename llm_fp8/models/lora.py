@@ -5,11 +5,9 @@
 (Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), PEFT's initialisation, from a seed made
 of --seed and the layer's name: the same numbers in every precision, decoder, layout and world size.
 
-Hugging Face's decoder gets its adapters from PEFT (`inject_adapter_in_model`). PEFT does not know the fused modules of
-the TE decoder: there a forward hook calls a module `adapters` in each fused one, with one A and B per Hugging Face
-layer, so that both kinds are exported and merged as the same PEFT adapter.
-
-An adapter's GEMMs run in the run's compute dtype, never in fp8.
+Hugging Face's decoder gets its adapters from PEFT, which does not know the fused modules of the TE decoder: there a
+forward hook calls a module `adapters` in each fused one, with one A and B per Hugging Face layer, so that both kinds
+are exported and merged as the same PEFT adapter. Their GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
@@ -49,11 +47,8 @@ def scaling_of(options: LoraConfig) -> float:
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
     """Whether an adapter needs the TE decoder's MLP unfused."""
-    return options.lora_rank > 0 and not {"gate_proj", "up_proj", "down_proj"}.isdisjoint(_te_targets(options))
-
-
-def _te_targets(options: LoraConfig) -> tuple[str, ...]:
-    return DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
+    in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
+    return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
 def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
@@ -85,10 +80,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
     if ALL_LINEAR in options.targets:
         return tuple(known)
     if unknown := [name for name in options.targets if name not in known]:
-        raise UserError(
-            f"--lora_targets {', '.join(unknown)}: {type(model).__name__} has the linear layers {', '.join(known)}; "
-            "choose from these."
-        )
+        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(known)}; choose from these.")
     return options.targets
 
 
@@ -99,7 +91,7 @@ def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | N
     alpha: Any = float(scaling_of(options) * options.lora_rank)
     return PeftLoraConfig(
         r=options.lora_rank,
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # a fraction works too: PEFT divides by the rank
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,
         lora_dropout=options.lora_dropout,
         target_modules=sorted(targets),
         bias="none",
@@ -121,7 +113,7 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 
 def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
-    targets = set(_te_targets(options))
+    targets = DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         module_name, _, kind = te_name.rpartition(".")
         chosen = [part for part in parts if part.hf_name.split(".")[-2] in targets]
@@ -143,17 +135,13 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 
 
 class FusedAdapters(nn.Module):
-    """The adapters of a fused module, each of which adds to its own output features.
-
-    `parts`: the Hugging Face weights that get an adapter, as parts of the fused weight.
-    """
+    """The adapters of a fused module, for `parts` of its weight; each adds to its own output features."""
 
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.columns: list[tuple[int, int]] = []
-        self.layer_names: dict[str, str] = {}
-        """Adapter -> its Hugging Face layer."""
+        self.layer_names: dict[str, str] = {}  # adapter -> its Hugging Face layer
         self.rank, self.scaling, self.dropout = options.lora_rank, scaling_of(options), options.lora_dropout
         for part in parts:
             layer_name, (out_features, in_features) = part.hf_name.removesuffix(".weight"), part.shape
@@ -193,8 +181,7 @@ class _AddLowRank(torch.autograd.Function):
         low, *bs = ctx.saved_tensors
         rank = bs[0].shape[1]
         rows, flat_low = gradient.reshape(-1, gradient.shape[-1]), low.reshape(-1, low.shape[-1])
-        grad_low = torch.empty_like(flat_low)
-        grad_bs = []
+        grad_low, grad_bs = torch.empty_like(flat_low), []
         with torch.autocast(gradient.device.type, enabled=False):
             for number, ((start, stop), b) in enumerate(zip(ctx.columns, bs, strict=True)):
                 part = slice(number * rank, (number + 1) * rank)
@@ -235,31 +222,17 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
 
 
-def adapter_tensors(model: nn.Module, full_tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The unsharded adapters on the CPU under PEFT's names; collective where `full_tensor` is."""
-    tensors: dict[str, Tensor] = {}
-    for name, adapter in adapters_of(model).items():
-        for letter, matrix in (("A", adapter.a), ("B", adapter.b)):
-            copied = full_tensor(matrix).to("cpu", copy=True).contiguous()
-            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = copied
-    return tensors
-
-
 def num_adapter_parameters(model: nn.Module) -> int:
     return sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters_of(model).values())
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
-    """For each frozen linear module: its GEMMs in a micro-batch, recomputation not counted. Empty without adapters.
-
-    There are two, fprop and dgrad; one where nothing trained may lie below: outside the decoder layers, and in these up
-    to the first with adapters, which may come after its other modules. So it is a lower bound.
+    """The least number of GEMMs of each frozen linear module in a micro-batch, without recomputation: fprop and dgrad;
+    fprop alone where nothing trained may lie below. Empty without adapters.
     """
     layers = list(decoder_layers(model))
     first = next((number for number, layer in enumerate(layers) if adapters_of(layer)), None)
     if first is None:
         return {}
-    gemms = {module: 1 for name, module in model.named_modules() if not is_adapter(name)}
-    above = {module for layer in layers[first + 1 :] for module in layer.modules()}
-    gemms.update({module: 2 for module in gemms if module in above or module is model.get_output_embeddings()})
-    return gemms
+    above = {module for layer in layers[first + 1 :] for module in layer.modules()} | {model.get_output_embeddings()}
+    return {module: 1 + (module in above) for name, module in model.named_modules() if not is_adapter(name)}

@@ -30,23 +30,16 @@ class TrainingModel(nn.Module):
         self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise UserError(
-                f"--model_name {model.config.name_or_path} is of class {type(model).__name__}, whose lm_head is not a "
-                "linear layer without bias; choose a model with one, like the Llama and Qwen families."
-            )
+            kind = type(model).__name__
+            raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no linear lm_head without bias.")
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by name.
 
         An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them.
         """
-        loss_sum = linear_cross_entropy_sum(
-            self.hidden(batch),
-            self.model.get_output_embeddings().weight,
-            batch.labels,
-            compute_dtype=self.compute_dtype,
-        )
-        return loss_sum, {}
+        head = self.model.get_output_embeddings().weight
+        return linear_cross_entropy_sum(self.hidden(batch), head, batch.labels, compute_dtype=self.compute_dtype), {}
 
     def hidden(self, batch: Batch) -> Tensor:
         """The last hidden states, shape of `batch.input_ids` plus [h]."""

@@ -2,16 +2,14 @@
 
 Three tests, with limits far from what rounding gives and from what a wrong model gives:
 
-1. The weights are the checkpoint's, bit for bit: each stored tensor, cast to the parameter's dtype, is compared with
-   its part of the TE parameter.
+1. The weights are the checkpoint's, bit for bit, cast to the parameter's dtype.
 2. In fp32 the layers agree. Hugging Face's and TE's layer get the same weights, input and output gradient; output,
    input gradient and all weight gradients may differ by `FP32_LIMIT`. TF32 is off (utils/cuda_environment.py), so that
    only the order of summation differs. This sees RoPE base and scaling, softmax scale, epsilon, dropped biases, windows
    and document boundaries.
 3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in
-   fp32; the ratio of TE's error to Hugging Face's own is near 1. A single ratio proves nothing (4 was seen for the
-   gradient of a norm's weight, a sum with cancellation), so the geometric mean over all tensors (`MEAN_LIMIT`) and the
-   median within each layer (`LAYER_LIMIT`) are judged. This sees a wrong kernel of the training dtype.
+   fp32; the ratio of TE's error to Hugging Face's own is near 1. A single ratio proves nothing, so the geometric mean
+   over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`) are judged.
 
 The data are the first sequence of the first batch. Two Hugging Face layers are in memory at a time, so the check runs
 wherever training does.
@@ -21,11 +19,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,7 +47,7 @@ SMALLEST_ERROR = 1e-4
 """Added to both errors of a ratio: below it a difference means nothing."""
 MAX_TOKENS = 2048
 """Most tokens compared: TE's attention in fp32 holds scores of their square for every head."""
-_ANOTHER_MODEL = "training would train another model; report this with config.json, or train without --use_te."
+_ADVICE = "Report this with config.json, or train without --use_te."
 FullTensor: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -64,67 +62,37 @@ class Comparison(NamedTuple):
     te: float
     hf: float
 
-    @property
-    def log_ratio(self) -> float:
-        """Logarithm of TE's error over Hugging Face's in the training dtype."""
-        return math.log((self.te + SMALLEST_ERROR) / (self.hf + SMALLEST_ERROR))
 
-
-@dataclass(frozen=True)
-class ParityReport:
-    """What tests 2 and 3 found; `dtype` is the training dtype."""
-
-    comparisons: tuple[Comparison, ...]
-    dtype: torch.dtype
-
-    @property
-    def worst(self) -> Comparison:
-        """The largest difference in fp32; one that is not a number counts as the largest."""
-        return max(self.comparisons, key=lambda one: math.inf if math.isnan(one.fp32) else one.fp32)
-
-    @property
-    def mean_ratio(self) -> float:
-        """Geometric mean of TE's error over Hugging Face's in the training dtype."""
-        return math.exp(statistics.fmean(one.log_ratio for one in self.comparisons))
-
-    @property
-    def worst_layer(self) -> tuple[int, float]:
-        """The layer whose median ratio is largest, and that median."""
-        layers: dict[int, list[float]] = {}
-        for one in self.comparisons:
-            layers.setdefault(one.layer, []).append(one.log_ratio)
-        medians = {layer: math.exp(statistics.median(ratios)) for layer, ratios in layers.items()}
-        return max(medians.items(), key=lambda item: item[1])
-
-    def fault(self) -> str | None:
-        """What fails, with its limit; None where all tests pass. A NaN fails."""
-        worst, (layer, ratio) = self.worst, self.worst_layer
-        for figure, limit, what in (
-            (worst.fp32, FP32_LIMIT, f"{worst.tensor} of layer {worst.layer} differs from Hugging Face's in fp32 by"),
-            (self.mean_ratio, MEAN_LIMIT, "its error in the training dtype is Hugging Face's times"),
-            (ratio, LAYER_LIMIT, f"its error in the training dtype is, in layer {layer}, Hugging Face's times"),
-        ):
-            if not figure <= limit:
-                return f"{what} {figure:.2g}, and rounding gives at most {limit:g}"
-        return None
-
-    def describe(self) -> str:
-        """Both tests in one clause."""
-        name = str(self.dtype).removeprefix("torch.")
-        num_layers = len({one.layer for one in self.comparisons})
-        return (
-            f"{len(self.comparisons)} tensors of {num_layers} layers differ in fp32 by at most {self.worst.fp32:.1g}; "
-            f"in {name} their distance from fp32 is {self.mean_ratio:.2f} times Hugging Face's "
-            f"({self.worst_layer[1]:.2f} in the worst layer)"
-        )
+def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
+    """Tests 2 and 3 in one clause; `dtype` is the training dtype. Raises `UserError` where one fails; a NaN fails."""
+    logarithms: dict[int, list[float]] = {}
+    for one in comparisons:
+        logarithm = math.log((one.te + SMALLEST_ERROR) / (one.hf + SMALLEST_ERROR))
+        logarithms.setdefault(one.layer, []).append(logarithm)
+    worst = max(comparisons, key=lambda one: math.inf if math.isnan(one.fp32) else one.fp32)
+    mean = math.exp(statistics.fmean(itertools.chain(*logarithms.values())))
+    layer, ratio = max(
+        ((layer, statistics.median(all_)) for layer, all_ in logarithms.items()), key=lambda item: item[1]
+    )
+    for figure, limit, what in (
+        (worst.fp32, FP32_LIMIT, f"{worst.tensor} of layer {worst.layer} differs in fp32 by"),
+        (mean, MEAN_LIMIT, "its error in the training dtype is Hugging Face's times"),
+        (math.exp(ratio), LAYER_LIMIT, f"its error in the training dtype is, in layer {layer}, Hugging Face's times"),
+    ):
+        if not figure <= limit:
+            raise UserError(f"--use_te is not Hugging Face's model: {what} {figure:.2g}, at most {limit:g}. {_ADVICE}")
+    return (
+        f"{len(comparisons)} tensors of {len(logarithms)} layers differ in fp32 by at most {worst.fp32:.1g}; in "
+        f"{str(dtype).removeprefix('torch.')} their distance from fp32 is {mean:.2f} times Hugging Face's "
+        f"({math.exp(ratio):.2f} in the worst layer)"
+    )
 
 
 def relative_difference(value: Tensor, reference: Tensor) -> float:
     """‖value − reference‖ / ‖reference‖ in fp32, or in fp64 where one of them is; 0 where both are zero."""
     dtype = torch.promote_types(torch.promote_types(value.dtype, reference.dtype), torch.float32)
     value, reference = value.to(dtype), reference.to(dtype)
-    norm = reference.norm()
-    difference = (value - reference).norm()
+    norm, difference = reference.norm(), (value - reference).norm()
     return float(difference / norm) if norm > 0 else float(difference)
 
 
@@ -150,23 +118,18 @@ def check_parity(
     full_tensor: FullTensor = Tensor.detach,
     files: list[Path] | None = None,
 ) -> str:
-    """Run the three tests on a model with TE decoder layers that compute in `dtype`; returns what they found, in a
-    sentence. Raises `UserError` where one fails.
+    """What the three tests found on a TE decoder that computes in `dtype`; raises `UserError` where one fails.
 
     `full_tensor` returns an unsharded parameter, and is collective where they are sharded. `files` are the checkpoint's
     safetensors files; None where the weights are random.
     """
     stored = f"{check_weights(model, files, full_tensor)} stored tensors loaded bit for bit; " if files else ""
-    report = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
-    if fault := report.fault():
-        raise UserError(f"--use_te: the TE decoder is not Hugging Face's: {fault}, so {_ANOTHER_MODEL}")
-    return f"parity with Hugging Face: {stored}{report.describe()}"
+    comparisons = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
+    return f"parity with Hugging Face: {stored}{judge(comparisons, dtype)}"
 
 
-def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTensor = Tensor.detach) -> int:
-    """Test 1: compare every parameter with the stored tensors it is made of; returns how many were compared. Raises
-    `UserError` naming the first tensor that differs.
-    """
+def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTensor) -> int:
+    """Test 1; returns how many stored tensors were compared. Raises `UserError` naming the first that differs."""
     parameters, compared = te_llama.te_parameters(model), 0
     checkpoint = StoredCheckpoint(files, model)
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
@@ -176,17 +139,16 @@ def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTe
             if stored.dtype != full.dtype == torch.bfloat16:
                 stored = split_master(stored.float())[0]  # as it was loaded
             if not torch.equal(full[part.start : part.stop], stored.to(full)):
-                where = f"{part.hf_name} is not the tensor in {files[0].parent}"
-                raise UserError(f"--use_te: the model's {where}, so {_ANOTHER_MODEL}")
+                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {files[0].parent}. {_ADVICE}")
             compared += 1
     return compared
 
 
 def compare_layers(
     model: PreTrainedModel, batch: Batch, max_seq_length: int, dtype: torch.dtype, full_tensor: FullTensor
-) -> ParityReport:
-    """Tests 2 and 3, unjudged; the arguments are those of `check_parity`. The model itself is only read: layers of both
-    kinds are built anew, once for each dtype and kind of attention, and given its weights.
+) -> list[Comparison]:
+    """Tests 2 and 3, unjudged. The model itself is only read: layers of both kinds are built anew, once for each dtype
+    and kind of attention, and given its weights.
     """
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
@@ -211,7 +173,9 @@ def compare_layers(
                 pairs[key] = _one_layer_model(model.config, layer, kind, hidden.device), te_layer
             reference, te_layer = pairs[key]
             reference.layers[0].load_state_dict(hf_weights)
-            _copy_into(te_layer, weights)
+            with torch.no_grad():
+                for name, parameter in te_layer.named_parameters():
+                    parameter.copy_(weights[name])
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             of_layer = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
             hf[kind] = results | _joined(parts, of_layer)
@@ -222,7 +186,7 @@ def compare_layers(
             errors = (relative_difference(found[name], exact) for found in (te[torch.float32], te[dtype], hf[dtype]))
             comparisons.append(Comparison(layer, name, *errors))
         hidden = hf[dtype]["output"]
-    return ParityReport(tuple(comparisons), dtype)
+    return comparisons
 
 
 def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -237,28 +201,19 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
     return model.model.train()
 
 
-@torch.no_grad()
-def _copy_into(layer: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    for name, parameter in layer.named_parameters():
-        parameter.copy_(weights[name])
-
-
 def _run(
     module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Forward and backward pass from an input and an output gradient: output and input gradient [1, S, h], and the
-    parameters' gradients by name.
-    """
+    """Forward and backward pass: output and input gradient [1, S, h], and the parameters' gradients by name."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()
     if isinstance(module, PreTrainedModel):
         output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
         output = module(hidden, **arguments)
-    with warnings.catch_warnings():
-        # The first backward pass of a process runs in a thread without a CUDA context; cuBLAS takes the device's.
-        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
-        output.backward(gradient)
+    # The first backward pass of a process runs in a thread without a CUDA context; cuBLAS takes the device's.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+    output.backward(gradient)
     gradients: dict[str, Any] = {name: parameter.grad for name, parameter in module.named_parameters()}
     assert hidden.grad is not None
     return {"output": output.detach(), "input gradient": hidden.grad}, gradients

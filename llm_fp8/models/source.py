@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
-from llm_fp8.models.architectures import bundled_config
+from llm_fp8.models import ARCHITECTURES, bundled_architectures
 from llm_fp8.utils.errors import UserError, reading
 
 if TYPE_CHECKING:
@@ -26,18 +26,18 @@ _MIX_DOCUMENTS = frozenset(
     "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
     "qwen4_exp_text recurrent_gemma xglm zaya".split()
 )
-"""Decoder types of transformers 5.23 whose small models (eager attention) gave a document other hidden states after
-another one than alone. Types of which no small model was made are not listed."""
+"""Decoder types of transformers 5.23 that gave a document other hidden states after another one than alone."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's files come from: `location` is a local folder or a hub id."""
+    """Where a model's files come from: `location` is a local folder or a hub id. `architecture_only`: there is only a
+    config, so weights are random.
+    """
 
     name: str
     location: str
     architecture_only: bool
-    """Only a config: weights are random, the tokenizer is the embedded one unless the hub has the model's own."""
 
     @property
     def is_local(self) -> bool:
@@ -55,19 +55,15 @@ def resolve_source(options: ModelConfig) -> ModelSource:
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
     if is_adapter_folder(name):
-        raise UserError(
-            f"--model_name {name} holds a PEFT adapter and no model; give its base model, or a merged model made by "
-            "scripts/merge_adapter.py."
-        )
+        raise UserError(f"--model_name {name} holds a PEFT adapter alone; merge it first (scripts/merge_adapter.py).")
     if Path(name).is_dir():
-        return ModelSource(
-            name, name, architecture_only=not any(Path(name).glob("*.safetensors*")) and options.random_init
-        )
+        return ModelSource(name, name, options.random_init and not any(Path(name).glob("*.safetensors*")))
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"--model_name {name}: no such folder.")
-    bundled = bundled_config(name)
-    if options.random_init and bundled is not None:
-        return ModelSource(name, str(bundled), architecture_only=True)
+    # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
+    plain = name.rpartition("/")[2].replace("Meta-Llama", "Llama").removesuffix("-Instruct")
+    if options.random_init and plain in bundled_architectures():
+        return ModelSource(name, str(ARCHITECTURES / f"{plain}.json"), architecture_only=True)
     return ModelSource(name, name, architecture_only=False)
 
 
@@ -96,7 +92,7 @@ def fp8_format_of(hf_config: PretrainedConfig) -> Fp8Format | None:
 
 
 def load_generation_config(options: ModelConfig, source: ModelSource) -> GenerationConfig | None:
-    """The settings for generating text that a model's folder or page has, None where it has none."""
+    """The model's own settings for generating text, None where it has none."""
     with reading_model("generation_config.json", options.model_name), contextlib.suppress(OSError):  # there is none
         return GenerationConfig.from_pretrained(source.location)
     return None
@@ -123,21 +119,14 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
     for entry in _LOGIT_CHANGES:
         value = getattr(decoder, entry, None)
         if value is not None and value != 1:
-            raise UserError(
-                f"{flag} changes the logits of its lm_head ({entry} {value} in its config.json), which the loss here "
-                "does not do; choose a model without it, like the Llama and Qwen families."
-            )
+            raise UserError(f"{flag} changes its logits ({entry} {value}), which the loss here does not; take another.")
     if config.packing and not config.model.use_te and decoder.model_type in _MIX_DOCUMENTS:
-        raise UserError(
-            f"--packing cannot go with {flag}: transformers' model of type '{decoder.model_type}' does not keep the "
-            "documents of a packed sequence apart; drop --packing."
-        )
+        kind = f"a model of type '{decoder.model_type}'"
+        raise UserError(f"{flag}: {kind} does not keep the documents of a packed sequence apart; drop --packing.")
     require_positions(hf_config, config.data.max_seq_length, config.model.model_name, "--max_seq_length")
     if len(tokenizer) > hf_config.vocab_size:
-        raise UserError(
-            f"{flag}: the tokenizer has {len(tokenizer)} tokens and the model's embedding only {hf_config.vocab_size} "
-            "rows; give the tokenizer that belongs to the model."
-        )
+        sizes = f"{len(tokenizer)} tokens and the model's embedding {hf_config.vocab_size} rows"
+        raise UserError(f"{flag}: the tokenizer has {sizes}; give the tokenizer that belongs to the model.")
     if config.model.use_te:
         import te_llama
 
@@ -155,6 +144,4 @@ def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, f
     """Raise `UserError`, which names `flag`, where rows are longer than the rotary table of the model `name`."""
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and num_tokens > limit:
-        raise UserError(
-            f"{flag} {num_tokens} is more than the {limit} positions of {name} (max_position_embeddings); lower it."
-        )
+        raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")

@@ -47,17 +47,14 @@ def name_without_adapter(name: str) -> str:
 
 def local_shard(tensor: Tensor) -> LocalShard:
     """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0."""
-    remainder = remainder_of(tensor)
+    remainder, start = remainder_of(tensor), 0
     if not isinstance(tensor, DTensor):
-        return LocalShard(tensor.detach(), 0, remainder)
-    local = local_of(tensor).detach()
-    remainder = None if remainder is None else local_of(remainder)
-    mesh_dim = next((dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)), None)
-    if mesh_dim is None:
-        return LocalShard(local, 0, remainder)
-    rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(mesh_dim))
-    start = min(tensor.device_mesh.get_local_rank(mesh_dim) * rows_per_rank, tensor.shape[0])
-    return LocalShard(local, start, remainder)
+        return LocalShard(tensor.detach(), start, remainder)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
+            start = min(tensor.device_mesh.get_local_rank(dim) * rows_per_rank, tensor.shape[0])
+    return LocalShard(local_of(tensor).detach(), start, None if remainder is None else local_of(remainder))
 
 
 def is_te_model(model: nn.Module) -> bool:
@@ -81,26 +78,20 @@ def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
         import te_llama
 
         return te_llama.parameter_map(te_llama.spec_of(model))
-    return {name: (_as_part(name_without_adapter(name), tensor),) for name, tensor in saved_tensors(model).items()}
-
-
-def _as_part(name: str, tensor: Tensor) -> Part:
-    # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
-    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-    return Part(name, 0, shape[0] if shape else 1, shape)
-
-
-def to_stored_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's Hugging Face tensors under the names and shapes of its files, which differ for mixtures of experts."""
-    return revert_weight_conversion(model, dict(tensors))
+    parts: dict[str, tuple[Part, ...]] = {}
+    for name, tensor in saved_tensors(model).items():
+        # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        parts[name] = (Part(name_without_adapter(name), 0, shape[0] if shape else 1, shape),)
+    return parts
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str] | None:
-    """Name in the files -> Hugging Face tensor; None where the files hold other tensors (`to_stored_layout`)."""
+    """Name in the files -> Hugging Face tensor; None where the files hold others, as for mixtures of experts."""
     of_model = [part for parts in parts_of(model).values() for part in parts]
     tensors = {part.hf_name: torch.empty(part.shape, device="meta") for part in of_model}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    stored = to_stored_layout(model, tensors)
+    stored = revert_weight_conversion(model, dict(tensors))
     if any(id(tensor) not in names for tensor in stored.values()):
         return None
     return {stored_name: names[id(tensor)] for stored_name, tensor in stored.items()}
@@ -115,10 +106,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Random weights: this rank's shards of what `te_llama.initialize_weights_` gives an unsharded model of this dtype.
-
-    Each parameter is drawn unsharded on the generator's device, one at a time, so that the weights do not depend on the
-    world size. Hugging Face architectures get these weights too, whatever their own initialisation.
+    """Random weights: this rank's shards of what `te_llama.initialize_weights_` gives an unsharded model of this dtype,
+    each drawn whole on the generator's device. Every architecture gets these, whatever its own initialisation.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     for name, parameter in model.named_parameters():
@@ -153,8 +142,8 @@ class WeightFiller:
     """Fills parameters in place from the Hugging Face tensors they are made of: call `fill_rows` once for each, in any
     order, then `finish()`. Raises `UnsupportedArchitecture` naming a tensor that does not fit.
 
-    `entries`: parameter name -> its parts. `blocks`: parameter name -> the shard to fill. `resolve`: the name under
-    which `entries` have a tensor of a checkpoint; None for one to skip.
+    `entries`, `blocks`: parameter name -> its parts, its shard. `resolve`: the name that `entries` have for a stored
+    tensor; None for one to skip.
     """
 
     def __init__(
@@ -181,9 +170,7 @@ class WeightFiller:
             raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}' twice")
         shard, part = self._targets[known_name]
         if shape != part.shape:
-            raise UnsupportedArchitecture(
-                f"'{hf_name}' has shape {list(shape)} in the checkpoint and {list(part.shape)} in the config"
-            )
+            raise UnsupportedArchitecture(f"'{hf_name}' has shape {list(shape)}, in the config {list(part.shape)}")
         first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
         if first < last:
             with torch.no_grad():

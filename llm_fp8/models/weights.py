@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model
@@ -28,8 +29,6 @@ from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.parts import StoredTensor
 
-WEIGHTS_INDEX = "model.safetensors.index.json"
-"""Lists the shards of a checkpoint of more than one file."""
 _FETCH = "Fetch or export the model again."
 
 
@@ -43,7 +42,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
 
     with reading_model("safetensors", options.model_name):
         try:
-            index = fetch(WEIGHTS_INDEX)
+            index = fetch(SAFE_WEIGHTS_INDEX_NAME)
         except EntryNotFoundError:  # a model of one file; where the hub cannot be asked too
             index = Path()
         sharded = read_json(index)["weight_map"].values() if index.is_file() else ()
@@ -51,10 +50,8 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
         files = [fetch(name) for name in names]
     for path in files:
         if not path.is_file():
-            raise UserError(
-                f"--model_name {options.model_name}: there is no {path.name}. Weights must be safetensors "
-                "(save_pretrained writes them); --random_init trains from random ones."
-            )
+            words = f"there is no {path.name}; weights must be safetensors, or random ones (--random_init)"
+            raise UserError(f"--model_name {options.model_name}: {words}.")
     return files
 
 
@@ -107,11 +104,10 @@ class StoredCheckpoint:
 
             self._scales = scales_of(self.fp8, self.stored)
 
-    def read(self, name: str, device: torch.device) -> torch.Tensor:
+    def read(self, name: str, device: torch.device) -> Any:
         """Tensor `name`, whole."""
         with open_weights(self.stored[name].path, device) as tensors:
-            found: torch.Tensor = self.rows(name, tensors, device)[:]
-            return found
+            return self.rows(name, tensors, device)[:]
 
     def rows(self, name: str, tensors: Any, device: torch.device) -> Any:
         """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
@@ -129,9 +125,7 @@ class StoredCheckpoint:
 
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
-    """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError` that names
-    the file.
-    """
+    """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError`."""
     with reading("--model_name", path, "the weights", _FETCH), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors
 
@@ -148,8 +142,6 @@ def load_weights(model: PreTrainedModel, options: ModelConfig, source: ModelSour
         return
     names = stored_names(model)
     if names is None:
-        raise UserError(
-            f"--model_name {options.model_name}: a mixture of experts is not read as shards; use --sharding_mode ddp."
-        )
+        raise UserError(f"--model_name {options.model_name}: a mixture of experts needs --sharding_mode ddp.")
     checkpoint = StoredCheckpoint(files, model)
     _fill(model, hf_filler(model, names, checkpoint.stored), checkpoint)

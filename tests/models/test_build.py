@@ -19,7 +19,7 @@ from transformers import (
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.models.architectures import bundled_architectures
+from llm_fp8.models import bundled_architectures
 from llm_fp8.models.build import build_model, build_structure, choose_attention, decoder_layers, decoder_size
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel

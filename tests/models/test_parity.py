@@ -17,8 +17,8 @@ from llm_fp8.models.parity import (
     LAYER_LIMIT,
     MEAN_LIMIT,
     Comparison,
-    ParityReport,
     check_parity,
+    judge,
 )
 from llm_fp8.models.weights import fill_te_model
 from llm_fp8.utils.errors import UserError
@@ -30,8 +30,8 @@ NUM_LAYERS, NUM_TENSORS = 30, 11
 HF_ERROR = 0.01
 
 
-def report(**changed):
-    """A right model's report; `changed`: (layer, tensor) or layer -> ratio of TE's error to Hugging Face's."""
+def judged(**changed):
+    """A right model, judged; `changed`: (layer, tensor) or layer -> ratio of TE's error to Hugging Face's."""
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})
     comparisons = [
@@ -45,27 +45,28 @@ def report(**changed):
         for layer in range(NUM_LAYERS)
         for tensor in range(NUM_TENSORS)
     ]
-    return ParityReport(tuple(comparisons), torch.bfloat16)
+    return judge(comparisons, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("ratios", "is_fault"),
+    "ratios",
     {
-        "a right model": ({}, False),
-        "single tensors are chance": ({(7, 0): 4.5, (12, 3): 8.0, (12, 4): 6.0}, False),
-        "everywhere": (dict.fromkeys(range(NUM_LAYERS), 1.05 * MEAN_LIMIT), True),
-        "one layer": ({4: 1.05 * LAYER_LIMIT}, True),
-        "no number": ({(4, 1): math.nan}, True),
+        "everywhere": dict.fromkeys(range(NUM_LAYERS), 1.05 * MEAN_LIMIT),
+        "one layer": {4: 1.05 * LAYER_LIMIT},
+        "no number": {(4, 1): math.nan},
     }.values(),
 )
-def test_rounding_too_much_is_a_fault(ratios, is_fault):
-    assert (report(ratios=ratios).fault() is not None) == is_fault
+def test_rounding_too_much_is_a_fault(ratios):
+    assert "330 tensors of 30 layers" in judged()
+    assert judged(ratios={(7, 0): 4.5, (12, 3): 8.0, (12, 4): 6.0}), "single tensors are chance"
+    with pytest.raises(UserError, match="in the training dtype"):
+        judged(ratios=ratios)
 
 
 @pytest.mark.parametrize("difference", [2 * FP32_LIMIT, math.nan, math.inf])
 def test_one_tensor_that_differs_in_fp32_is_a_fault(difference):
-    fault = report(fp32={(3, 2): difference}).fault()
-    assert fault is not None and "in fp32" in fault and "tensor 2 of layer 3" in fault
+    with pytest.raises(UserError, match="tensor 2 of layer 3 differs in fp32"):
+        judged(fp32={(3, 2): difference})
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
 def test_the_check_refuses_another_rope(right_model):
     model, _ = right_model
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
-    with pytest.raises(UserError, match="--use_te: .* in fp32 by"):
+    with pytest.raises(UserError, match="--use_te .* in fp32 by"):
         check_parity(model, packed_batch("cpu"), S, torch.float32)
 
 

@@ -139,5 +139,5 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
             assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
             assert all(parameter.grad is None for parameter in model.parameters())
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01  # as a slightly wrong RoPE base would
-    with pytest.raises(UserError, match="--use_te: .* in fp32 by"):
+    with pytest.raises(UserError, match="--use_te .* in fp32 by"):
         check_parity(model, packed_batch(device), S, dtype)

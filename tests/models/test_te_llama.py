@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llm_fp8.models.architectures import ARCHITECTURES, bundled_architectures
+from llm_fp8.models import ARCHITECTURES, bundled_architectures
 from llm_fp8.models.weight_shards import LocalShard, te_filler
 from te_llama import UnsupportedArchitecture, decoder_spec, hf_state_dict, parameter_map
 from tests.support.families import FAMILIES, family_config
