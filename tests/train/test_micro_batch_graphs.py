@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,6 +17,7 @@ from torch.nn import Parameter
 
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
+from llm_fp8.data.collate import Batch, PackedCollate
 from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
@@ -24,10 +27,22 @@ from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train import micro_batch_graphs
 from llm_fp8.train.loop import micro_batch
 from llm_fp8.train.micro_batch_graphs import MicroBatchGraphs, bucket_of
-from tests.support.batches import packed_documents
+from tests.support.batches import random_rows
 from tests.support.reference import compare_with_reference
 from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
 from tests.support.stand_in_te import install_stand_in
+
+
+def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary: int, seed: int) -> Batch:
+    """So many documents of random lengths and tokens, all supervised, which fill `num_rows` rows of `length` tokens."""
+    draw, lengths = random.Random(seed), []
+    for row in range(num_rows):
+        count = num_documents // num_rows + (row < num_documents % num_rows)
+        bounds = [0, *sorted(draw.sample(range(1, length), count - 1)), length]
+        lengths.append([stop - start for start, stop in itertools.pairwise(bounds)])
+    batch = PackedCollate(num_rows, length, pad_token_id=0)(random_rows(lengths, vocabulary, seed))
+    assert batch.cu_seqlens is not None and len(batch.cu_seqlens) - 1 == num_documents
+    return batch
 
 
 class EmulatedGraph:

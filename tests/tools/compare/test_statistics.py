@@ -85,13 +85,6 @@ def test_a_variant_that_is_much_worse_is_called_so_and_the_more_surely_the_more_
     assert shares == sorted(shares) and shares[1] > 0.99 and shares[2:] == [1, 1, 1]
 
 
-def test_a_variant_that_is_as_good_passes_with_enough_seeds():
-    shares = [conclusions(num_seeds, truth=0.0).get("use it", 0) for num_seeds in SEEDS]
-    assert shares[0] < 0.25 and shares[2] > 0.7 and shares[3:] == [1, 1]
-    # Where its seeds lie as near to bf16's as fine-tuned pretrained weights do, three are enough.
-    assert conclusions(3, truth=0.0, deviation=0.0003).get("use it", 0) > 0.8
-
-
 @pytest.mark.parametrize("num_seeds", SEEDS)
 def test_no_variant_that_is_worse_in_every_seed_is_recommended(num_seeds):
     """Within the margin it is 'slightly worse', which leaves the choice to the reader."""
