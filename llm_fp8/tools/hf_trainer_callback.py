@@ -36,12 +36,7 @@ from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attentio
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.module_state import ModuleState, note_recipe_inside, read_te_state
-from llm_fp8.precision.modules import (
-    GEMMS_PER_WEIGHT,
-    linear_weights,
-    lm_head_of,
-    te_linears,
-)
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, lm_head_of, te_linears
 from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -89,9 +84,8 @@ class CertificateCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Warn of nn.DataParallel in fp8: the error that Accelerate raises next does not name it."""
         if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
-            why = "the Trainer takes nn.DataParallel, for which Accelerate cannot convert a model to fp8"
-            what = "set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
-            print(f"WARNING: one process sees {args.n_gpu} GPUs, so {why}; {what}.", flush=True)
+            what = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
+            print(f"WARNING: one process sees {args.n_gpu} GPUs, and {what}.", flush=True)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)

@@ -161,9 +161,8 @@ def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, 
     take()
     for hook in hooks:
         hook.remove()
-    peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    peak, weights = torch.cuda.max_memory_allocated() / GIB, held_gib(parameters)
     (before, gradients), (after, _) = marks[-2:]
-    weights = held_gib(parameters)
     state = held_gib(value for entry in unwrap(loop.optimizer).state.values() for value in entry.values())
     return {
         "weights": weights,
@@ -173,7 +172,7 @@ def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, 
         "activations": after - before,
         "backward_pass": peak - after,
         "peak": peak,
-        "reserved": reserved,
+        "reserved": torch.cuda.max_memory_reserved() / GIB,
     }
 
 
@@ -185,7 +184,5 @@ def problems(found: Mapping[str, Any]) -> list[str]:
         wrong.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")
     if "unfused" in str(found["attention"]):
         wrong.append("attention runs unfused: unset NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, CUDNN_HOME and CUDNN_PATH")
-    if precision["effective"] == "fp8":
-        skipped = found["coverage"]["skipped"].items()
-        wrong += [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
-    return wrong
+    skipped = found["coverage"]["skipped"].items() if precision["effective"] == "fp8" else ()
+    return wrong + [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]

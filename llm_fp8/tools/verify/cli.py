@@ -118,4 +118,4 @@ def print_table(results: list[Result], console: Console) -> None:
     if fixes:
         console.print("\n[bold]What fixes it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
     counts = Counter(result.status for result in results)
-    console.print("\n" + ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status]))
+    console.print("\n" + ", ".join(f"{number} {status}" for status, number in counts.items()))

@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 from llm_fp8.tools.verify.result import Result, Setup
 
-LEVELS = ("harmful", "slower", "no effect")
-"""harmful: a run is several times slower, hangs or is not what was asked for."""
-
 
 class Rule(NamedTuple):
     """A setting that the check reports: regular expressions of the whole name and the whole value (in any case), and in
-    a finding the name and the value. `says` ends a sentence that begins with the setting.
+    a finding the name and the value. `level`: harmful (a run is several times slower, hangs or is not what was asked
+    for), slower, or no effect. `says` ends a sentence that begins with the setting.
     """
 
     name: str
@@ -55,14 +53,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge(environ: Mapping[str, str]) -> list[Rule]:
-    """The variables of `environ`, a shell's, that a run should not start with, the worst first."""
+    """The variables of `environ`, a shell's, that a run should not start with, harmful ones first."""
     findings = []
     for name, value in environ.items():
         matching = (rule for rule in RULES if re.fullmatch(rule.name, name))
         rule = next((rule for rule in matching if re.fullmatch(rule.value, value.strip(), re.I | re.S)), None)
         if rule is not None:
             findings.append(rule._replace(name=name, value=value))
-    return sorted(findings, key=lambda found: (LEVELS.index(found.level), found.name))
+    return sorted(findings, key=lambda found: (found.level, found.name))
 
 
 def is_left_over(name: str) -> bool:

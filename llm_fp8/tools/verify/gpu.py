@@ -30,10 +30,9 @@ def check_gpu(setup: Setup) -> Result:
     gpus, cuda = (listed or "").splitlines(), torch.version.cuda
     result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})
     if setup.num_gpus:
-        first, cudnn = torch.cuda.get_device_properties(0), torch.backends.cudnn.version()
-        result.facts |= {"capability": f"{first.major}.{first.minor}", "memory_gib": first.total_memory / 2**30}
-        driver = "".join(gpus[:1]).rpartition(", ")[2]
-        result.summary = f"{setup.num_gpus} x {first.name}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}"
+        name, driver = torch.cuda.get_device_name(0), "".join(gpus[:1]).rpartition(", ")[2]
+        cudnn = torch.backends.cudnn.version()
+        result.summary = f"{setup.num_gpus} x {name}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}"
     elif not gpus:
         result.summary, result.skipped = "no NVIDIA GPU: nvidia-smi lists none, torch finds none", True
     elif (visible := setup.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -29,7 +29,7 @@ _PIP = f"{sys.executable} -m pip"
 
 def pins_of(text: str) -> list[Requirement]:
     """The requirements of a file's text whose markers hold here, with names in normal form."""
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
     pins = [Requirement(line) for line in lines if line and not line.startswith("-")]
     for pin in pins:
         pin.name = canonicalize_name(pin.name)

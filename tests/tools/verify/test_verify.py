@@ -78,7 +78,7 @@ def test_packages(changes, errors, has_gpu, status, fix):
         ({"ACCELERATE_CPU_AFFINITY": "1", "NCCL_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "8"}, []),
         (
             {"GPU_NUM": "8", "NCCL_P2P_DISABLE": "1", "WORLD_SIZE": "2"},
-            [("WORLD_SIZE", "harmful"), ("NCCL_P2P_DISABLE", "slower"), ("GPU_NUM", "no effect")],
+            [("WORLD_SIZE", "harmful"), ("GPU_NUM", "no effect"), ("NCCL_P2P_DISABLE", "slower")],
         ),
     ],
 )
