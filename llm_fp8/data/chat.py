@@ -2,15 +2,13 @@
 
 Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
 `PLAIN_TURN`. Supervised are the solution, the completion or each learnt turn (with `train_on_prompt` every token), and
-EOS, once, as the last token of every document, so that the model learns to stop; what a template puts after it is cut
-off. BOS stands at the front once: chat templates write it, elsewhere it is added if the tokenizer would.
+EOS, once, as the last token of every document; what a template puts after it is cut off. BOS stands at the front once.
 
 Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
 the template adds to the conversation before it: it begins where the generation prompt ends.
 
-A document is tokenised as one text, and a supervised range of characters begins where the tokens of the text before it
-end, so that the prompt's tokens are those that generation starts from. Where a token would straddle the boundary, both
-sides are tokenised separately.
+A document is tokenised as one text, so that the prompt's tokens are those that generation starts from. Where a token
+would straddle the beginning of a supervised range, both sides are tokenised separately.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,8 +40,6 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 """Some generation prompts end so (Qwen3.5's)."""
 _THINK_TAGS = re.compile("</?think>")
-_SHOWN_ENTRIES = ("content", "reasoning_content", "reasoning", "thinking")
-"""Entries of an assistant's message whose text a template has to show."""
 
 
 class Rendered(NamedTuple):
@@ -75,7 +71,7 @@ def encode_batch(
     if tokenizer.eos_token_id is None:
         raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
     if form not in AS_THEY_STAND and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
-        encoded = [_encode_marked(conversation_of(row, form), tokenizer) for row in rows]
+        encoded = [_encode_marked(_conversation(row, form, tokenizer), tokenizer) for row in rows]
     else:
         encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
     documents = [_end_with_eos(each, tokenizer) for each in encoded]
@@ -88,12 +84,10 @@ def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokeni
         prompt = "" if form == "text" else text_of(row, "prompt")
         answer = text_of(row, COLUMNS[form][-1])
     else:
-        conversation = conversation_of(row, form)
+        conversation = _conversation(row, form, tokenizer)
         if not conversation.messages:
             return Rendered()
-        _check_tools(conversation, tokenizer)
         if tokenizer.chat_template is not None:
-            conversation = _with_arguments(conversation, tokenizer)
             text = _apply_template(tokenizer, conversation)
             return Rendered(text, list(_turn_spans(text, conversation, tokenizer)), from_template=True)
         if form in CONVERSATIONS:
@@ -116,34 +110,17 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
     return Rendered(text, spans)
 
 
-def _check_tools(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` where the template would leave out tools or calls, and another text would be learnt."""
+def _conversation(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    """The row's conversation as the template takes it; `UserError` where that would leave out tools or calls.
+
+    Arguments of calls are objects where they are JSON text, as OpenAI's API has them: most templates write the JSON
+    themselves, and text would come out quoted. A template that fails on objects gets the text.
+    """
+    conversation = conversation_of(row, form)
     calls = any(message.get("tool_calls") for message in conversation.messages)
-    for name, there in (("tools", conversation.tools), ("tool_calls", calls)):
+    for name, there in (("tools", conversation.messages and conversation.tools), ("tool_calls", calls)):
         if there and name not in str(tokenizer.chat_template or ""):
             raise UserError(f"--dataset_name: a conversation has '{name}', and the chat template never shows that.")
-
-
-def _check_shown(message: Mapping[str, Any], shown: str) -> None:
-    """Raise `UserError` where text of an assistant's message is not in its turn as the template shows it at the end of
-    a conversation. Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, and many
-    all reasoning.
-    """
-    for name in _SHOWN_ENTRIES:
-        # Some templates write white space of their own around the tags.
-        for part in _THINK_TAGS.split(str(message.get(name, ""))):
-            if part.strip() not in shown:
-                raise UserError(
-                    f"--dataset_name: an assistant's message has {repr_of(part.strip())} in '{name}', which the "
-                    "model's chat template does not show; correct chat_template.jinja, or take such "
-                    "text out of the messages."
-                )
-
-
-def _with_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    """Arguments of tool calls as objects where they are JSON text, as OpenAI's API has them: most templates write the
-    JSON themselves, and text would come out quoted. A template that fails on objects gets the text.
-    """
     messages = [dict(message) for message in conversation.messages]
     for message in messages:
         if isinstance(message.get("tool_calls"), list):
@@ -157,6 +134,19 @@ def _with_arguments(conversation: Conversation, tokenizer: PreTrainedTokenizerBa
     return parsed
 
 
+def _check_shown(message: Mapping[str, Any], shown: str) -> None:
+    """Raise `UserError` where text of an assistant's message is not in its turn as the template shows it at the end of
+    a conversation. Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, and many
+    all reasoning.
+    """
+    for name in ("content", "reasoning_content", "reasoning", "thinking"):
+        # Some templates write white space of their own around the tags.
+        for part in _THINK_TAGS.split(str(message.get(name, ""))):
+            if part.strip() not in shown:
+                text = repr_of(part.strip())
+                raise UserError(f"--dataset_name: the chat template does not show an assistant's '{name}' {text}.")
+
+
 def _parsed_call(call: Any) -> Any:
     """A call, or what stands under its `function`, with its arguments as an object where their text is that of one."""
     if isinstance(call, Mapping) and "function" in call:
@@ -168,7 +158,9 @@ def _parsed_call(call: Any) -> Any:
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
-def _run_template(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any) -> Any:
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tokenize: bool = False, **options: Any
+) -> Any:
     """`apply_chat_template`; a template is a program of the model's, and may raise anything."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
@@ -178,17 +170,8 @@ def _run_template(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
         if "strftime_now(" in template:
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
-        return tokenizer.apply_chat_template(
-            conversation.messages, tools=conversation.tools, chat_template=template, **options
-        )
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
-) -> str:
-    return cast(
-        str, _run_template(tokenizer, conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
-    )
+        options |= {"tools": conversation.tools, "chat_template": template, "tokenize": tokenize}
+        return tokenizer.apply_chat_template(conversation.messages, **options)
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
@@ -223,44 +206,36 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         span = next(spans, None)
         if span is None or not until.startswith(before):
             raise UserError(
-                "--dataset_name: the tokenizer's chat template changes the beginning of a conversation as it goes on: "
-                f"while it is the last, an assistant's turn is {repr_of(shown)}, and later there is no such turn. Mark "
-                "turns with {% generation %} blocks in chat_template.jinja, or give conversations of one question."
+                "--dataset_name: the chat template changes the beginning of a conversation as it goes on, and later "
+                f"has no turn {repr_of(shown)}; mark turns with {{% generation %}} in it, or give single questions."
             )
         yield span
         seen, end = until, span[1]
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each text with nothing added."""
-    if not texts:  # transformers 5.23 fails: of a mix of streams a chunk may have no row of one dataset
-        return []
-    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """BOS, if the tokenizer puts one before every text."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+    """Token ids of each text with nothing added; transformers 5.23 fails where there is none."""
+    return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _encode_marked(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """A conversation through a chat template that marks the assistant's text with `{% generation %}`."""
     if not conversation.messages:
         return Encoded([], [])
-    _check_tools(conversation, tokenizer)
     if any(message.get("weight") == 0 for message in conversation.messages):
         raise UserError("--dataset_name: a message has weight 0, and the chat template itself marks what is learnt.")
-    conversation = _with_arguments(conversation, tokenizer)
     for turn in conversation.learnt_turns():
         _check_shown(conversation.messages[turn], _apply_template(tokenizer, conversation.until(turn + 1)))
-    output = _run_template(tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    output = _apply_template(
+        tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     return Encoded(list(output["input_ids"]), [bool(mark) for mark in output["assistant_masks"]])
 
 
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
     texts = [text for item in rendered for text in (item.text, *(item.text[:cut] for cut in item.cuts()))]
-    tokens, added_bos = iter(_tokenise(texts, tokenizer)), _added_bos(tokenizer)
+    tokens, bos = iter(_tokenise(texts, tokenizer)), tokenizer.bos_token_id
+    added_bos = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
     encoded: list[Encoded] = []
     for item in rendered:
         cuts, ids = item.cuts(), next(tokens)
@@ -283,10 +258,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Close every supervised run at its EOS, and the document at the last one, adding it if it is missing.
-
-    A template may close a turn inside the span ("answer<EOS>\\n"), just after it, or without EOS at all (base models
-    whose template ends turns with another token).
+    """Close every supervised run at its EOS, which may stand inside it ("answer<EOS>\\n") or just after it, and the
+    document at the last one, adding it if it is missing.
     """
     eos, ids, supervised = tokenizer.eos_token_id, list(encoded.input_ids), bytearray(encoded.supervised)
     end = 0

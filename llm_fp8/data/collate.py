@@ -13,10 +13,8 @@ sequence of max_seq_length positions; in each `position_ids` start at 0. Context
 document, inside its segment, to a multiple of 2 C: attention is causal, so no token of it sees the padding.
 
 S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length.
-Padding is known by position, never by token id: PAD and EOS may be the same token.
-
-Where fewer than batch_size sequences are left, the shape stays and the missing ones are padding. In a padded batch
-their first position is open to attention: some kernels give NaN for a sequence that attends to nothing.
+Where fewer than batch_size sequences are left, the missing ones are padding. In a padded batch their first position is
+open to attention: some kernels give NaN for a sequence that attends to nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class Batch:
     max_seqlen: int
     """Upper bound of a segment's length."""
     num_tokens: int
-    """With padding."""
     num_real_tokens: int
     """Without padding."""
     num_supervised_tokens: int
@@ -87,13 +84,6 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
     )
 
 
-def shifted_labels(document: Document) -> npt.NDArray[np.int64]:
-    """For each position the next token if that is supervised, else -100; int64 [n]."""
-    labels = np.full(len(document.input_ids), IGNORE_INDEX, dtype=np.int64)
-    labels[:-1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
-    return labels
-
-
 @dataclass(frozen=True)
 class _Collate:
     """What both layouts share. `context_size` ranks take a slice of every sequence."""
@@ -108,46 +98,59 @@ class _Collate:
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         return ids, np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape, dtype=bool)
 
+    def _batch(
+        self,
+        documents: Sequence[Document],
+        starts: Sequence[tuple[int, int]],
+        arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]],
+        **others: Any,
+    ) -> Batch:
+        """`documents` written into the arrays of `_unused`, each from its line and column on."""
+        ids, labels, real = arrays
+        for document, (line, start) in zip(documents, starts, strict=True):
+            end = start + len(document.input_ids)
+            ids[line, start:end] = document.input_ids
+            following = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
+            labels[line, start : end - 1] = following
+            real[line, start:end] = True
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            labels=torch.from_numpy(labels),
+            num_tokens=ids.size,
+            num_real_tokens=sum(len(document.input_ids) for document in documents),
+            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
+            row_ids=tuple(document.row_id for document in documents),
+            **others,
+        )
+
 
 class PackedCollate(_Collate):
     """Sequences of documents -> packed `Batch` [1, batch_size * max_seq_length]."""
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
         """Raises `ValueError` for a sequence or a batch that is too long."""
-        if len(sequences) > self.batch_size:
-            raise ValueError(f"{len(sequences)} sequences do not fit a batch of {self.batch_size}")
-        total = self.batch_size * self.max_seq_length
-        multiple = document_multiple(self.context_size)
-        input_ids, labels, real = self._unused(1, total)
-        bounds = [0]
-        for index in range(self.batch_size):
+        total, multiple = self.batch_size * self.max_seq_length, document_multiple(self.context_size)
+        bounds, starts = [0], []
+        for index in range(max(self.batch_size, len(sequences))):
             end_of_sequence = (index + 1) * self.max_seq_length
             for document in sequences[index] if index < len(sequences) else ():
-                start, length = bounds[-1], len(document.input_ids)
-                end, padded_end = start + length, start + -(-length // multiple) * multiple
-                if padded_end > end_of_sequence:
-                    row_ids = [document.row_id for document in sequences[index]]
-                    raise ValueError(f"a sequence of more than {self.max_seq_length} tokens: dataset rows {row_ids}")
-                input_ids[0, start:end] = document.input_ids
-                labels[0, start:end] = shifted_labels(document)
-                real[0, start:end] = True
-                bounds.append(padded_end)
+                starts.append((0, bounds[-1]))
+                bounds.append(bounds[-1] + -(-len(document.input_ids) // multiple) * multiple)
+            if bounds[-1] > min(end_of_sequence, total):
+                raise ValueError(f"more than {self.max_seq_length} tokens in a sequence, or {total} in a batch")
             if bounds[-1] < end_of_sequence:
                 bounds.append(end_of_sequence)
-        lengths = np.diff(bounds)
+        lengths, arrays = np.diff(bounds), self._unused(1, total)
         position_ids = np.arange(total) - np.repeat(bounds[:-1], lengths)
-        return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            labels=torch.from_numpy(labels),
+        return self._batch(
+            [document for sequence in sequences for document in sequence],
+            starts,
+            arrays,
             position_ids=torch.from_numpy(position_ids).view(1, total),
-            attention_mask=torch.from_numpy(real) if self.context_size > 1 else None,
+            attention_mask=torch.from_numpy(arrays[2]) if self.context_size > 1 else None,
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
             max_seqlen=self.max_seq_length,
-            num_tokens=total,
-            num_real_tokens=int(real.sum()),
-            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
             sum_squared_lengths=int((lengths**2).sum()),
-            row_ids=tuple(document.row_id for sequence in sequences for document in sequence),
         )
 
 
@@ -155,33 +158,21 @@ class PaddedCollate(_Collate):
     """Sequences of one document each -> padded `Batch` [batch_size, S]."""
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` for two documents in a sequence, one too long, or too many sequences."""
-        if len(sequences) > self.batch_size or any(len(sequence) != 1 for sequence in sequences):
-            raise ValueError(f"a padded batch takes at most {self.batch_size} sequences of one document each")
-        documents = [sequence[0] for sequence in sequences]
+        """NumPy's `ValueError` or `IndexError` for a document or a batch that is too long."""
+        documents = [document for (document,) in sequences]
         longest = max((len(document.input_ids) for document in documents), default=1)
-        if longest > self.max_seq_length:
-            raise ValueError(f"a document of {longest} tokens does not fit {self.max_seq_length}")
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
         width = min(-(-longest // multiple) * multiple, self.max_seq_length)
-        input_ids, labels, attention_mask = self._unused(self.batch_size, width)
+        arrays = self._unused(self.batch_size, width)
         if self.context_size == 1:  # else attention ignores the mask, which tells real tokens
-            attention_mask[len(documents) :, 0] = True
-        for index, document in enumerate(documents):
-            length = len(document.input_ids)
-            input_ids[index, :length] = document.input_ids
-            labels[index, :length] = shifted_labels(document)
-            attention_mask[index, :length] = True
-        return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            labels=torch.from_numpy(labels),
+            arrays[2][len(documents) :, 0] = True
+        return self._batch(
+            documents,
+            [(line, 0) for line in range(len(documents))],
+            arrays,
             position_ids=torch.arange(width).repeat(self.batch_size, 1),
-            attention_mask=torch.from_numpy(attention_mask),
+            attention_mask=torch.from_numpy(arrays[2]),
             cu_seqlens=None,
             max_seqlen=width,
-            num_tokens=self.batch_size * width,
-            num_real_tokens=sum(len(document.input_ids) for document in documents),
-            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
             sum_squared_lengths=self.batch_size * width**2,
-            row_ids=tuple(document.row_id for document in documents),
         )

@@ -1,8 +1,7 @@
 """Global batches cut into this rank's micro-batches, collated ahead of the training by one thread.
 
-Every rank walks through the same global batches and takes its part: micro-batch i goes to rank i % world_size. Every
-rank gets as many: where the last step of an epoch has too few sequences, some get one of padding, so that the ranks
-meet in every collective operation.
+Every rank walks through the same global batches: micro-batch i goes to rank i % world_size. Every rank gets as many:
+where the last step of an epoch has too few sequences, some get one of padding, so that all collectives meet.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llm_fp8.data.collate import Batch, Collate
-from llm_fp8.data.sequences import MapSequences, Position, Reader, StreamSequences
+from llm_fp8.data.sequences import Position, Reader, Sequences
 from llm_fp8.utils.errors import UserError
 
 T = TypeVar("T")
@@ -62,20 +61,14 @@ class TrainLoader:
     """
 
     def __init__(
-        self,
-        sequences: MapSequences | StreamSequences,
-        collate: Collate,
-        batch_size: int,
-        num_micro_batches: int,
-        share: Share,
+        self, sequences: Sequences, collate: Collate, batch_size: int, num_micro_batches: int, share: Share
     ) -> None:
         """`num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
         self._sequences, self._collate, self._batch_size, self._share = sequences, collate, batch_size, share
         self.global_batch_size = batch_size * num_micro_batches * share.world_size
         """Sequences of an optimizer step over all ranks."""
-        self._position = sequences.start()
-        self.epoch = 0.0
-        """Passes over the data done by the steps yielded so far, as a fraction (full passes when streaming)."""
+        self._position, self.epoch = sequences.start(), 0.0
+        """`epoch`: passes over the data done by the steps yielded so far, a fraction (full passes when streaming)."""
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -84,9 +77,7 @@ class TrainLoader:
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, negative after it; not
-        when streaming. `UserError` if it belongs to other data.
-        """
+        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`; not when streaming."""
         position = self._sequences.start() if state is None else self._own_rows(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
@@ -103,10 +94,8 @@ class TrainLoader:
     def _own_rows(self, state: Position) -> Position:
         position, start = state["rows"], self._sequences.start()
         if [position.get(name) for name in ("kind", "data")] != [start["kind"], start["data"]]:
-            raise UserError(
-                "--resume_from: the checkpoint was made with other training data (dataset, split, tokenizer, "
-                "max_seq_length, packing, held-out share or seed); resume with the options of that run."
-            )
+            what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"
+            raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}).")
         return position
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -126,17 +115,11 @@ class EvalLoader:
     """
 
     def __init__(
-        self,
-        sequences: Sequence[Reader],
-        collate: Collate,
-        batch_size: int,
-        share: Share,
-        max_batches: int | None = None,
-        data: str = "",
+        self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, max_batches: int | None
     ) -> None:
         """`data` identifies the sequences."""
-        limit = None if max_batches is None else max_batches * batch_size
-        self._micro_batches = share.micro_batches(sequences[:limit], batch_size)
+        limit = None if max_batches is None else max_batches * size
+        self._micro_batches = share.micro_batches(sequences[:limit], size)
         self._collate = collate
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
         """Identifies what is evaluated on."""

@@ -29,7 +29,7 @@ from llm_fp8.data.load import SourceSplit, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.rows import detect_columns
-from llm_fp8.data.sequences import MapSequences, Reader, StreamSequences, sequence_readers
+from llm_fp8.data.sequences import MapSequences, Reader, Sequences, StreamSequences, sequence_readers
 from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     DataReport,
@@ -44,10 +44,8 @@ from llm_fp8.data.tokenise import (
 )
 from llm_fp8.utils.errors import UserError
 
-STREAMED_EVAL_ROWS = 512
-"""Rows held out of a stream: the first that the held-out rule takes, or the first of the validation split."""
-STREAMED_EVAL_SCAN_ROWS = 200_000
-"""Most rows of a stream that are searched for them."""
+STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS = 512, 200_000
+"""Rows to evaluate on from a stream, the first that are held out or of the validation split; of so many at most."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,8 @@ class _Job:
         """The latter is empty where a share of the training problems is held out."""
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
-            raise UserError(
-                f"--dataset_weights has {len(weights)} numbers for the {number} datasets of --dataset_name."
-            )
+            given = f"{len(weights)} numbers for the {number} datasets"
+            raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
         """None where each dataset is taken whole."""
 
@@ -139,16 +136,14 @@ class _Job:
 
     def prepared(
         self,
-        train: MapSequences | StreamSequences,
+        train: Sequences,
         evaluation: Sequence[Reader],
         eval_data: str,
         report: DataReport,
         example: Document,
         taken: Sequence[str],
     ) -> PreparedData:
-        """The loaders of these sequences; `eval_data` identifies what is evaluated on, and `taken` says how much of
-        each dataset is trained on.
-        """
+        """The loaders of these sequences; `taken` says how much of each dataset is trained on."""
         config, size = self.config, self.config.data.batch_size
         sample, pairs = "", zip(example.input_ids.tolist(), example.supervised.tolist(), strict=True)
         for supervised, run in groupby(pairs, key=itemgetter(1)):
@@ -164,7 +159,7 @@ class _Job:
             "  a sample, >>>supervised<<<:",
             textwrap.indent(sample, "    "),
         ]
-        evals = EvalLoader(evaluation, self.collate, size, self.share, config.run.eval_batches, eval_data)
+        evals = EvalLoader(evaluation, eval_data, self.collate, size, self.share, config.run.eval_batches)
         loader = TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share)
         return PreparedData(loader, evals if evaluation else None, report, "\n".join(lines))
 
@@ -199,7 +194,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_set = np.flatnonzero(eval_used & ~seen)
         report.num_eval_rows_seen_in_training = int(seen.sum())
         if len(eval_set) == 0:
-            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
+            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
             raise _nothing(job.evaluation, "evaluated on", why)
     else:
         held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
@@ -238,8 +233,8 @@ def _prepare_stream(job: _Job) -> PreparedData:
         raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
     sources = [source for source, _ in job.train]
     open_stream, options = _tokenised_stream(job, job.train, job.shares, data.num_of_samples)
-    default = 0.0 if job.evaluation else DEFAULT_FRACTION
-    fraction = default if data.validation_fraction is None or job.evaluation else data.validation_fraction
+    given = 0.0 if job.evaluation else data.validation_fraction
+    fraction = DEFAULT_FRACTION if given is None else given
     example, held_out = None, list[Document]()
     with reading_of(*sources):
         for row in islice(open_stream(), STREAMED_EVAL_SCAN_ROWS):

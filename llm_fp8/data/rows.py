@@ -31,19 +31,15 @@ COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-OPTIONAL_COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "sharegpt": ("tools",),
-    "alpaca": ("input",),
-}
+OPTIONAL_COLUMNS: dict[ColumnForm, tuple[str, ...]]
+OPTIONAL_COLUMNS = {"messages": ("tools",), "sharegpt": ("tools",), "alpaca": ("input",)}
 CONVERSATIONS: tuple[ColumnForm, ...] = ("messages", "sharegpt")
 AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
 """Forms that no template touches."""
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {
-    role: role for role in ("system", "user", "assistant", "tool")
-}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's `from` -> `role`."""
+SHAREGPT_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 
 
 class Conversation(NamedTuple):
@@ -57,36 +53,29 @@ class Conversation(NamedTuple):
         return Conversation(self.messages[:turn], self.tools)
 
     def learnt_turns(self) -> list[int]:
-        """The numbers of the messages that are learnt: an assistant's, which says something and is not excluded."""
+        """The numbers of the messages that are learnt."""
         return [number for number, message in enumerate(self.messages) if _is_learnt(message)]
 
 
 def detect_columns(
     columns: Sequence[str], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
 ) -> ColumnForm:
-    """Which of the understood forms these columns are, the first that uses all columns that --columns names (`mapped`);
-    `UserError`, saying whose columns they are, for none.
-    """
+    """The first form of these columns that uses all that --columns names (`mapped`); `UserError` for none."""
     for form, needed in COLUMNS.items():
         if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS.get(form, ())}:
             return form
     understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
-    raise UserError(
-        f"{of} has the columns {', '.join(columns)}; understood are: {understood}. --columns says which column stands "
-        "for which, as in problem=question,generated_solution=answer, and all that it names are used."
-    )
+    advice = "--columns gives others these names: problem=question,generated_solution=answer."
+    raise UserError(f"{of} has the columns {', '.join(columns)}; understood are: {understood}. {advice}")
 
 
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
-    """The row's messages up to the last learnt turn, without Arrow's None fields; none where nothing is to be learnt.
-    For forms that a template may touch.
-    """
+    """The row's messages up to the last learnt turn, of a form that a template may touch."""
     if form not in CONVERSATIONS:
         problem = problem_of(row, form).strip()
         solution = text_of(row, COLUMNS[form][-1]).strip()
-        if not problem or not solution:
-            return Conversation([])
-        return Conversation([{"role": "user", "content": problem}, {"role": "assistant", "content": solution}])
+        turns = [{"role": "user", "content": problem}, {"role": "assistant", "content": solution}]
+        return Conversation(turns if problem and solution else [])
     messages = _messages_of(row, form)
     while messages and not _is_learnt(messages[-1]):
         messages.pop()
@@ -110,11 +99,9 @@ def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
 def text_of(row: Mapping[str, Any], column: str) -> str:
     """The text of a column: nothing for null, and a number as Python writes it."""
     value = row[column]
-    if value is None:
-        return ""
-    if isinstance(value, (str, int, float)):
-        return str(value)
-    raise UserError(f"--dataset_name: the column '{column}' must hold text, and a row has {shown(value)}.")
+    if not isinstance(value, (str, int, float, type(None))):
+        raise UserError(f"--dataset_name: the column '{column}' must hold text, and a row has {shown(value)}.")
+    return "" if value is None else str(value)
 
 
 def shown(value: Any) -> str:
@@ -133,15 +120,15 @@ def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any
         whole = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
         if not whole or turn.get("weight", 1) not in (0, 1):
             raise UserError(
-                f"--dataset_name: '{column}' must be a list of messages with 'role' and 'content', both text, and a "
-                f"'weight' of 0 or 1 or none (ShareGPT: 'value' and 'from', one of {', '.join(SHAREGPT_ROLES)}); a row "
-                f"has {shown(message)}."
+                f"--dataset_name: '{column}' must list messages with 'role' and 'content' (or 'from' and 'value') "
+                f"of text, and 'weight' 0, 1 or none; a row has {shown(message)}."
             )
         messages.append(turn)
     return messages
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an assistant's, says something and is not excluded."""
     says_something = message["content"].strip() or message.get("tool_calls")
     return bool(message["role"] == "assistant" and message.get("weight", 1) and says_something)
 
@@ -156,7 +143,7 @@ def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _without_none(value: Any) -> Any:
-    """Without the fields that Arrow fills with None, where rows have different ones."""
+    """Without the fields that Arrow fills with None, where rows differ."""
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value

@@ -8,9 +8,9 @@ alone (batch_size * gradient_accumulation_steps * world_size), not on how ranks 
 epoch may be smaller.
 
 `StreamSequences` reads and packs a buffer of tokenised rows and shuffles its sequences by (seed, number of the buffer).
-At its end the stream begins anew, and no global batch is smaller. A position names the beginning of a buffer (the state
-of the `datasets` stream) and how many of its sequences are done: resuming fills the buffer again. Every rank reads the
-full stream.
+At its end the stream begins anew, and no global batch is smaller. Every rank reads the full stream. A position has the
+number of a buffer, the state of the `datasets` stream before it (None at the beginning), how many of its sequences are
+done and a hash of its documents (None before it was read): resuming fills the buffer again.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class MapSequences:
 class StreamSequences:
     """Training sequences of the tokenised rows of `sources`.
 
-    `open_stream` returns the stream at its beginning; `fraction` of its problems are held out; `plan` makes sequences
-    of documents of these lengths; `report` is kept up to date. `data` identifies all of it.
+    `open_stream` begins anew; `fraction` of the problems are held out; `plan` makes sequences of documents of these
+    lengths; `report` is kept up to date. `data` identifies all of it.
     """
 
     sources: Sequence[DatasetSource]
@@ -105,15 +105,8 @@ class StreamSequences:
     num_sequences = None  # not known
 
     def start(self) -> Position:
-        return {
-            "kind": "stream",
-            "data": self.data,
-            "epoch": 0,
-            "buffer": 0,  # how many buffers were begun before this one
-            "next_row": 0,  # sequences of it that are done
-            "source": None,  # state of the stream before it; None for the beginning
-            "content": None,  # hash of its rows' documents; None before it was read
-        }
+        begin = {"kind": "stream", "data": self.data, "epoch": 0}
+        return {**begin, "buffer": 0, "next_row": 0, "source": None, "content": None}
 
     def global_batches(self, position: Position, size: int) -> Iterator[GlobalBatch]:
         sequences = self._sequences(position)
@@ -137,10 +130,7 @@ class StreamSequences:
                 ended = len(buffer) < self.buffer_rows
                 sequences, content = self._sequences_of(buffer)
                 if begin["content"] not in (None, content):
-                    raise UserError(
-                        "--resume_from: the stream's rows are not those that the checkpoint's run read; restore the "
-                        "dataset, or begin a new run."
-                    )
+                    raise UserError("--resume_from: the stream's rows are not those that the checkpoint's run read.")
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(sequences)).tolist()
                 for done, number in enumerate(order[begin["next_row"] :], start=begin["next_row"] + 1):
                     yield sequences[number], {**begin, "next_row": done, "content": content}
@@ -160,3 +150,6 @@ class StreamSequences:
         self.report.num_rows_of_batches += len(plan)
         sequences = [[documents[i] for i in plan[each]] for each in range(len(plan))]
         return sequences, content_key(figures["document_key"])
+
+
+Sequences = MapSequences | StreamSequences

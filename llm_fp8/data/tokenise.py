@@ -1,9 +1,8 @@
 """Rows become documents, once: the tokenised dataset and its cache.
 
-The tokenised rows are an Arrow file that `datasets.map` writes and memory-maps, below HF_DATASETS_CACHE. Its name is a
-hash of everything that shapes its content (`cache_key`): batch size, seed, packing and held-out share reuse the file;
-another tokenizer or chat template makes a new one. Every row of the dataset has its row there, also the unused ones;
-the columns are `FEATURES`. Rows of a stream get the same columns as they are read.
+`datasets.map` writes an Arrow file below HF_DATASETS_CACHE whose name is a hash of everything that shapes its content
+(`cache_key`). Every row of the dataset has its row there, also the unused ones; the columns are `FEATURES`. Rows of a
+stream get the same columns as they are read.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class Outcome(IntEnum):
 
 @dataclass
 class DataReport:
-    """Counts over the training split; with streaming over what this process has read so far, pass after pass.
-
+    """Counts over the training split, of a stream over what this process has read so far, pass after pass:
     rows read = used + held out + overlong dropped + empty. Truncated rows are used or held out.
     """
 
