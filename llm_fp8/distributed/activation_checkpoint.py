@@ -1,20 +1,19 @@
 """Activation checkpointing: decoder layers whose activations are recomputed in the backward pass instead of kept.
 
 The checkpoint encloses a layer's forward function (`llm_fp8.models.layer_forward`), inside whatever wraps the layer:
-FSDP gathers a layer's weights once for the backward pass, and the recomputation uses them. TE's checkpoint restores the
-fp8 context and the scales of the forward pass; torch's would recompute in bf16.
+FSDP gathers a layer's weights once for the backward pass, recomputation included. TE's checkpoint restores the fp8
+context and the scales of the forward pass; torch's would recompute in bf16.
 
-With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends
-(`FP8GlobalStateManager.autocast_exit`). Its checkpoint opens an autocast for each recomputed layer; here it runs inside
-another one, so that ranks don't wait for each other after every layer. The reentrant kind keeps these ends: by them TE
-knows which module's backward pass is to reduce the gradients' amax.
+With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends. Its checkpoint opens one
+for each recomputed layer; here it runs inside another, so that ranks don't wait for each other after every layer. The
+reentrant kind needs these ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.utils.checkpoint
@@ -26,10 +25,8 @@ from llm_fp8.utils.te_import import require_te
 
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
-) -> Sequence[nn.Module]:
-    """Recompute every `every`-th of the decoder's `layers` in the backward pass; returns these. `reentrant`: the
-    recomputation has a backward pass of its own.
-    """
+) -> list[nn.Module]:
+    """Recompute every `every`-th of the decoder's `layers` in the backward pass, of its own where `reentrant`."""
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
@@ -39,9 +36,9 @@ def enable_gradient_checkpointing(
             options["context_fn"] = functools.partial(_te_contexts, te)
 
     def recompute(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not layer.training or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        if layer.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, **options, **kwargs)
+        return forward(*args, **kwargs)
 
     recomputed = list(layers[::every])
     for layer in recomputed:
@@ -50,7 +47,7 @@ def enable_gradient_checkpointing(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Nothing around the forward pass; around the recomputation, which TE puts into an autocast, one that is off."""
+    """Nothing around the forward pass; around the recomputation's autocast, another that is off."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

@@ -2,7 +2,6 @@
 
 Each rank of a group computes embedding, linear layers and loss on 1 / C of every document of the same micro-batch;
 tokens meet in attention only, where Transformer Engine passes keys and values round a ring (`cp_comm_type="p2p"`).
-Losses and gradients are summed over ranks, as between ranks with different batches.
 
 Causal attention costs more towards the end of a document. So a document is padded to 2 C chunks of equal length
 (llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
@@ -10,8 +9,8 @@ Causal attention costs more towards the end of a document. So a document is padd
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences ("bshd") here. Source of
-the chunks' order and of the ring's limits (no sliding windows, no fp32): Transformer Engine 2.20,
+A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences here. Source of the
+chunks' order and of the ring's limits (no sliding windows, no fp32): Transformer Engine 2.20,
 attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`, `get_thd_partitioned_indices`).
 """
 
@@ -33,41 +32,23 @@ from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share this rank's sequences; `ContextGroup()` is a rank alone."""
+    """The `size` ranks that share this rank's sequences."""
 
-    size: int = 1
-    rank: int = 0  # within the group
-    process_group: dist.ProcessGroup | None = None  # None in a group of one, and where batches are only split
-
-    @classmethod
-    def of_rank(cls, size: int, global_rank: int) -> ContextGroup:
-        """The group of a rank of the launch, without its process group: enough to split batches."""
-        return cls(size, global_rank % size)
-
-    def connected(self, device_type: str) -> ContextGroup:
-        """The group with a process group on `device_type` ('cuda', 'cpu'); collective over all ranks."""
-        if self.size == 1:
-            return self
-        shape = (dist.get_world_size() // self.size, self.size)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "context"))
-        return dataclasses.replace(self, process_group=mesh.get_group("context"))
+    size: int
+    rank: int  # within the group
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Let the attention of TE decoder layers run over the group; they then take split batches only."""
-        if self.size == 1:
-            return
-        assert self.process_group is not None, "connected() comes first"
-        ranks = dist.get_process_group_ranks(self.process_group)
+        """Let the attention of TE decoder layers run over the group, on split batches only; collective over ranks."""
+        shape = (dist.get_world_size() // self.size, self.size)
+        group = init_device_mesh("cuda", shape, mesh_dim_names=("data", "context")).get_group("context")
         stream = torch.cuda.Stream()  # of all layers: every second step of the ring is computed on it
         for layer in layers:
-            layer.set_context_parallel_group(self.process_group, ranks, stream)
+            layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream)
 
     def split(self, batch: Batch) -> Batch:
         """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's.
         `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them.
         """
-        if self.size == 1:
-            return batch
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
             num_sequences, width = batch.input_ids.shape
@@ -94,8 +75,6 @@ class ContextGroup:
 
     def on_its_own(self, batch: Batch) -> Batch:
         """A slice as a packed batch that needs no group, each document's part a document of its own, for parity."""
-        if self.size == 1:
-            return batch
         assert batch.cu_seqlens is not None
         cu_seqlens = batch.cu_seqlens // self.size
         starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
@@ -108,9 +87,7 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """The tokens of a packed sequence that rank `rank` of `size` takes, int64 [cu_seqlens[-1] / size]: two chunks of
-    each document, whose length is a multiple of 2 * size.
-    """
+    """The tokens of a packed sequence that rank `rank` of `size` takes: int64 [cu_seqlens[-1] / size]."""
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)

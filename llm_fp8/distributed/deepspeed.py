@@ -5,13 +5,11 @@
     deepspeed_3    weights too; each is gathered when its module runs, forward and backward
 
 A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master weights of this rank's shard and steps
-torch's AdamW on them; the run's schedule acts on this AdamW, which `prepare` returns. DeepSpeed divides gradients by
-the number of ranks, which is undone here. Stage 1 reduces gradients in the last micro-batch of a step, stages 2 and 3
-in each.
+torch's AdamW on them; `prepare` returns it for the schedule. Stage 1 reduces gradients in the last micro-batch of a
+step, stages 2 and 3 in each.
 
-The file of --deepspeed_config says how ZeRO communicates and stores (bucket sizes, overlap, thresholds). Batch,
-precision, optimizer, schedule and clipping come from the scripts' options: an entry that repeats them, or "auto", is
-accepted, and one that contradicts them is refused. Elsewhere "auto" is DeepSpeed's default.
+The file of --deepspeed_config says how ZeRO communicates and stores. Batch, precision, optimizer, schedule and clipping
+come from the scripts' options: an entry that repeats them, or "auto", is accepted, one that contradicts them refused.
 """
 
 from __future__ import annotations
@@ -20,39 +18,32 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from llm_fp8.config.options import Config, OptimConfig, ParallelConfig
+from llm_fp8.config.options import Config, ParallelConfig
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.optim.optimizers import OptimizerKind, adamw_arguments, parameter_groups
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import DEEPSPEED, SHIPPED
 
-if TYPE_CHECKING:
-    import deepspeed
-
-_TAG = "."
-"""DeepSpeed writes to folder/tag: into the folder itself."""
-
-
+_TAG = "."  # DeepSpeed writes to folder/tag: into the folder itself
 _SET_ELSEWHERE = {
-    "fp8": "fp8 is Transformer Engine's here, from --mixed_precision fp8 and --fp8_scenario",
-    "communication_data_type": "gradients are reduced in the dtype that the run computes in; fp32 would double that",
-    "optimizer": "the optimizer is AdamW, from --learning_rate and --weight_decay",
-    "scheduler": "the schedule comes from --lr_scheduler and --num_warmup_steps",
+    "fp8": "--mixed_precision and --fp8_scenario",
+    "communication_data_type": "--mixed_precision",
+    "optimizer": "--learning_rate and --weight_decay",
+    "scheduler": "--lr_scheduler and --num_warmup_steps",
 }
-"""Entries that would have no effect or a bad one, and why."""
+"""Entries that would have no effect or a bad one, and the options in their place."""
 
 
 class _Plugin(DeepSpeedPlugin):
@@ -74,27 +65,23 @@ def load_deepspeed(flag: str = "A deepspeed mode") -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
-def zero_stage(mode: str) -> int:
-    return int(mode.removeprefix("deepspeed_"))
-
-
 def file_of(named: str | None, mode: str) -> Path:
     """The file `named` by --deepspeed_config; without one the mode's own."""
-    return Path(named) if named else (SHIPPED / "configs").resolve() / f"ds_z{zero_stage(mode)}.json"
+    return Path(named) if named else (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json"
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
     """What DeepSpeed is given: the file with the run's own values filled in; `UserError` where it contradicts them.
     `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
     """
-    path = file_of(config.parallel.deepspeed_config, mode)
+    path, stage = file_of(config.parallel.deepspeed_config, mode), int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
     own = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": steps,
         "train_batch_size": rows * steps * num_processes,
         "gradient_clipping": config.optim.max_grad_norm,
-        "zero_optimization": {"stage": zero_stage(mode)},
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": compute_name == "bf16"},
         "fp16": {"enabled": False},
     }
@@ -102,7 +89,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         # Looking for overflow costs a synchronisation and a reduction in every step; the loop checks its loss anyway.
         "bf16": {"check_grad_overflow": False},
         # Below stage 3 weights become views of one tensor; kernels load 16 bytes at a time.
-        "zero_optimization": {"parameter_alignment": True} if zero_stage(mode) < 3 else {},
+        "zero_optimization": {"parameter_alignment": True} if stage < 3 else {},
         "zero_allow_untested_optimizer": True,
         # DeepSpeed's own clock waits for the GPU in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
@@ -110,7 +97,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     with reading("--deepspeed_config", path):
         settings = _without_auto(read_json(path))
         for key in settings.keys() & _SET_ELSEWHERE:
-            raise UserError(f'--deepspeed_config {path}, "{key}": {_SET_ELSEWHERE[key]}; remove the entry.')
+            raise UserError(f'--deepspeed_config {path}, "{key}": use {_SET_ELSEWHERE[key]}; remove the entry.')
         return _completed(_completed(defaults, settings), own, f"--deepspeed_config {path}")
 
 
@@ -138,7 +125,7 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
 
 
 def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """What `Accelerator` is given, beside mixed_precision, to train with DeepSpeed under these `settings`."""
+    """What `Accelerator` is given to train with DeepSpeed under these `settings`."""
     # Accelerate would read these two from the environment.
     plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
     # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
@@ -147,34 +134,24 @@ def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """The deepspeed modes. Weights are loaded before `prepare`, unsharded on each rank. Under deepspeed_3 parameters
-    are empty outside their module's forward and backward pass.
-    """
+    """The deepspeed modes. Weights are loaded before `prepare`, unsharded on each rank."""
 
     saves_itself = True
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
-        self.stage = zero_stage(mode)
-        # A gathered weight is freed after use, and its cast with it.
-        self.caches_weight_casts = self.stage < 3
+        self.stage = int(mode[-1])
+        self.caches_weight_casts = self.stage < 3  # stage 3 frees a gathered weight after use, and its cast with it
         # Stage 3 gathers weights before a module's backward pass by hooks. Transformer Engine saves the weights
         # themselves, so the recomputation needs such hooks too: the reentrant kind has them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._zero: deepspeed.DeepSpeedEngine  # from `prepare` on
-
-    def build_optimizer(
-        self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
-    ) -> Optimizer:
-        """torch's AdamW, in whose groups DeepSpeed replaces the parameters by master weights."""
-        return AdamW(parameter_groups(named_parameters, config.weight_decay), fused=True, **adamw_arguments(config))
+        self._zero: Any  # DeepSpeed's engine, from `prepare` on
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """DeepSpeed's engine to call, and the optimizer inside it, for the schedule; `model` has its weights."""
+        """DeepSpeed's engine to call, and torch's AdamW inside it, whose parameters are now the master weights."""
         assert isinstance(model, TrainingModel)
-        # Accelerate warns where its own number of micro-batches, which nothing here reads, is another than DeepSpeed's.
-        self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]
+        self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
         with reading("--deepspeed_config", file_of(self.options.deepspeed_config, self.mode), "it into DeepSpeed"):
             self._zero, _ = self.accelerator.prepare(model, optimizer)
         if self.stage == 3:  # the loss reads this weight without calling its module
@@ -198,12 +175,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """The master weight where the parameter is trained."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
-        master = safe_get_full_fp32_param(parameter)
-        if master is not None:
+        if (master := safe_get_full_fp32_param(parameter)) is not None:
             return master.detach()
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             return parameter.detach().clone()
@@ -218,7 +193,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_bytes(self) -> int:
-        """The size of master weights, moments and weights, about."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
@@ -229,38 +203,30 @@ class DeepSpeedStrategy(DistributedStrategy):
         for path in folder.glob("*_states.pt"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        if self.accelerator.is_main_process:
-            for name in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed's; they need a file not written here
-                (folder / name).unlink()
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
-        run's. `UserError` where the number of ranks, the stage or the precision differs.
+        run's. `UserError` where the number of ranks or the precision differs.
         """
         # DeepSpeed restores bf16 weights, without a word, where a rank's file of the optimizer is missing.
         prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
         found = {path.name for path in folder.glob("*_optim_states.pt")}
         ranks = range(self.accelerator.num_processes)
         if found != {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks}:
-            raise UserError(
-                f"--resume_from: {folder} was saved by {len(found)} processes, or in another precision than this run's "
-                f"on {len(ranks)}, which DeepSpeed cannot resume; an fsdp mode resumes with any number of processes."
-            )
+            what = f"{folder} was saved by {len(found)} processes, or in another precision"
+            raise UserError(f"--resume_from: {what}, which DeepSpeed cannot resume on {len(ranks)}; fsdp modes can.")
         optimizer = self._zero.basic_optimizer
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        path, _ = self._zero.load_checkpoint(
-            str(folder), tag=_TAG, load_lr_scheduler_states=False, custom_load_fn=_load_module_state
-        )
-        assert path is not None, f"DeepSpeed found nothing in {folder}"
+        how = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
+        assert self._zero.load_checkpoint(str(folder), **how)[0] is not None, f"DeepSpeed found nothing in {folder}"
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
         self._zero.optimizer.clip_grad = self.settings["gradient_clipping"]
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name, without Transformer Engine's extra state: scales are restored elsewhere."""
+    """Load weights and buffers by name, without TE's extra state, which is restored elsewhere."""
     kept = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(kept, strict=False)
-    missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
-    assert not missing and not loaded.unexpected_keys, (missing, loaded.unexpected_keys)
+    assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

@@ -2,13 +2,12 @@
 
 Each rank holds of every such weight, sharded along the first dimension, the fp32 master weight and its moments (12
 bytes per element), from which checkpoints are written, and the fp8 shard (1 byte), which is all-gathered as it is.
-Without the option the master weight is cast to bf16, all-gathered at two bytes per element, and cast to fp8 by every
-rank for every micro-batch. Gradients are as without it. All shards of a weight have one scale:
+Without the option it is cast to bf16, all-gathered at two bytes per element, and cast to fp8 by every rank for every
+micro-batch. All shards of a weight have one scale, in both recipes,
 
     scale = largest fp8 number / amax of the master weight over all ranks
 
-computed after the step, with one collective for all weights, in both recipes. So no weight exceeds its scale, as it
-could under delayed scaling's own rule, and checkpoints equal those of runs without this option.
+computed after the step, with one collective for all weights. Checkpoints equal those of runs without this option.
 
 FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`) gathers Transformer Engine's (2.20) `Float8Tensor`
 shards as bytes. TE's optimizer is not used: it casts with the scale of past steps, or takes a collective per weight.
@@ -33,8 +32,7 @@ from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-_MASTER, _GROUP = "_fp8_master", "_fp8_group"
-"""Attributes of an fp8 parameter: its master weight, and its `Fp8Weights`."""
+_MASTER, _GROUP = "_fp8_master", "_fp8_group"  # attributes of an fp8 parameter; the second is its `Fp8Weights`
 
 
 def master_of(parameter: AnyTensor) -> AnyTensor:
@@ -44,18 +42,15 @@ def master_of(parameter: AnyTensor) -> AnyTensor:
 
 def requantise_(model: nn.Module) -> None:
     """Compute the fp8 weights of `model`, where it has any, from its master weights; collective."""
-    group = next((getattr(p, _GROUP) for p in model.parameters() if hasattr(p, _GROUP)), None)
-    if group is not None:
+    for group in {getattr(p, _GROUP) for p in model.parameters() if hasattr(p, _GROUP)}:
         group.quantise_()
 
 
 @dataclass(eq=False)
 class Fp8Weights:
-    """The fp8 weights of a model."""
-
     weights: list[tuple[Parameter, Parameter, Any]]
-    """The master weight, an fp32 DTensor sharded along dim 0, which only the optimizer has; the fp8 parameter, sharded
-    likewise, which only its module has; and the quantizer that casts one to the other."""
+    """The master weight, an fp32 DTensor sharded along dim 0, which the optimizer has; the fp8 parameter, sharded
+    likewise, which the module has; and the quantizer that casts one to the other."""
     scales: Tensor  # fp32 [number of weights], read by the quantizers
     target: float  # the number that a weight's amax becomes
     process_group: dist.ProcessGroup  # the ranks that share one copy of the model
@@ -70,16 +65,11 @@ class Fp8Weights:
         """Cast all master weights; collective over the process group."""
         amax = torch.stack(torch._foreach_norm([local_of(master) for master, _, _ in self.weights], math.inf))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
-        self.scales.copy_(scales_of(amax, self.target))
+        scales = torch.where(amax > 0, self.target / amax, 1.0)  # 0 for infinity, which becomes NaN
+        self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
         for master, parameter, quantizer in self.weights:
             # In place: what FSDP gathered before refers to this very tensor of the scale.
             quantizer.update_quantized(local_of(master), local_of(parameter))
-
-
-def scales_of(amax: Tensor, target: float) -> Tensor:
-    """Scales fp32 [n] that turn `amax` fp32 [n] into `target`: 1 for zeros; 0 for infinity, which becomes NaN."""
-    scales = torch.where(amax > 0, target / amax, 1.0)
-    return scales.clamp(max=torch.finfo(torch.float32).max)
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> None:
@@ -103,8 +93,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         master: Parameter = getattr(module, name)
         parameter = _fp8_parameter(master, own)
         setattr(module, name, parameter)
-        # The quantizer that casts with a given scale, for both recipes. The amax that it finds goes where delayed
-        # scaling keeps its history, so that a run without this option can resume.
+        # It casts with a given scale, for both recipes; its amax goes into delayed scaling's history, for resuming.
         amax = own.amax if isinstance(own, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scales[number : number + 1], amax, own.dtype, rowwise=True, columnwise=False)
         weights.append((master, parameter, quantizer))
@@ -119,7 +108,6 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
 
 def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
     """Make `module` as if built under `te.quantized_model_init`; the names of its weights."""
-    # Which layers stay in bf16 was not known when it was built.
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
@@ -144,8 +132,6 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather`, without transposes in the backward pass: TE would transpose at once and free
-    the gathered weight, from which activation checkpointing recomputes the layer.
-    """
+    """`Float8Tensor.fsdp_pre_all_gather` without transposes, which would free the weight before a recomputation."""
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

@@ -8,8 +8,7 @@
 
 The embedding, the final norm and the lm_head form the outermost unit: a tied matrix must not be in two. torch's
 `fully_shard` is called directly: `Accelerator.prepare` maps the optimizer's parameters by address, and those on the
-meta device (so that no rank holds the unsharded model) share one. Inputs of a unit are not cast
-(`cast_forward_inputs`): the rotary table has to stay fp32.
+meta device share one. Inputs of a unit are not cast (`cast_forward_inputs`): the rotary table has to stay fp32.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of
-from llm_fp8.distributed.fsdp_internals import (
-    UnshardedGradients,
-    units_of,
-    use_memory_saving_reduce_scatter,
-)
+from llm_fp8.distributed.fsdp_internals import UnshardedGradients, units_of, use_memory_saving_reduce_scatter
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
@@ -49,28 +44,18 @@ class FsdpStrategy(DistributedStrategy):
     shards_parameters = True
 
     def __init__(
-        self,
-        mode: str,
-        accelerator: Accelerator,
-        options: ParallelConfig,
-        compute_dtype: torch.dtype,
-        ranks_per_host: int,
+        self, mode: str, accelerator: Accelerator, options: ParallelConfig, dtype: torch.dtype, ranks_per_host: int
     ) -> None:
         super().__init__(mode, accelerator, options)
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = dtype
         # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
-        self._fp8_params: Precision | None = None
-        num_ranks, device_type = accelerator.num_processes, accelerator.device.type
-        if mode == "fsdp_hybrid":
-            shape = (num_ranks // ranks_per_host, ranks_per_host)
-            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-        else:
-            self.mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
-
-    def keep_in_fp8(self, precision: Precision) -> None:
-        """Let `prepare` turn the weights of `precision`'s fp8 modules into fp8 parameters; call it before `shard`."""
-        self._fp8_params = precision
+        self.kept_in_fp8: Precision | None = None
+        """Set before `shard`, it lets `prepare` turn the weights of its fp8 modules into fp8 parameters."""
+        num_ranks = accelerator.num_processes
+        shape = (num_ranks // ranks_per_host, ranks_per_host) if mode == "fsdp_hybrid" else (num_ranks,)
+        names = ("replicate", "shard")[-len(shape) :]
+        self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Shard every layer, then the other parameters; those on the meta device get memory, contents undefined."""
@@ -92,9 +77,8 @@ class FsdpStrategy(DistributedStrategy):
         materialize_(model, torch.device("cpu") if offloads else self.accelerator.device, self.accelerator.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """Returns its arguments: the optimizer was built over the shards."""
-        if self._fp8_params is not None:
-            keep_weights_in_fp8(model, self._fp8_params, optimizer)
+        if self.kept_in_fp8 is not None:
+            keep_weights_in_fp8(model, self.kept_in_fp8, optimizer)
         elif self.options.fp8_params:  # torchao's weights, which it casts before they are gathered
             optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
         self.wgrad_accumulation = FusedWgradAccumulation(model, UnshardedGradients(model).find)
@@ -103,7 +87,6 @@ class FsdpStrategy(DistributedStrategy):
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
-        # The last micro-batch also reduces the gradients of the others.
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
         # Weights change between steps alone, so gathered ones serve all micro-batches.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")

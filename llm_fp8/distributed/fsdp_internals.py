@@ -8,8 +8,7 @@
     entry._unsharded_param                     the gathered weight and its .grad
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
 
-Without them (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate with kernels of
-their own, slower and as exact.
+Without them (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate by themselves.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class UnshardedGradients:
         """The `FindMainGrad` of sharded weights, which a gathered one stands in for in forward passes."""
         entry = self._entries.get(id(weight))
         gathered: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
-        if entry is None or gathered is None:
+        if gathered is None:
             return weight, None
         accumulated: Tensor | None = getattr(entry, "unsharded_accumulated_grad", None)
         # FSDP2 has no fp32 gradient of its own where the compute dtype is fp32 too.
@@ -61,13 +60,10 @@ class MemorySavingReduceScatter:
     """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
 
     PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
-    on N ranks) on the reduce-scatter's stream, though the backward pass's stream has just freed activations and
-    unsharded gradients. Allocated on that stream, the shards take their place: FSDP2 drops its references to the
-    unsharded gradients between its two allocations, and main gradients (`wgrad_fusion`) are released at the first.
-
-    `stream`: that of the backward pass, which must be current in it: FSDP2 makes the reduce-scatter's stream wait for
-    the current one before it allocates the shards. None allocates where FSDP2 does: on CPUs, and under fsdp_hybrid,
-    where a third stream, unknown to the allocator, reads the shards.
+    on N ranks) on the reduce-scatter's stream. Allocated on `stream`, that of the backward pass, which must be current
+    in it, they take the place of activations and unsharded gradients: FSDP2 drops its references to these between its
+    two allocations, and main gradients (`wgrad_fusion`) are released at the first. None allocates where FSDP2 does: on
+    CPUs, and under fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
     """
 
     def __init__(self, unit: FSDPModule, stream: torch.cuda.Stream | None) -> None:
@@ -84,9 +80,7 @@ class MemorySavingReduceScatter:
         with torch.cuda.stream(self._stream):
             found = torch.empty(*size, dtype=dtype, device=device)
         if current != self._stream:
-            # Shards that are added to earlier ones, or that the scale warm-up drops, are freed while that stream still
-            # uses them.
-            found.record_stream(current)
+            found.record_stream(current)  # shards may be freed while that stream still uses them
         return found
 
     def __call__(

@@ -1,13 +1,13 @@
 """How much GPU memory a run takes, by part, from its options and the model's config: no GPU and no weights needed.
 
-`estimate` counts, and `settle_memory` asks it before anything is built. It is within 2% of the recorded runs
-(tests/distributed/test_memory.py).
+`RunSize.estimate` is within 2% of the recorded runs (tests/distributed/test_memory.py); `settle_memory` asks it before
+anything is built.
 
-The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors, the logits and the
-gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of earlier micro-batches. Of
-recomputed layers only the inputs are kept; one of them in full follows when the head's memory is free. With a single
-micro-batch there are no such gradients yet, and the end of the backward pass, or under fsdp_full the reduction of the
-outermost unit's gradients, may be the peak instead. With CUDA graphs gradients always exist, and activations twice.
+The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors (of recomputed layers the
+inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of
+earlier micro-batches. With a single micro-batch there are no such gradients yet, and the end of the backward pass, or
+under fsdp_full the reduction of the outermost unit's gradients, may be the peak instead. With CUDA graphs gradients
+always exist, and activations twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
@@ -24,6 +24,7 @@ products instead; in fp8 each LayerNormLinear its fp8 input as well.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -47,31 +48,22 @@ from te_llama import DecoderSpec, decoder_spec, parameter_map
 
 RECIPES_COUNTED = ("bf16", "delayed", "current", "block")
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
-RESERVE_GIB = 2.0
-"""CUDA's context and the allocator's gaps. The fullest recorded run peaked at 137.5 of an H200's 139.8 GiB."""
-MOST_TOKENS = 65536
-"""Tokens of the longest micro-batch that --batch_size auto takes: that of the longest recorded run."""
-NUM_SUGGESTIONS = 3
+RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps
+MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_BLOCK_SCALE = 1 / 32
-"""Bytes per element of an fp32 scale for 128 elements."""
-_SHARDS_WITHOUT_ROOM = 0.4
-"""Share of the gradients' shards: 0.30 to 0.42 in the recorded runs with one micro-batch under fsdp_full."""
+_BLOCK_SCALE = 1 / 32  # bytes per element of an fp32 scale for 128 elements
+_SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: 0.30 to 0.42 in recorded runs of fsdp_full, one micro-batch
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """It says what a run takes on the GPU that needs most."""
+    """What a run takes on the GPU that needs most."""
 
-    parts: dict[str, float]
-    """GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts."""
-    beside_gib: float = RESERVE_GIB
-    """What the GPU must have beyond that. FSDP's allocator keeps memory by stream, and the buffer of the largest gather
-    is empty at the peak; ddp's first GPU held two bytes per trained parameter more in 3 of 10 recorded runs."""
-    is_whole: bool = True
-    """False where weights, gradients and optimizer state alone are counted, for want of recorded runs."""
+    parts: dict[str, float]  # GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts
+    beside_gib: float = RESERVE_GIB  # what the GPU must have beyond that
+    is_whole: bool = True  # False where weights, gradients and optimizer state alone are counted
 
     @property
     def total_gib(self) -> float:
@@ -103,29 +95,24 @@ def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozen
 
 @dataclass(frozen=True)
 class RunSize:
-    """It is a run as `estimate` counts it, with what its options come to on a machine."""
+    """A run as its memory is counted, with what its options come to on a machine."""
 
     config: Config
     hf_config: PretrainedConfig
-    recipe: str
+    recipe: str  # or bf16, fp16, no
     optimizer: OptimizerKind
     mode: str
     num_gpus: int
-    counted: list[int] = dataclasses.field(default_factory=list)
-    """The number of parameters, once it was counted: building a model for it takes long."""
+    counted: list[int] = dataclasses.field(default_factory=list)  # the number of parameters, once known
 
     @cached_property
     def spec(self) -> DecoderSpec | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in RECIPES_COUNTED and self.mode in MODES_COUNTED
-        if not self.config.model.use_te or not counted or self.config.parallel.context_parallel_size > 1:
-            return None
-        if self.sharded and self.num_gpus == 1:
-            return None
-        try:
-            return decoder_spec(self.hf_config)
-        except UnsupportedArchitecture:
-            return None
+        counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
+        with contextlib.suppress(UnsupportedArchitecture):
+            return decoder_spec(self.hf_config) if counted and not (self.sharded and self.num_gpus == 1) else None
+        return None
 
     @property
     def num_parameters(self) -> int:
@@ -147,10 +134,8 @@ class RunSize:
     @property
     def adapted(self) -> frozenset[str]:
         """Linear layers with an adapter."""
-        lora = self.config.lora
-        if not lora.lora_rank:
-            return frozenset()
-        return frozenset(DECODER_LINEARS if ALL_LINEAR in lora.targets else lora.targets)
+        targets = self.config.lora.targets if self.config.lora.lora_rank else ()
+        return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
 
     def num_adapter_parameters(self, spec: DecoderSpec) -> int:
         parts = (part for parts in parameter_map(spec).values() for part in parts if part.hf_name.endswith(".weight"))
@@ -174,8 +159,7 @@ class RunSize:
         h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
         layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
         tokens = max(1, config.data.batch_size * config.data.max_seq_length)
-        outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)
-        """Bytes of embedding and head, FSDP's outermost unit."""
+        outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # embedding and head, a unit of FSDP
         every = int(config.model.gradient_checkpointing)
         recomputed = len(range(0, layers, every)) if every else 0
         in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
@@ -187,11 +171,10 @@ class RunSize:
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
 
         chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
-        hidden = _BF16 * h * tokens
         # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
-        gradient = (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
+        gradient = 0 if self.adapted else (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
         # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
-        head: float = _BF16 * min(tokens, chunk) * vocabulary + (0 if self.adapted else gradient) + 4 * hidden
+        head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + 4 * _BF16 * h * tokens
         if recomputed:  # one after the other, when what the head took is free
             head = max(head, tokens * per_layer)
 
@@ -238,7 +221,7 @@ class RunSize:
             if one_micro_batch:
                 beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
         elif mode == "ddp":
-            beside = 2 * trained
+            beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
 
@@ -255,83 +238,53 @@ class RunSize:
         return next((run for run in tried if run.fits(gpu_gib)), None)
 
 
-def estimate(
-    config: Config, hf_config: PretrainedConfig, *, recipe: str, optimizer: OptimizerKind, mode: str, num_gpus: int
-) -> MemoryEstimate:
-    """Count the memory of a run with a number for --batch_size and what its other options come to: recipe (or bf16,
-    fp16, no), optimizer and sharding mode.
-    """
-    return RunSize(config, hf_config, recipe, optimizer, mode, num_gpus).estimate()
-
-
-def settle_memory(
-    config: Config,
-    hf_config: PretrainedConfig,
-    *,
-    recipe: str,
-    optimizer: OptimizerKind,
-    mode: str,
-    num_gpus: int,
-    gpu_gib: float,
-) -> tuple[Config, list[str]]:
+def settle_memory(run: RunSize, gpu_gib: float) -> tuple[Config, list[str]]:
     """The options with a number for --batch_size auto, and sentences to print.
 
     Raises `UserError` for a run whose weights, gradients and optimizer state alone, or whose smallest --batch_size
     auto, are too much for the GPU's `gpu_gib`.
     """
-    automatic = config.data.batch_size == AUTO_BATCH_SIZE
-    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus)
+    config, automatic = run.config, run.config.data.batch_size == AUTO_BATCH_SIZE
     if automatic:
         run = run.changed(batch_size=run.row_multiple)
-    state_gib = run.num_parameters * state_bytes(mode, optimizer, num_gpus, config) / GIB
+    state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, config) / GIB
     if state_gib + RESERVE_GIB > gpu_gib:
-        what = "the weights" if config.lora.lora_rank else "weights, gradients and optimizer state"
-        where = "" if num_gpus == 1 else f" on each of {num_gpus} GPUs with --sharding_mode {mode}"
+        what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
         raise UserError(
-            f"this run cannot fit: {what} of {run.num_parameters / 1e9:.2f} billion parameters take {state_gib:.1f} "
-            f"GiB{where} (--optimizer {optimizer}), and the GPU has {gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
+            f"this run cannot fit: {what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has "
+            f"{gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
         )
     found, length = run.estimate(), config.data.max_seq_length
     if automatic:
         if not found.is_whole:
             raise UserError(
-                "--batch_size auto needs --use_te, --mixed_precision bf16 or fp8 with --fp8_scenario "
-                f"{' or '.join(RECIPES_COUNTED[1:])}, and one GPU or --sharding_mode {' or '.join(MODES_COUNTED[1:])} "
-                "without --context_parallel_size: the memory of other runs is not known; give a number."
+                f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(RECIPES_COUNTED[1:])} and --sharding_mode "
+                f"{'|'.join(MODES_COUNTED[1:])}: the memory of others is not known; give a number."
             )
         sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)
         fitting = next((size for size in sizes if run.changed(batch_size=size).fits(gpu_gib)), None)
         if fitting is None:
-            raise UserError(
-                f"--batch_size auto: no micro-batch with --max_seq_length {length} fits the GPU's {gpu_gib:.1f} GiB."
-                f"{_suggestions(run, gpu_gib)}"
-            )
+            said = f"--batch_size auto: no micro-batch with --max_seq_length {length} fits {gpu_gib:.1f} GiB."
+            raise UserError(said + _suggestions(run, gpu_gib))
         run = run.changed(batch_size=fitting)
-        return run.config, [
-            f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take "
-            f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
-        ]
+        gib = f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
+        return run.config, [f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take {gib}"]
     if found.needed_gib <= gpu_gib:
         return config, []
-    # As long as the tensors fit, the allocator takes back, within steps, what it holds for FSDP's other streams.
-    outcome = "steps may be slow, or" if found.total_gib + RESERVE_GIB <= gpu_gib else "it will probably"
-    return config, [
-        f"WARNING: a step is estimated to take {found.total_gib:.1f} GiB and to need {found.needed_gib:.1f}, and the "
-        f"GPU has {gpu_gib:.1f}, so {outcome} run out of memory.{_suggestions(run, gpu_gib)}"
-    ]
+    needed = f"{found.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
+    return config, [f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}"]
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """What would fit, for the end of a message: at most `NUM_SUGGESTIONS`, those that cost least first."""
-    recomputing = {"gradient_checkpointing": True}
+    """What would fit, for the end of a message, what costs least first."""
+    recomputing, offloaded = {"gradient_checkpointing": True}, {"offload_optimizer": 1.0}
+    eight_bit = {"optimizer": "adamw_8bit"}
     changes: list[dict[str, Any]] = [{}, recomputing]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
         changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | recomputing]
     if not run.sharded and not run.adapted:
-        offloaded = {"offload_optimizer": 1.0}
-        changes += [{"optimizer": "adamw_8bit"}, offloaded, {"optimizer": "adamw_8bit"} | recomputing]
-        changes += [offloaded | recomputing]
+        changes += [eight_bit, offloaded, eight_bit | recomputing, offloaded | recomputing]
     said = []
     for change in changes:
         if run.config.model.cuda_graphs and change.keys() & {"sharding_mode", "gradient_checkpointing"}:
@@ -343,10 +296,4 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
                 steps = fitted.config.optim.gradient_accumulation_steps
                 words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
             said.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB)")
-    del said[NUM_SUGGESTIONS:]
-    for num_gpus in (2, 4, 8):
-        state_gib = state_bytes("fsdp_full", "adamw_fp32", num_gpus, run.config) * run.num_parameters / GIB
-        if num_gpus > run.num_gpus and state_gib <= gpu_gib / 2:
-            said.append(f"{num_gpus} such GPUs with train_multi_gpu.py --sharding_mode fsdp_full")
-            break
-    return f" What would fit: {'; '.join(said or ['a smaller model, or GPUs with more memory'])}."
+    return f" What would fit: {'; '.join([*said[:3], 'more GPUs with train_multi_gpu.py --sharding_mode fsdp_full'])}."

@@ -11,19 +11,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.distributed.strategy import DistributedStrategy, fused_wgrad_accumulation
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 
 
 class PlainCopiesStrategy(DistributedStrategy):
     """One process, or a copy of the model on each GPU without DDP, for --cuda_graphs: DDP's hooks would run when a
-    graph is captured, and never again.
-
-    Gradients are averaged over the ranks after a step's last micro-batch, as DDP averages them, but no part of the
-    backward pass hides the all-reduce. The copies begin equal: read from the same files, or drawn from the same seed.
+    graph is captured, and never again. Gradients are averaged over the ranks after a step's last micro-batch.
     """
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        self.wgrad_accumulation = fused_wgrad_accumulation(model)
+        self.wgrad_accumulation = FusedWgradAccumulation(model)
         return model, self.accelerator.prepare(optimizer, device_placement=[False])
 
     @contextlib.contextmanager
@@ -35,7 +33,6 @@ class PlainCopiesStrategy(DistributedStrategy):
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         if self.accelerator.num_processes > 1:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            average = dist.ReduceOp.AVG
-            for reduction in [dist.all_reduce(g, average, async_op=True) for g in gradients]:
+            for reduction in [dist.all_reduce(grad, dist.ReduceOp.AVG, async_op=True) for grad in gradients]:
                 reduction.wait()
         return super().step(optimizer, parameters, max_norm)

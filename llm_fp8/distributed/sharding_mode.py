@@ -1,38 +1,32 @@
 """Which --sharding_mode a run uses.
 
-`auto` takes the first mode that leaves 40% of the smallest GPU's memory to activations, fp8 casts, logits and the
-gathered layer. Bytes per parameter between micro-batches, with N GPUs:
+`auto` takes the first mode that leaves 40% of the smallest GPU's memory to activations, fp8 casts and logits. Bytes per
+parameter between micro-batches, with N GPUs:
 
     ddp          12              bf16 weight, gradient, moments and the master weight's remainder (`adamw_master`)
     fsdp_grad    16 / N + 2 + 4  fp32 master weight, gradient and moments sharded; unsharded bf16 weights, and fp32
                                  gradients while accumulating
     fsdp_full    16 / N + 4      the same without unsharded weights
 
-The 4 bytes fall away with one micro-batch per step or --sync_every_micro_batch. A named --optimizer has its own bytes.
+The 4 bytes fall away with one micro-batch per step or --sync_every_micro_batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.ranks import LaunchRanks
 
-STATE_SHARE = 0.6
-"""Share of a GPU's memory that weights, gradients and optimizer state may take."""
-
-_DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3": (16, 0)}
-"""Sharded, unsharded: see docs/multi_gpu.md."""
-_GATHERED_WEIGHT_BYTES = 2
-_ACCUMULATED_GRADIENT_BYTES = 4
+STATE_SHARE = 0.6  # of a GPU's memory, for weights, gradients and optimizer state
+_DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3": (16, 0)}  # sharded, unsharded
+_GATHERED_WEIGHT_BYTES, _ACCUMULATED_GRADIENT_BYTES = 2, 4
 
 
-@dataclass(frozen=True)
-class ModeChoice:
+class ModeChoice(NamedTuple):
     """The mode of a run and, under auto, the reason."""
 
     mode: str
@@ -50,22 +44,15 @@ def choose_mode(
         return ModeChoice("single", "there is one process")
     if gpu_memory_gib is None:
         return ModeChoice("ddp", "there is no GPU whose memory would count")
-    room = STATE_SHARE * gpu_memory_gib
-    num_parameters = count_parameters()
-    needs = {}
+    room, num_parameters, needs = STATE_SHARE * gpu_memory_gib, count_parameters(), {}
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
         kind = config.optim.optimizer
-        # No fsdp mode takes adamw_8bit.
-        if kind == "auto" or (kind == "adamw_8bit" and mode.startswith("fsdp")):
+        if kind == "auto" or (kind == "adamw_8bit" and mode != "ddp"):  # which fsdp modes do not take
             kind = default_optimizer(mode)
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
-    told = ", ".join(f"{name} {value:.0f} GiB" for name, value in needs.items())
-    return ModeChoice(
-        mode,
-        f"weights, gradients and optimizer state take, per GPU, {told}, and {STATE_SHARE:.0%} of the smallest GPU are "
-        f"{room:.0f} GiB",
-    )
+    told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
+    return ModeChoice(mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}")
 
 
 def default_optimizer(mode: str) -> OptimizerKind:
@@ -93,11 +80,10 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
         sharded, unsharded = _DEEPSPEED_BYTES[mode]
         return sharded / num_shards + unsharded
     kept = BYTES_PER_PARAMETER[kind]
-    total = kept.total
     if not mode.startswith("fsdp"):
-        return total - config.optim.offload_optimizer * kept.state
+        return kept.total - config.optim.offload_optimizer * kept.state
     gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
-    return total / num_shards + gathered + gradients
+    return kept.total / num_shards + gathered + gradients
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP.
+"""How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP; its accelerator.
 
 strategy.shard(model, layers)              FSDP: before weights are loaded
 model, optimizer = strategy.prepare(model, optimizer)
@@ -12,44 +12,33 @@ for each step:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.config.options import OptimConfig, ParallelConfig
+from llm_fp8.config.options import Config, ParallelConfig
+from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.optim.optimizers import OptimizerKind, build_optimizer, clip_and_step
+from llm_fp8.optim.optimizers import clip_and_step
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.torch_internals import local_part
-
-if TYPE_CHECKING:
-    from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
-
-
-def fused_wgrad_accumulation(model: nn.Module) -> FusedWgradAccumulation | None:
-    """What lets the wgrad GEMMs of Transformer Engine's modules accumulate; None for a model without such modules."""
-    if not any(hasattr(module, "fuse_wgrad_accumulation") for module in model.modules()):
-        return None
-    from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
-
-    return FusedWgradAccumulation(model)
 
 
 class DistributedStrategy:
     """One process (mode 'single'), or several with a copy of the model each (DDP)."""
 
-    shards_parameters = False
-    """Parameters are DTensors; weights are then loaded shard by shard."""
-    caches_weight_casts = True
-    """fp8 casts of weights may serve several micro-batches."""
-    reentrant_te_checkpoints = False
-    """Recomputed Transformer Engine layers need a backward pass of their own (`activation_checkpoint`)."""
-    saves_itself = False
-    """Weights and optimizer state go into a checkpoint by `save_state`, not as tensors by name."""
+    shards_parameters = False  # parameters are DTensors, and weights are loaded shard by shard
+    caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
+    reentrant_te_checkpoints = False  # recomputed TE layers need a backward pass of their own
+    saves_itself = False  # weights and optimizer state are saved by `save_state`, not as tensors by name
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         self.mode = mode
@@ -57,19 +46,14 @@ class DistributedStrategy:
         self.options = options
         self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
 
-    def build_optimizer(
-        self, config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
-    ) -> Optimizer:
-        return build_optimizer(config, kind, named_parameters)
-
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Shard the parameters of `model`, which may be on the meta device."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
-        prepared = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
-        self.wgrad_accumulation = fused_wgrad_accumulation(prepared[0])
-        return prepared[0], prepared[1]
+        model, optimizer = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
+        self.wgrad_accumulation = FusedWgradAccumulation(model)
+        return model, optimizer
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
@@ -114,3 +98,41 @@ class DistributedStrategy:
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote; collective."""
+
+
+def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
+    """The run's only Accelerator. Precision is `precision.context`'s part, but for fp16's gradient scaler."""
+    mode = config.parallel.sharding_mode
+    # No rank changes buffers; gradients share the memory of the buckets that are all-reduced.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # Without cpu=True Accelerate misreads processes that have no GPU.
+    arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
+    if mode.startswith("deepspeed"):
+        from llm_fp8.distributed.deepspeed import accelerator_arguments, deepspeed_settings, load_deepspeed
+
+        load_deepspeed()
+        arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
+    return Accelerator(
+        mixed_precision="fp16" if config.precision.mixed_precision == "fp16" and torch.cuda.is_available() else "no",
+        # Otherwise it would divide by a number of steps that it finds in the environment.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        **arguments,
+    )
+
+
+def build_strategy(
+    mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
+) -> DistributedStrategy:
+    if mode.startswith("fsdp"):
+        from llm_fp8.distributed.fsdp import FsdpStrategy
+
+        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, ranks.local_world_size)
+    if mode.startswith("deepspeed"):
+        from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(mode, accelerator, config.parallel)
+    if config.model.cuda_graphs:
+        from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
+
+        return PlainCopiesStrategy(mode, accelerator, config.parallel)
+    return DistributedStrategy(mode, accelerator, config.parallel)

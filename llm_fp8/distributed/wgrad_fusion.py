@@ -7,18 +7,17 @@ gradient*: Transformer Engine's `fuse_wgrad_accumulation`. A weight's gradient i
     step                             one process, DDP               FSDP2
     1. first micro-batch             autograd: `.grad`              FSDP2: unsharded fp32, from the bf16 `.grad`
     2. micro-batches 2 to n          the wgrad GEMM adds to it; lent as `weight.main_grad` by `FusedWgradAccumulation`,
-                                     found by `in_grad`             found by `fsdp_internals.UnshardedGradients`
+                                     found in `.grad`               found by `fsdp_internals.UnshardedGradients`
     3. reduction, last micro-batch   DDP: all-reduce (`strategy`)   `fsdp_internals.MemorySavingReduceScatter`, which
                                      autograd adds there            releases `main_grad`; `.grad` is then the shard
     4. clip, step, zero              `DistributedStrategy.step` uses and drops `.grad`
 
-`main_grad` exists in step 2 alone, for it would keep the memory of dropped gradients. On an H200 (cuBLAS 13)
-accumulating in bf16 gives autograd's bits: the GEMM rounds its result to bf16 before it adds.
+`main_grad` exists in step 2 alone, for it would keep the memory of dropped gradients. In bf16 the GEMM gives autograd's
+bits (H200, cuBLAS 13): it rounds before it adds.
 
 Transformer Engine 2.20 (module/linear.py, layernorm_linear.py, layernorm_mlp.py) reads `fuse_wgrad_accumulation` in the
 forward pass, also a recomputed one, `main_grad` in the backward pass, and gives autograd None for the weight. With
-`is_first_microbatch=True` the GEMM overwrites: gradients must be dropped after each step, and
-`llm_fp8.precision.context` must not say True in a later micro-batch where weights have gradients.
+`is_first_microbatch=True` the GEMM overwrites, so gradients must be dropped after each step.
 """
 
 from __future__ import annotations
@@ -36,17 +35,10 @@ FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A module's weight -> the tensor that its forward passes see in its place, and its gradient so far, if any."""
 
 
-def in_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The `FindMainGrad` of unsharded weights: autograd's."""
-    return weight, weight.grad
-
-
 class FusedWgradAccumulation:
-    """Lets the wgrad GEMMs of TE's linear modules in `model` accumulate. Hooks that wait for autograd to accumulate a
-    gradient (DDP's all-reduce, DeepSpeed's) are not called for them.
-    """
+    """Lets the wgrad GEMMs of TE's linear modules in `model` accumulate, without calling autograd's hooks (DDP's)."""
 
-    def __init__(self, model: nn.Module, find_main_grad: FindMainGrad = in_grad) -> None:
+    def __init__(self, model: nn.Module, find_main_grad: FindMainGrad = lambda weight: (weight, weight.grad)) -> None:
         modules: list[Any] = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
         trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in modules]
         self._trained = [(module, weights) for module, weights in trained if weights]
@@ -54,7 +46,7 @@ class FusedWgradAccumulation:
 
     def weights(self) -> list[Tensor]:
         """The trained weights of these modules, each once; GEMMs accumulate those whose gradients are contiguous."""
-        return list({id(weight): weight for _, weights in self._trained for weight in weights}.values())
+        return list(dict.fromkeys(weight for _, weights in self._trained for weight in weights))
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:

@@ -6,15 +6,13 @@ has, one is assumed.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from accelerate import PartialState
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import chosen
 from llm_fp8.data import prepare_data
-from llm_fp8.distributed.memory import estimate, settle_memory
+from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
 from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
 from llm_fp8.models.build import count_parameters
@@ -40,10 +38,10 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
     optimizer = resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16")
+    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus)
     lines: list[str] = []
     if counts_memory:
-        settle = functools.partial(settle_memory, recipe=recipe, optimizer=optimizer, mode=mode, num_gpus=num_gpus)
-        config, lines = settle(config, hf_config, gpu_gib=gpu_gib)
+        config, lines = settle_memory(run, gpu_gib)
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     size = config.parallel.context_parallel_size
@@ -65,7 +63,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if data.train.steps_per_epoch is None:
         said.append(f"the beginning of the stream: {data.report.summary()}")
     if counts_memory:
-        found = estimate(config, hf_config, recipe=recipe, optimizer=optimizer, mode=mode, num_gpus=num_gpus)
+        found = run.changed(batch_size=config.data.batch_size).estimate()
         gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"
         said.append(f"memory: {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each of {num_gpus} ({gpus})")
         said += [f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items()]

@@ -16,10 +16,9 @@ from transformers import PretrainedConfig
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.validation import check_decoder, check_machine
-from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
 from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, resolve_optimizer
-from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy, build_accelerator, build_strategy
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import (
     ModelSource,
@@ -138,21 +137,13 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
     optimizer_kind = resolve_optimizer(config.optim.optimizer, sharding.mode, precision.compute_name, device.type)
     notes: list[str] = []
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
-        from llm_fp8.distributed.memory import settle_memory
+        from llm_fp8.distributed.memory import RunSize, settle_memory
 
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
-        settle = functools.partial(
-            settle_memory,
-            config,
-            hf_config,
-            recipe=precision.effective_scenario or precision.effective,
-            optimizer=optimizer_kind,
-            mode=sharding.mode,
-            num_gpus=ranks.world_size,
-            gpu_gib=gpu_gib,
-        )
-        config, notes = decided_by_main(settle)
+        recipe = precision.effective_scenario or precision.effective
+        run = RunSize(config, hf_config, recipe, optimizer_kind, sharding.mode, ranks.world_size)
+        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib))
     _check_run(config, hf_config, sharding.mode, precision, ranks, on_gpu=device.type == "cuda")
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)

@@ -22,7 +22,7 @@ from llm_fp8.models.export import check_export
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.optim.optimizers import build_scheduler, bytes_on_host
+from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.failures import explained_failures
@@ -147,7 +147,7 @@ def _context_group(plan: RunPlan) -> ContextGroup | None:
         return None
     from llm_fp8.distributed.context_parallel import ContextGroup
 
-    return ContextGroup.of_rank(size, plan.accelerator.process_index)
+    return ContextGroup(size, plan.accelerator.process_index % size)
 
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -192,7 +192,7 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         )
         plan.say(found)
     if context is not None:
-        context.connected(plan.device.type).attach(decoder_layers(setup.model))
+        context.attach(decoder_layers(setup.model))
     if config.run.export and config.lora.lora_rank and not setup.weights_loaded:
         plan.say("final/ will hold the merged model: the frozen weights are random and are kept nowhere else")
     if config.run.export and plan.accelerator.is_main_process:
@@ -209,7 +209,7 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     setup, data, plan = state.setup, state.data, state.setup.plan
     config, strategy = plan.config, plan.strategy
     model: Any = setup.training_model
-    optimizer: Any = strategy.build_optimizer(config.optim, plan.optimizer_kind, model.named_parameters())
+    optimizer: Any = build_optimizer(config.optim, plan.optimizer_kind, model.named_parameters())
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     if setup.precision.scales_lag and not (resumed is not None and state.has_the_scales(resumed)):

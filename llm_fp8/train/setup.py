@@ -101,7 +101,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     recomputed = _recompute_layers(plan, layers)
     training_model = TrainingModel(model, config.data.max_seq_length, plan.precision.compute_dtype)
     if config.parallel.fp8_params and plan.precision.backend == "te":
-        strategy.keep_in_fp8(precision)  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
+        strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers)
     if strategy.shards_parameters:
         loaded = fill_weights(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)

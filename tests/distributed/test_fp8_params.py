@@ -187,7 +187,7 @@ def train_in_fp8(
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
     strategy = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
-    strategy.keep_in_fp8(precision_of(list(model.layers)[:-1]))
+    strategy.kept_in_fp8 = precision_of(list(model.layers)[:-1])
     strategy.shard(model, model.layers)
     for name, parameter in model.named_parameters():
         block = local_shard(parameter)

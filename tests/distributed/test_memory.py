@@ -26,7 +26,7 @@ from llm_fp8.distributed.memory import (
     HEAD,
     MOST_TOKENS,
     STATE,
-    estimate,
+    RunSize,
     saved_bytes,
     settle_memory,
 )
@@ -67,12 +67,12 @@ def described(row: dict[str, Any]) -> dict[str, Any]:
 
 def parts(model: str = "Llama-3.1-8B", **row: Any):
     row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
-    return estimate(config_of(row), hf_config(model), **described(row))
+    return RunSize(config_of(row), hf_config(model), **described(row)).estimate()
 
 
 def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Config, list[str]]:
     row = {"gradient_accumulation_steps": 4, **row}
-    return settle_memory(config_of(row), hf_config(model), **described(row), gpu_gib=gpu_gib)
+    return settle_memory(RunSize(config_of(row), hf_config(model), **described(row)), gpu_gib)
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -81,7 +81,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_recorded_run(row):
-    found = estimate(config_of(row), hf_config(row["model"]), **described(row))
+    found = RunSize(config_of(row), hf_config(row["model"]), **described(row)).estimate()
     assert found.is_whole
     if "beyond" in row:  # what the first GPU of ddp held more is needed and not estimated
         assert row["mode"] == "ddp" and found.total_gib < 0.95 * row["measured_gib"] < found.needed_gib
@@ -115,7 +115,7 @@ def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
     small = GemmaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000
     )
-    found = estimate(config_of({}), small, **described({}))
+    found = RunSize(config_of({}), small, **described({})).estimate()
     assert not found.is_whole and found.total_gib < 0.1
 
 

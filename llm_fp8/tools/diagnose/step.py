@@ -37,7 +37,7 @@ from llm_fp8.observability.kernel_trace import (
 )
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import covered, length
-from llm_fp8.optim.optimizers import build_scheduler, unwrap
+from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, unwrap
 from llm_fp8.precision.certificate import attention_library, certify
 from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.loop import TrainingLoop
@@ -81,7 +81,7 @@ def build_loop(plan: RunPlan) -> TrainingLoop:
     check_model(config, plan.hf_config, tokenizer)
     data = load_data(plan, tokenizer)
     setup = build_setup(plan)
-    optimizer = strategy.build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
+    optimizer = build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
     warm_up = functools.partial(warm_up_scales, setup, data.train)
     model, optimizer = prepare_with_scales(strategy, setup.training_model, optimizer, warm_up)
     reporter: Any = None
