@@ -24,21 +24,13 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        ("--seed=7", "--seed 7, and rank 0 with --seed 42"),
-        ("--learning_rate=1e-2", "--learning_rate 0.01, and rank 0 with --learning_rate 1e-05"),
-        ("--max_steps=3", "--max_steps 3, and rank 0 with --max_steps 2"),
-        ("--use_wandb", "--use_wandb True, and rank 0 with --use_wandb False"),
-    ],
-)
-def test_a_process_with_other_options_is_refused(tmp_path, tiny_model, rows, other, named):
+@pytest.mark.parametrize("other", ["--seed=7", "--learning_rate=1e-2", "--max_steps=3", "--use_wandb"])
+def test_a_process_with_other_options_is_refused(tmp_path, tiny_model, rows, other):
     folder, log = tmp_path / "run", tmp_path / "log"
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={folder}", *OPTIONS]
     ranks = start_ranks(2, log, *options, of_last=[other])
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
-    assert f"error: rank 1 was started with {named}" in log.read_text()
+    assert f"error: rank 1 was started with another {other.split('=')[0]} than rank 0" in log.read_text()
     assert "Traceback" not in log.read_text() and not folder.exists()
 
 
