@@ -1,4 +1,4 @@
-"""How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP; its accelerator.
+"""How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP.
 
 strategy.shard(model, layers)              FSDP: before weights are loaded
 model, optimizer = strategy.prepare(model, optimizer)
@@ -16,19 +16,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from llm_fp8.config.options import Config, ParallelConfig
+from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import clip_and_step
-from llm_fp8.precision.plan import PrecisionPlan
-from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.torch_internals import local_part
 
 
@@ -98,41 +94,3 @@ class DistributedStrategy:
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote; collective."""
-
-
-def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> Accelerator:
-    """The run's only Accelerator. Precision is `precision.context`'s part, but for fp16's gradient scaler."""
-    mode = config.parallel.sharding_mode
-    # No rank changes buffers; gradients share the memory of the buckets that are all-reduced.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # Without cpu=True Accelerate misreads processes that have no GPU.
-    arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
-    if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed import accelerator_arguments, deepspeed_settings, load_deepspeed
-
-        load_deepspeed()
-        arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
-    return Accelerator(
-        mixed_precision="fp16" if config.precision.mixed_precision == "fp16" and torch.cuda.is_available() else "no",
-        # Otherwise it would divide by a number of steps that it finds in the environment.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        **arguments,
-    )
-
-
-def build_strategy(
-    mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
-) -> DistributedStrategy:
-    if mode.startswith("fsdp"):
-        from llm_fp8.distributed.fsdp import FsdpStrategy
-
-        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, ranks.local_world_size)
-    if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
-
-        return DeepSpeedStrategy(mode, accelerator, config.parallel)
-    if config.model.cuda_graphs:
-        from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
-
-        return PlainCopiesStrategy(mode, accelerator, config.parallel)
-    return DistributedStrategy(mode, accelerator, config.parallel)

@@ -18,8 +18,8 @@ import torch
 
 from llm_fp8.data import PreparedData
 from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import decided_by_main
-from llm_fp8.distributed.strategy import build_strategy
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import StepClock
 from llm_fp8.train.plan import RunPlan, silent, with_precision

@@ -16,9 +16,10 @@ from transformers import PretrainedConfig
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.validation import check_decoder, check_machine
+from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
 from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, resolve_optimizer
-from llm_fp8.distributed.strategy import DistributedStrategy, build_accelerator, build_strategy
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import (
     ModelSource,
