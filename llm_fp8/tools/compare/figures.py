@@ -157,7 +157,7 @@ def _facts(run: RunRecord) -> dict[str, Any]:
     sections |= {"config": {name: section for name, section in run.config.items() if name != "precision"}}
     sections |= {"precision": {name: run.precision.get(name) for name in ("optimizer", "parameter_dtype")}}
     counts = {"steps": len(run.steps), "evaluated_tokens": float(last.get("eval_num_supervised_tokens", 0))}
-    return {**dict(flattened(sections)), **counts}
+    return {**sections, **counts}
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
@@ -165,21 +165,22 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     found = _differing([(run, _facts(run)) for run in runs])
     for variant in sorted({run.variant for run in runs}):  # every run of a variant computes in one precision
         own = [run for run in runs if run.variant == variant]
-        options = [dict(flattened({"config": {"precision": run.config["precision"]}})) for run in own]
-        facts = [{"precision.effective": run.effective_name} for run in own]
-        found += _differing([(run, a | b) for run, a, b in zip(own, options, facts, strict=True)])
+        found += _differing([(run, {"config": {"precision": run.config["precision"]}}) for run in own])
+        found += _differing([(run, {"precision": {"effective": run.effective_name}}) for run in own])
     for seed in sorted({run.seed for run in runs}):  # it means the same sequences in the same order, the same weights
         own = [run for run in runs if run.seed == seed]
-        found += _differing([(run, {"tokens_seen": sum(step["tokens_seen"] for step in run.steps)}) for run in own])
+        found += _differing(
+            [(run, {"tokens_seen": sum(step.get("tokens_seen", 0) for step in run.steps)}) for run in own]
+        )
         losses = [run.steps[0]["loss"] for run in own]
         if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
             found += _differing([(run, {"first_loss": run.steps[0]["loss"]}) for run in own])
     return sorted(found, key=lambda difference: (difference.effect, difference.field))
 
 
-def _differing(facts: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Difference]:
+def _differing(trees: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Difference]:
     """The fields in which the runs do not agree."""
-    found = []
+    facts, found = [(run, dict(flattened(tree))) for run, tree in trees], []
     for name in sorted({name for _, entries in facts for name in entries}):
         fits = [(len(p), effect) for effect, text in _FIELDS.items() for p in text.split() if name.startswith(p)]
         effect = max(fits, default=(0, ""))[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from llm_fp8.tools.compare.figures import Difference, VariantFigures, concerning
 from llm_fp8.utils.errors import listed
@@ -15,8 +14,6 @@ MIN_SEEDS = 3
 QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still pass for as good: a quarter of a percent of a loss of 2,
 the relative difference below which DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training from bf16's."""
-
-Quality = Literal["baseline", "as good", "slightly worse", "worse", "not shown"]
 
 _ADVICE = {
     "not certified": "do not trust these figures before the run is certified",
@@ -38,8 +35,8 @@ class Verdict:
     """A key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"."""
     sentences: list[str]
     """On speed, on quality, and what to do; a single one where nothing can be compared."""
-    quality: Quality = "not shown"
-    """What was learned beside the baseline, whatever the speed."""
+    quality: str = "not shown"
+    """What was learned, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
 
 
 def judge(
@@ -85,7 +82,7 @@ def judge(
     return Verdict(conclusion, [speed, *(f"{words[0].upper()}{words[1:]}." for words in (learned, advice))], quality)
 
 
-def _quality(own: VariantFigures, confounded: bool, margin: float) -> Quality:
+def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
     gap, answers = own.loss_gap, own.answers
     if confounded:
         return "not shown"
@@ -101,7 +98,7 @@ def _quality(own: VariantFigures, confounded: bool, margin: float) -> Quality:
     return "slightly worse" if min(gap.by_seed.values()) > 0 else "as good"
 
 
-def _conclude(own: VariantFigures, quality: Quality, speed_confounded: bool, quality_confounded: bool) -> str:
+def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality_confounded: bool) -> str:
     """The most severe conclusion that applies."""
     if own.certificate.state == "failed":
         return "not certified"
