@@ -73,9 +73,7 @@ class ModelConfig:
         excludes={"use_te": "it has its own attention"},
     )
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
-    gradient_checkpointing: int = option(
-        0, "Recompute every n-th decoder layer backward (no number: all).", bare=1, at_least=0
-    )
+    gradient_checkpointing: int = option(0, "Recompute every n-th layer (no number: all).", bare=1, at_least=0)
     cuda_graphs: bool = option(
         False,
         "Replay micro-batches as CUDA graphs, for models so small that they are launch-bound; takes more memory.",
@@ -113,9 +111,7 @@ class PrecisionConfig:
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
         None, "E4M3, or HYBRID: E5M2 for gradients (default of delayed and current).", needs=(IN_FP8,)
     )
-    amax_history_len: int | None = option(
-        None, "Passes in the amax history of delayed scaling (default: 1024).", needs=(IN_FP8,), at_least=1
-    )
+    amax_history_len: int | None = option(None, "Passes in the history (default: 1024).", needs=(IN_FP8,), at_least=1)
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
         None, "The amax of that history that sets the scale (default: max).", needs=(IN_FP8,)
     )
@@ -138,19 +134,13 @@ class DataConfig:
     dataset_name: str = option(
         EMBEDDED, "Hub id (NAME:CONFIG), folder, file, pattern of files, or 'embedded'; several with commas."
     )
-    dataset_weights: str | None = option(
-        None, "Shares of the rows from each dataset, as in 0.7,0.3 (default: every dataset whole)."
-    )
-    eval_dataset_name: str | None = option(
-        None, "A dataset to evaluate on, as in --dataset_name (default: see --validation_split_name)."
-    )
+    dataset_weights: str | None = option(None, "Shares of several datasets, as in 0.7,0.3 (default: all of each).")
+    eval_dataset_name: str | None = option(None, "Dataset to evaluate on (default: see --validation_split_name).")
     columns: str | None = option(
         None, f"Columns by our names, as in problem=question (default: the same). Ours: {', '.join(COLUMN_NAMES)}."
     )
     split_name: str | None = option(None, "Split to train on (default: train_1M where the dataset has it, else train).")
-    validation_split_name: str | None = option(
-        None, "Split to evaluate on (default: 'validation' if there is one, else a share of the training problems)."
-    )
+    validation_split_name: str | None = option(None, "Split to evaluate on (default: validation, else a share).")
     validation_fraction: float | None = option(
         None,
         "Share of the training problems to evaluate on; 0: none (default: 0.01, but at least 100 rows).",
@@ -223,26 +213,18 @@ class RunConfig:
     output_dir: str | None = option(None, "Folder of the run (default: a new one under runs/).")
     dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and end.")
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
-    allow_changed: str | None = option(
-        None, "Options that resuming may change: learning_rate,total_steps (default: none).", needs=("resume_from",)
-    )
-    save_every: int = option(
-        0, "Optimizer steps between checkpoints; 0 leaves them to --save_minutes.", alias="save_steps", at_least=0
-    )
+    allow_changed: str | None = option(None, "Options that resuming changes (default: none).", needs=("resume_from",))
+    save_every: int = option(0, "Steps between checkpoints; 0: see --save_minutes.", alias="save_steps", at_least=0)
     save_minutes: float = option(30.0, "Save a checkpoint too when the last is this many minutes old.", at_least=0)
     save_total_limit: int = option(2, "Checkpoints kept, besides that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    eval_every: int = option(
-        0, "Optimizer steps between evaluations; 0 evaluates at the end only.", alias="eval_steps", at_least=0
-    )
+    eval_every: int = option(0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", at_least=0)
     keep_best: bool = option(False, "Keep and export the checkpoint of the lowest eval loss.", needs=("eval_every",))
     early_stopping_patience: int = option(
         0, "Evaluations without a lower eval loss that end the run; 0: never.", needs=("eval_every",), at_least=0
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
-    certify: bool | None = option(
-        None, "Exit with code 1 where a step's kernels are not in the precision asked for (default: on with a GPU)."
-    )
+    certify: bool | None = option(None, "Exit with 1 where kernels are not as asked for (default: on with a GPU).")
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
     wandb_project: str = option("llm-fp8", "Project of the W&B run.")
