@@ -91,9 +91,7 @@ def _not_supported(what: str) -> UserError:
 
 
 def require_single_process(environ: MutableMapping[str, str]) -> None:
-    """Raise `UserError` where the launcher asks for more than one process. Some of its variables that are left over are
-    removed: with them Accelerate would look for a process group.
-    """
+    """Raise `UserError` where the launcher asks for more than one process; remove variables left over of one."""
     is_sharded = any(is_on(environ.get(f"ACCELERATE_USE_{name}", "")) for name in ("FSDP", "DEEPSPEED"))
     if is_sharded or LaunchRanks.from_environment(environ).world_size > 1:
         raise UserError("train_fp8.py trains in one process, and the launcher asks for more; use train_multi_gpu.py.")
@@ -105,7 +103,7 @@ def require_single_process(environ: MutableMapping[str, str]) -> None:
 def require_launched(environ: Mapping[str, str]) -> None:
     """Raise `UserError` where variables that torchrun sets for a process of train_multi_gpu.py are missing."""
     if not environ.keys() >= set(_TORCHRUN):
-        raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=NUMBER_OF_GPUS ... (docs).")
+        raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
 
 
 def apply_launch_settings(
@@ -137,9 +135,7 @@ def apply_launch_settings(
 
 
 def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What was asked for, removed from `environ`: the precision, the engines, and the variables that they use; and the
-    names of entries without effect.
-    """
+    """What was asked for (precision, engines, variables), removed from `environ`; and entries without effect."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of entries, for Accelerate's own checks
     found = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):

@@ -20,9 +20,8 @@ _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` for an option that its field's `needs`, `excludes` or bounds do not allow.
-
-    `mode` is the sharding mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
+    """Raise `UserError` for an option that its field's `needs`, `excludes` or bounds forbid. `mode` is the sharding
+    mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
     """
     declared = {each.name: each for section in SECTIONS.values() for each in fields(section)}
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}

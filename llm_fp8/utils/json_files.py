@@ -63,9 +63,7 @@ def _object(text: str, name: object) -> dict[str, Any]:
 
 
 def read_json(path: Path, entries: Iterable[str] = ()) -> dict[str, Any]:
-    """The object of a JSON file, NaN and infinity as floats; `UserError` where it cannot be read, is none or lacks one
-    of `entries`.
-    """
+    """The object of a JSON file, NaN and infinity as floats; `UserError` where it is none or lacks one of `entries`."""
     value: dict[str, Any] = with_floats(_object(read_text(path), path))
     if missing := set(entries) - value.keys():
         raise UserError(f"{path} lacks {listed(missing)}.")
@@ -73,9 +71,7 @@ def read_json(path: Path, entries: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, strings as they stand there: "Infinity" can be a problem's answer. Raises
-    `UserError` with the number of a line that holds none.
-    """
+    """The objects of a JSONL file, strings as they stand there; `UserError` with the number of a line that is none."""
     text = read_text(path)
     # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
     lines = text.removesuffix("\n").split("\n") if text else []

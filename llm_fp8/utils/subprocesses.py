@@ -91,7 +91,7 @@ def run_program(
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
     """The command that starts `num_processes` on this host."""
-    # --standalone binds a free port, so that launches side by side do not collide.
+    # --standalone binds a free port.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
 
 

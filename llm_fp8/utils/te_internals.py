@@ -17,18 +17,14 @@ from torch import nn
 
 
 def keep_weight_casts(model: nn.Module, keep: bool) -> None:
-    """Let the modules of `model` keep fp8 casts of their weights for the backward pass and further micro-batches, or
-    cast anew, as they do by themselves for weights that FSDP2 shards.
-    """
+    """Let modules keep fp8 casts of their weights for later passes, or cast anew, as they do for those FSDP2 shards."""
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # type: ignore[assignment]  # they look for FSDP2 once
 
 
 def would_lose_main_grad(module: Any) -> bool:
-    """Whether this module would raise instead of adding to a main gradient: LayerNormLinear looks for it only where it
-    has kept the weight of its GEMM, and it drops fp8 casts that it is not to keep.
-    """
+    """Whether it would raise instead of adding to a main gradient: a LayerNormLinear that drops its fp8 casts."""
     casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
     return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
