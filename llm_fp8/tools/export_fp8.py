@@ -42,12 +42,12 @@ def main() -> int:
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
-    length = options.max_seq_length or DataConfig.max_seq_length
-    data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate")
-    if options.data is not None and not find_splits(data_options)[1]:  # without a validation split all rows count
-        data_options = replace(data_options, validation_fraction=0.0)
-    config = Config(model=ModelConfig(model_name=str(options.folder)), data=data_options)
     if options.data is not None:  # a mistake in it is found before the export
+        length = options.max_seq_length or DataConfig.max_seq_length
+        data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate")
+        if not find_splits(data_options)[1]:  # without a validation split all rows count
+            data_options = replace(data_options, validation_fraction=0.0)
+        config = Config(model=ModelConfig(model_name=str(options.folder)), data=data_options)
         tokenizer, _ = load_tokenizer(config.model, resolve_source(config.model))
         data = prepare_data(config, tokenizer)
     before, after = export_fp8(options.folder, options.output)

@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"offload_optimizer": 1.0},
     "LoRA": {"lora_rank": 16},
 }
-"""Ways of training, those that cost least in time and quality first -> their options."""
+"""Ways of training, the cheapest in time and quality first -> their options."""
 SHARDED_WAYS = ("full", "full, recomputed", "LoRA")
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}
 """Start of a bundled name -> the owner on the hub."""

@@ -73,12 +73,11 @@ def render(found: Mapping[str, Any]) -> None:
     print(f"\nattention: {found['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
     step_s, tokens_per_s = step["step_time_s"], step["tokens_per_s"]
     print(f"\none step: {step_s * 1e3:.1f} ms, {tokens_per_s:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s")
-    gemms = {f"  {kind} operands": taken for kind, taken in found["gemms"].items()}
     for name, taken in found["classes"].items():
-        share = taken["time_s"] / step_s
-        print(_line(name, taken, step_s), ADVICE.get(name, "") if share >= WORTH_A_WORD else "")
-        for kind, of_kind in gemms.items() if name == "gemm" else ():
-            print(_line(kind, of_kind, step_s))
+        advice = ADVICE.get(name, "") if taken["time_s"] >= WORTH_A_WORD * step_s else ""
+        print(_line(name, taken, step_s), advice)
+        for kind, of_kind in found["gemms"].items() if name == "gemm" else ():
+            print(_line(f"  {kind} operands", of_kind, step_s))
     print("\nmemory at the peak of a step, GiB")
     for kind, gib in found["memory_gib"].items():
         print(f"  {kind.replace('_', ' '):20}{gib:8.2f}")
@@ -87,5 +86,5 @@ def render(found: Mapping[str, Any]) -> None:
 
 
 def _line(name: str, taken: Mapping[str, Any], step_s: float) -> str:
-    count, time_s = taken["count"], taken["time_s"]
-    return f"  {name.replace('_', ' '):20}{count:>8}{time_s * 1e3:>10.1f} ms{time_s / step_s:>8.1%} "
+    time_s = taken["time_s"]
+    return f"  {name.replace('_', ' '):20}{taken['count']:>8}{time_s * 1e3:>10.1f} ms{time_s / step_s:>8.1%} "
