@@ -26,15 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 
 _Model = Literal["gemm", "attention", "cast", "norm", "activation", "rope", "loss"]
 KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "other"]]
-"""gemm: also the reductions of split-K GEMMs. cast: quantisation, its transposes, amax and scales. optimizer: also
-gradient norm and clipping. copy: also fills, concatenation and casts between floating-point types. elementwise: all
-other pointwise, reducing and indexing kernels of PyTorch, and what torch.compile fuses.
-"""
+"""cast: quantisation, its transposes, amax and scales. optimizer: also gradient norm and clipping. copy: also fills,
+concatenation and casts between floating-point types. elementwise: also what torch.compile fuses."""
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """The operand type of a GEMM (not of its result); fp32 includes TF32."""
-LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")
-"""GEMM types of the fp8 recipes; fp4 is that of nvfp4 alone."""
+LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # of the fp8 recipes
 
 _GPU = torch.autograd.DeviceType.CUDA
 
@@ -55,15 +52,12 @@ def _names(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE)
 
 
+# torch.compile's: pointwise or reducing kernels, named by the fused operations; those that quantise; GEMMs, attention.
 _COMPILED = re.compile(r"^triton_(?:poi|red|per|for|mix|unk)_fused_")
-"""A pointwise or reducing kernel of torch.compile; its name lists the fused operations."""
 _COMPILED_CAST = re.compile(r"_scaled_mm|_abs_(?:\w+_)?max_|_clamp_(?:\w+_)?reciprocal_")
-"""The operations that make it a quantisation."""
 _COMPILED_TEMPLATE = re.compile(r"^triton_(?:tem_|mm|bmm|addmm)")
-"""A GEMM or attention of torch.compile."""
-
+# Reduces the parts of a split-K GEMM: its time belongs to the GEMM, but it is none itself.
 _PARTIAL_SUM = _names(r"splitk\w*reduce|reduce_1block_kernel|splitk_?reduction")
-"""Reduces the parts of a split-K GEMM: its time belongs to the GEMM, but it is none itself."""
 
 _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     ("communication", _names(r"nccl|nvshmem|multimem_|userbuffers|deep_?ep::")),
@@ -140,7 +134,6 @@ def gemm_kind(name: str) -> GemmKind | None:
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
     """Record the CUDA kernels of the enclosed code, which ends with a synchronisation; readable afterwards."""
-    # About recordings of several cycles; its advice, acc_events=True, makes a Python object of every event.
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         yield recorded

@@ -32,13 +32,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DecoderSize:
-    num_linear_parameters: int
-    """Entries of all weight matrices that multiply activations: lm_head included, embedding look-up not."""
+    num_linear_parameters: int  # lm_head included, embedding look-up not
     num_layers: int
-    attention_width: int
-    """num_attention_heads * head_dim."""
-    num_adapter_parameters: int = 0
-    """Entries of all adapters; where there are any, the linear weights are frozen."""
+    attention_width: int  # num_attention_heads * head_dim
+    num_adapter_parameters: int = 0  # where there are any, the linear weights are frozen
 
     @classmethod
     def from_config(cls, config: Any, num_adapter_parameters: int = 0) -> DecoderSize:
@@ -60,12 +57,10 @@ class DecoderSize:
 class StepTokens:
     """Token counts of one optimizer step, summed over its micro-batches and all GPUs."""
 
-    num_tokens: int
-    """All positions, padding included."""
+    num_tokens: int  # all positions, padding included
     num_real_tokens: int
     num_supervised_tokens: int
-    sum_squared_lengths: int
-    """Sum of l**2 over documents; for unpacked sequences of S positions `num_tokens * S`."""
+    sum_squared_lengths: int  # over documents; for unpacked sequences of S positions `num_tokens * S`
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
@@ -81,8 +76,7 @@ class PeakTflops:
     """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second)."""
 
     bf16: float
-    fp8: float | None
-    """None where the GPU has no fp8 tensor cores."""
+    fp8: float | None  # None where the GPU has no fp8 tensor cores
 
 
 # By `torch.cuda.get_device_name`, matched in full: a laptop, MIG or cut-down part has another name and peak. From
@@ -111,7 +105,6 @@ _PEAKS: dict[str, PeakTflops] = {
 
 
 def peak_tflops(gpu_name: str) -> PeakTflops | None:
-    """Peaks of a GPU by its `torch.cuda.get_device_name`; None for one that is not in the table."""
     return next((peak for pattern, peak in _PEAKS.items() if re.fullmatch(pattern, gpu_name)), None)
 
 
@@ -161,16 +154,13 @@ METRICS: dict[str, Metric] = {
 }
 """Every key that reaches metrics.jsonl, summary.json and W&B. A key keeps its meaning for good."""
 
-RECORDED_STEP = "num_gemm_kernels"
-"""The key that only the recorded step has."""
+RECORDED_STEP = "num_gemm_kernels"  # the key that only the recorded step has
 
 
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """The throughput figures of one step under the keys of `METRICS`, as far as this hardware has them. `num_gpus`: the
-    training processes, 1 on a CPU.
-    """
+    """The throughput figures of one step under the keys of `METRICS`; `num_gpus` is the number of processes."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -188,8 +178,7 @@ def speed_metrics(
     return figures
 
 
-WARMUP_STEPS = 10
-"""Steps at the start of a process that medians leave out (compilation, autotuning, allocator); at most half of all."""
+WARMUP_STEPS = 10  # that medians leave out at a process's start, at most half of all
 
 MEDIANS = (
     *("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "real_tokens_per_s", "supervised_tokens_per_s"),

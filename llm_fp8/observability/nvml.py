@@ -15,8 +15,7 @@ import pynvml
 import torch
 from accelerate import Accelerator
 
-MIN_INTERVAL_S = 1.0
-"""Shortest interval with figures. The counter moves in jumps of about a tenth of a second."""
+MIN_INTERVAL_S = 1.0  # with figures: the counter moves in jumps of about a tenth of a second
 
 
 def gpu_uuid(device: torch.device | int) -> str:
@@ -41,9 +40,8 @@ def energy_counter(device: torch.device) -> Callable[[], float] | None:
 
 
 class EnergyMeter:
-    """Energy of all GPUs of a run over intervals of optimizer steps; collective. There are no figures where a GPU has
-    no counter. An interval begins at `restart`, with an idle GPU, and ends at the first `read` at least
-    `MIN_INTERVAL_S` later; the next begins there.
+    """Energy of all GPUs of a run over intervals of optimizer steps; collective. An interval begins at `restart`, with
+    an idle GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later; the next begins there.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -58,9 +56,8 @@ class EnergyMeter:
         self._start_s, self._start_j = time.perf_counter(), self._read_j()
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Figures of the interval that ends here, under the keys of `metrics.METRICS`; empty without a counter, or
-        while the interval is too short: the tokens then count for the call that ends it. `num_tokens`: positions of
-        each step since the last call, on all GPUs, which must be done with them.
+        """Figures of the interval that ends here, under the keys of `METRICS`; empty without a counter, or while
+        it is too short. `num_tokens`: positions of each step since the last call, on all GPUs, done with them.
         """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), self._read_j()

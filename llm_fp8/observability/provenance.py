@@ -28,10 +28,8 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git repository whose root is `folder`, and whether files differ from it.
-
-    LLM_FP8_COMMIT gives the commit of a copy without git's files (a container); `dirty` is None then. None where git is
-    missing, nothing was committed yet, or `folder` is not the root (it would take another repository's commit).
+    """Commit of the git repository whose root is `folder`, and whether files differ from it; None where there is none.
+    LLM_FP8_COMMIT gives the commit of a copy without git's files (a container); `dirty` is None then.
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}

@@ -67,8 +67,8 @@ class RunReporter:
         resume_step: int = 0,
         evaluates_again: bool = False,
     ) -> None:
-        """Open the files in `config.run.output_dir`; `start_wandb` starts W&B. `resume_step` is the checkpoint's step;
-        at 0 metrics.jsonl begins anew. `evaluates_again`: the evaluation after that step is repeated.
+        """Open the files in `config.run.output_dir`. `resume_step` is the checkpoint's step; at 0 metrics.jsonl begins
+        anew. `evaluates_again`: the evaluation after that step is repeated.
         """
         self._is_main = accelerator.is_main_process
         self._wandb: Any = None  # the W&B run
@@ -89,13 +89,11 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_wandb(self, record: dict[str, Any]) -> None:
-        """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start. The W&B
-        configuration is the options by section, the `tracker_labels.LABELS`, `effective` and `provenance`.
-        """
+        """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start."""
         options = self._config.run
         if not self._is_main or not options.use_wandb:
             return
-        from llm_fp8.observability.tracker_labels import run_labels
+        from llm_fp8.observability.tracker_labels import run_labels, run_tags
 
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
@@ -108,6 +106,7 @@ class RunReporter:
                 name=options.wandb_run_name,
                 group=os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
                 job_type="train",
+                tags=[*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *run_tags(record)],
                 **self._identity(),
             )
         self._wandb.config.update(stored, allow_val_change=True)  # a resumed run may have other options
@@ -116,9 +115,7 @@ class RunReporter:
         self._wandb.define_metric("*", step_metric="step")
 
     def _identity(self) -> dict[str, Any]:
-        """Which W&B run this start belongs to: the `id` in wandb_run.json where the training is resumed, else a new
-        one (or WANDB_RUN_ID of the environment).
-        """
+        """Which W&B run this start belongs to: that of wandb_run.json where it is resumed, else a new one."""
         path = self._folder / "wandb_run.json"
         if self._resume_step > 0 and path.exists():
             known = read_json(path, ("id", "last_step"))
@@ -150,9 +147,8 @@ class RunReporter:
         assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"
         self._file.write(json_line(record))
         # An evaluation is a row of its own on W&B; one that was put off, or is repeated, is of the checkpoint's step.
-        if record["step"] > self._known_step - ("eval_loss" in record):
-            if self._wandb is not None:
-                self._wandb.log(record)
+        if self._wandb is not None and record["step"] > self._known_step - ("eval_loss" in record):
+            self._wandb.log(record)
 
     def print(self, text: str) -> None:
         if self._is_main:
@@ -182,16 +178,12 @@ class RunReporter:
         return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process; empty on other processes than the main one. An earlier process of the run may have
-        had other GPUs.
-        """
+        """The steps of this process; empty on other processes than the main one."""
         own = (record for record in self._written() if record["step"] > self._resume_step)
         return [record for record in own if "eval_loss" not in record]
 
     def _written(self) -> Iterator[dict[str, float]]:
-        """The lines of metrics.jsonl, those of earlier processes included; none on other processes than the main one.
-        Kept in memory they would grow with the run.
-        """
+        """The lines of metrics.jsonl, those of earlier processes included; none beside the main process."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)

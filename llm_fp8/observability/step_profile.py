@@ -28,8 +28,7 @@ from llm_fp8.observability.kernel_trace import (
 )
 from llm_fp8.observability.metrics import throughput_summary
 
-WORTH_A_WORD = 0.2
-"""Idle share of a step from which on a run reports it."""
+WORTH_A_WORD = 0.2  # idle share of a step from which on a run reports it
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
@@ -102,9 +101,6 @@ def profiled() -> Iterator[StepProfile]:
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
     """The entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
-    A layer launches dozens of kernels, in fp8 more than in bf16. With small micro-batches the GPU finishes them before
-    the host has launched the next; the step then takes the host's time and fp8 gains nothing.
-
     work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps, since
     recording slows the host. share: of the step in which no such kernel runs.
     """
@@ -119,11 +115,6 @@ def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None
     """A sentence on it, with what helps; None where it is small or unknown."""
     if idle is None or idle["share"] < WORTH_A_WORD:
         return None
-    why, less = "launch-bound", ", or, with --use_te and packing, let the GPU replay it (--cuda_graphs)"
-    if num_ranks > 1:
-        why = "launch-bound, or waiting for other GPUs"
-        less = "; or a --sharding_mode that communicates less: fsdp_grad, or ddp where it fits"
-    return (
-        f"the GPU is idle during {idle['share']:.0%} of a step ({why}), which fp8 cannot shorten: give each "
-        f"micro-batch more tokens (--batch_size, --max_seq_length), recompute less (--gradient_checkpointing){less}"
-    )
+    less = "--cuda_graphs" if num_ranks == 1 else "--sharding_mode fsdp_grad or ddp"
+    share = f"the GPU is idle during {idle['share']:.0%} of a step, which fp8 cannot shorten"
+    return f"{share}: raise --batch_size or --max_seq_length, recompute less, or try {less}"
