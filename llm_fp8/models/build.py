@@ -27,16 +27,13 @@ from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
 from llm_fp8.utils.te_import import require_te
 from llm_fp8.utils.torch_internals import materialize_
 
-TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)
-"""Hidden sizes for which TE 2.20 has tuned RMSNorm kernels."""
+TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels
 HOPPER = 9  # major compute capability on which they were compared with cuDNN's
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation of the Hugging Face decoder; `auto` takes the fastest that the architecture has.
-    Raises `UserError` where the requested one is not installed, or the architecture lacks it.
-    """
+    """The attention of the Hugging Face decoder; `auto` is the fastest. `UserError` where another is missing."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
 
     def has(implementation: str) -> bool:

@@ -36,8 +36,7 @@ from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, st
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 
-MAX_FILE_SIZE = "5GB"
-"""Largest safetensors file, unless a single tensor is larger."""
+MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
 _ADVICE = "Make room; where a checkpoint was saved, --resume_from latest then writes the model from it."
 
 
@@ -103,10 +102,7 @@ def export_adapter(
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
 ) -> None:
-    """Write the adapters of `model` to `folder` (replaced if it exists) in PEFT's format and their own dtype.
-
-    `base_model` is where PEFT finds the frozen model: a hub id or a folder. The rest is as in `export_hf`.
-    """
+    """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
     from llm_fp8.models.lora import adapters_of, peft_config
 
     adapters = adapters_of(model)
@@ -155,9 +151,8 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 def hf_tensors(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and CPU copy (`dtype`) of each unsharded Hugging Face tensor, a weight with an adapter merged in fp32.
-
-    One parameter at a time takes the GPU's memory. With `dtype` None it only takes part in the collectives.
+    """Name and CPU copy (`dtype`) of each unsharded Hugging Face tensor, a weight with an adapter merged in fp32; one
+    parameter at a time. With `dtype` None it only takes part in the collectives.
     """
     tensors, parameters = saved_tensors(model), dict(model.named_parameters())
     adapters: dict[str, Any] = {}

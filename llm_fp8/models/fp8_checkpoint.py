@@ -4,9 +4,8 @@
     fp8                 `X.weight_scale_inv` [ceil(n / b0), ceil(k / b1)]                  a block of b0 x b1 values
     compressed-tensors  `X.weight_scale` [n, 1], [1] or [ceil(n / b0), ceil(k / b1)]       a row, a matrix or a block
 
-A weight is the fp32 product of its fp8 value and its scale (`scale_inv` names the same factor), rounded afterwards like
-any fp32 checkpoint. Scales are fp32, bf16 or fp16. Everything else that a `quantization_config` can ask for is refused.
-Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tensors 0.20 (`float-quantized`).
+A weight is the fp32 product of its fp8 value and its scale. Scales are fp32, bf16 or fp16. Any other quantisation is
+refused. Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tensors 0.20 (`float-quantized`).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from transformers import PretrainedConfig
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.parts import StoredTensor
 
-_FP8_WEIGHTS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
-"""What compressed-tensors says of weights in fp8."""
+_FP8_WEIGHTS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}  # as compressed-tensors says
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 
 

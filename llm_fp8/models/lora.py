@@ -73,13 +73,13 @@ def require_peft(why: str) -> None:
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
-    """Hugging Face layers that --lora_targets means in `model` (without adapters); `UserError` for an unknown one."""
+    """The layers that --lora_targets means in `model`; `UserError` for an unknown one."""
     head = model.get_output_embeddings()
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
     if ALL_LINEAR in options.targets:
         return tuple(known)
-    if unknown := [name for name in options.targets if name not in known]:
+    if unknown := sorted(set(options.targets).difference(known)):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(known)}; choose from these.")
     return options.targets
 
@@ -123,8 +123,7 @@ def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch
         device = model.get_parameter(te_name).device
         module.add_module("adapters", FusedAdapters(chosen, options, dtype, device))
         if hasattr(module, "return_layernorm_output"):
-            # Read at each call: the hook needs the GEMM's input.
-            module.return_layernorm_output = True  # type: ignore[assignment]
+            module.return_layernorm_output = True  # type: ignore[assignment]  # the hook needs the GEMM's input
         module.register_forward_hook(_with_adapters)
 
 
@@ -160,10 +159,8 @@ class FusedAdapters(nn.Module):
 
 
 class _AddLowRank(torch.autograd.Function):
-    """output[..., start:stop] += low[..., its rank columns] @ b.T for each b [stop - start, rank], in place.
-
-    Autograd is not told that `output` changes: TE's linear modules save their inputs for the backward pass, never their
-    output, and copying it would be the most expensive part of an adapter.
+    """output[..., start:stop] += low[..., its rank columns] @ b.T for each b [stop - start, rank], in place, as TE
+    never saves it.
     """
 
     @staticmethod

@@ -48,14 +48,9 @@ class TrainingModel(nn.Module):
         if batch.cu_seqlens is None:
             return self._decode(batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask)
         if chosen_attention(self.model.config) == "flash_attention_2":
-            return self._decode(
-                batch.input_ids,
-                position_ids=batch.position_ids,
-                cu_seq_lens_q=batch.cu_seqlens,
-                cu_seq_lens_k=batch.cu_seqlens,
-                max_length_q=batch.max_seqlen,
-                max_length_k=batch.max_seqlen,
-            )
+            starts = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
+            lengths = dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
+            return self._decode(batch.input_ids, position_ids=batch.position_ids, **starts, **lengths)
         # Without variable-length attention each sequence gets a mask, which transformers derives from position ids.
         sequences = batch.input_ids.view(-1, self.max_seq_length)
         hidden = self._decode(sequences, position_ids=batch.position_ids.view_as(sequences))

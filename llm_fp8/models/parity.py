@@ -43,18 +43,14 @@ from llm_fp8.utils.parts import Part
 FP32_LIMIT = 4e-4
 MEAN_LIMIT = 1.25
 LAYER_LIMIT = 2.0
-SMALLEST_ERROR = 1e-4
-"""Added to both errors of a ratio: below it a difference means nothing."""
-MAX_TOKENS = 2048
-"""Most tokens compared: TE's attention in fp32 holds scores of their square for every head."""
+SMALLEST_ERROR = 1e-4  # added to both errors of a ratio: below it a difference means nothing
+MAX_TOKENS = 2048  # compared: TE's attention in fp32 holds scores of their square for every head
 _ADVICE = "Report this with config.json, or train without --use_te."
 FullTensor: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Comparison(NamedTuple):
-    """One tensor of one layer, and how far others are from Hugging Face in fp32: TE in fp32, TE and Hugging Face in the
-    training dtype.
-    """
+    """One tensor of one layer; distance from Hugging Face in fp32 of TE in fp32, and of both in the training dtype."""
 
     layer: int
     tensor: str
@@ -147,9 +143,7 @@ def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTe
 def compare_layers(
     model: PreTrainedModel, batch: Batch, max_seq_length: int, dtype: torch.dtype, full_tensor: FullTensor
 ) -> list[Comparison]:
-    """Tests 2 and 3, unjudged. The model itself is only read: layers of both kinds are built anew, once for each dtype
-    and kind of attention, and given its weights.
-    """
+    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the model's weights."""
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     spec = dataclasses.replace(te_llama.spec_of(model), attention_dropout=0.0)
@@ -220,10 +214,7 @@ def _run(
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients with the biases of q, k and v as one vector.
-
-    Softmax is invariant to a shift of all keys, so the gradient of k's bias alone is nothing but rounding.
-    """
+    """The gradients with the biases of q, k and v as one vector: that of k's bias alone is nothing but rounding."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]

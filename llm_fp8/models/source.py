@@ -18,9 +18,8 @@ from llm_fp8.utils.errors import UserError, reading
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
 
+# Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head."""
-
 _MIX_DOCUMENTS = frozenset(
     "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba "
     "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
@@ -74,7 +73,7 @@ def reading_model(what: str, name: str | None) -> contextlib.AbstractContextMana
 
 
 def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
-    """The model's config; `UserError` where it cannot be read, or describes a quantisation that is not known."""
+    """The model's config; `UserError` where it cannot be read or describes an unknown quantisation."""
     with reading_model("model's config.json", options.model_name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         hf_config.get_text_config(decoder=True)

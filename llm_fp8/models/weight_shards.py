@@ -2,10 +2,7 @@
 
 FSDP shards every parameter along dim 0: of R rows over n ranks each rank holds ceil(R / n), the last ranks fewer or
 none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`parts.Part`), so a rank's shard of a
-checkpoint is a range of rows of some tensors, and both directions are slicing:
-
-    in     a rank reads its rows from the safetensors files and nothing else (`WeightFiller`)
-    out    a parameter is gathered, cut into its parts and written (llm_fp8/models/export.py)
+checkpoint is a range of rows of some tensors, and loading and export (llm_fp8/models/export.py) are slicing.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 def is_te_model(model: nn.Module) -> bool:
-    """Whether `model` has decoder layers of te_llama.py, which a process without it cannot have."""
+    """Whether `model` has decoder layers of te_llama.py."""
     te_llama = sys.modules.get("te_llama")
     return te_llama is not None and any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
 
@@ -157,9 +154,8 @@ class WeightFiller:
         self._resolve = resolve
 
     def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
-        """Copy what this rank needs of one Hugging Face tensor into place, cast to the parameter's dtype.
-
-        `rows[a:b]` gives rows a to b of dim 0: the tensor, or a slice of a safetensors file that reads only these.
+        """Copy what this rank needs of one Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]`
+        gives rows a to b of dim 0.
         """
         known_name = self._resolve(hf_name)
         if known_name is None:
@@ -198,13 +194,11 @@ def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFill
 
 
 def hf_filler(model: PreTrainedModel, names: Mapping[str, str], checkpoint_names: Iterable[str]) -> WeightFiller:
-    """Fills this rank's shards of a Hugging Face model, whose parameters have memory.
-
-    Like `from_pretrained` it takes names with or without the base model's prefix ("model."), and a tied matrix from
-    whichever of its names is stored, from the first where both are. `names`: `stored_names` of the model.
+    """Fills this rank's shards of a Hugging Face model. Like `from_pretrained` it takes names with or without the base
+    model's prefix, and a tied matrix from whichever of its names is stored. `names`: `stored_names` of the model.
     """
     tensors, prefix = saved_tensors(model), f"{model.base_model_prefix}."
-    own_names = (name_without_adapter(name) for name in tensors)
+    own_names = map(name_without_adapter, tensors)
     first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
     passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
 

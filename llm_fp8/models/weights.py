@@ -131,7 +131,7 @@ def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
 
 
 def load_weights(model: PreTrainedModel, options: ModelConfig, source: ModelSource, keep_lower_bits: bool) -> None:
-    """Fill a model from the files of `source`; the arguments are those of `build.fill_weights`."""
+    """Fill a model from the files of `source`, as `build.fill_weights`."""
     files = weight_files(options, source)
     if keep_lower_bits:
         for parameter in model.parameters():

@@ -56,9 +56,7 @@ class Precision:
         """Class of the recipe in force in a TE module's first forward pass, or 'none'."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the fp8 modules of `model`, converted already, and keep those in bf16 that options name. Raises
-        `UserError` where nothing would be in fp8.
-        """
+        """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8."""
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
         if any(type(module).__module__.startswith("torchao") for module in model.modules()):
@@ -137,10 +135,7 @@ class Precision:
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """From now on weights are cast to fp8 in the first training pass only: those in fp8 are frozen.
-
-        Delayed scaling knows a weight's scale only after the first pass, so there the second pass casts once more.
-        """
+        """From now on frozen weights are cast to fp8 once; under delayed scaling again after the first pass."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     def _te_autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
@@ -196,9 +191,7 @@ class Precision:
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """TE's own tensors of delayed scaling, by module: scales fp32 [num_tensors], amax histories fp32 [history,
-        num_tensors]; empty for other recipes. Modules that have not run yet are initialised, so names never change.
-        """
+        """Delayed scaling's fp32 tensors: scales [num_tensors], amax histories [history, num_tensors]; else empty."""
         state: dict[str, Tensor] = {}
         if not self.scales_lag:
             return state
@@ -215,10 +208,7 @@ class Precision:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Keep scales and amax histories as they are across forward passes that are not training.
-
-        Even without gradients TE writes amax to the first row of each history, from which the next scale is computed.
-        """
+        """Keep scales and amax histories across passes that are not training: TE notes amax without gradients too."""
         current = list(self.state_tensors().values())
         kept = [tensor.clone() for tensor in current]
         try:

@@ -1,8 +1,4 @@
-"""What linear modules say of their last step: whether it was in fp8, by which recipe, with which quantizers. The
-certificate compares that with the kernels.
-
-Only attributes of Transformer Engine's modules are read; where a later version lacks one, the module is unreadable.
-"""
+"""What linear modules say of their last step: whether it was in fp8, by which recipe, with which quantizers."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> Non
 
 
 def read_state(modules: Iterable[nn.Module]) -> ModuleState:
-    """The state of torchao's linear modules. They keep no record of a step: in fp8 counts who is configured to compute
-    every call in fp8 on the hardware, not emulated, with an unreplaced `forward`.
-    """
+    """The state of torchao's linear modules: in fp8 are those set up for it, not emulated, with an own `forward`."""
     known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
     # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
     plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
@@ -80,9 +78,7 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
 
 
 def unwrapped_shard(parameter: Tensor) -> Tensor:
-    """A sharded parameter as a DTensor of its fp32 shard, sharing memory, where torchao wraps it for --fp8_params;
-    any other as it is.
-    """
+    """A sharded parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
     if not isinstance(parameter, DTensor):
         return parameter
     local: Any = local_of(parameter)
@@ -93,10 +89,7 @@ def unwrapped_shard(parameter: Tensor) -> Tensor:
 
 
 def refresh_scales_(model: nn.Module) -> None:
-    """Compute the scales of weights that are all-gathered in fp8 (if any) from their values, with one collective.
-
-    Call it whenever weights were written to: scales stay until the next call.
-    """
+    """Compute the scales of weights that are all-gathered in fp8 (if any), with one collective, after each update."""
     if any(unwrapped_shard(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
