@@ -11,9 +11,7 @@ beyond the limit. Loading compares the files with the manifest once: a copied ch
 
 Each rank writes its own shards, and another number of ranks can read them: saving and loading are collective, with the
 same names on every rank. DCP's writer runs with one thread: with several it loses the exceptions of all but the first.
-Background saves don't use `dcp.async_save`: its future covers the writing alone, and the manifest, the rename and the
-pruning must follow after all ranks have written; and Python waits at its end for the thread of its executor, which
-would keep a rank that has failed alive while the others wait for it in a collective.
+Background saves don't use `dcp.async_save`: its future covers the writing alone, and its thread outlives a failure.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,12 +51,9 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 """Value of --resume_from for the checkpoint of the run that was saved last."""
-
 RNG_PREFIX = "rng/"
-
 STRATEGY_STATE = "engine"
 """Folder in a checkpoint for what DeepSpeed's engine saves itself."""
-
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _CHECKSUM_LIMIT_BYTES = 2**20
@@ -89,18 +85,15 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The optimizer steps that were completed."""
+        """Optimizer steps that were completed."""
         return int(self.meta["step"])
 
     @cached_property
     def tensors(self) -> dict[str, str]:
         """Name -> dtype and shape."""
-        entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
-        return {
-            name: f"{entry.properties.dtype} {list(entry.size)}"
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
+        tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        return {name: f"{entry.properties.dtype} {list(entry.size)}" for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor], left_out: str = RNG_PREFIX) -> None:
         """Read the tensors of these names in place and bit for bit; collective.
@@ -114,7 +107,8 @@ class Checkpoint:
         if names := [name for name in sorted(needed | wanted.keys()) if saved.get(name) != wanted.get(name)]:
             problems = [f"{name} is {saved.get(name)} there and {wanted.get(name)} here" for name in names]
             raise UserError(f"--resume_from {self.folder} holds other tensors than this run: {listed(problems)}.")
-        dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(self.folder))
+        detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+        dcp.load(detached, storage_reader=dcp.FileSystemReader(self.folder))
 
 
 class CheckpointManager:
@@ -124,10 +118,8 @@ class CheckpointManager:
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
-        self.folder = Path(output_dir) / "checkpoints"
-        self.limit = limit
-        self.is_main = is_main
-        self._background: _Background | None = None
+        self.folder, self.limit, self.is_main = Path(output_dir) / "checkpoints", limit, is_main
+        self._background: Future[None] | None = None
         self._background_group: Any = None
 
     def clean_up(self) -> None:
@@ -150,12 +142,11 @@ class CheckpointManager:
         Args:
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: the main process's entries for `meta.json`.
-            strategy: one that saves state itself (`save_state`), to a folder of its own in the checkpoint.
+            strategy: one that saves state itself (`save_state`).
             best_step: the step whose checkpoint is not deleted, whatever the limit.
-            in_background: return once the tensors are copied to the host; what the thread that writes the copies raises
-                is raised by the next `save` or `finish`.
+            in_background: return once the tensors are copied to the host; the next `save` or `finish` raises failures.
 
-        Raises `UserError` where the disk has no room; earlier checkpoints stay, nothing incomplete does.
+        Raises `UserError` where the disk has no room; earlier checkpoints stay.
         """
         self.finish()
         if not in_background:
@@ -164,9 +155,8 @@ class CheckpointManager:
         if self._background_group is None and dist.is_initialized():
             self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
         copies, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
-        self._background = _Background(
-            lambda: self._save(step, copies, meta, self._background_group, strategy, best_step)
-        )
+        group = self._background_group
+        self._background = _in_background(lambda: self._save(step, copies, meta, group, strategy, best_step))
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:
@@ -177,11 +167,7 @@ class CheckpointManager:
         """Wait for a save in the background, which is collective; raises what it raised."""
         background, self._background = self._background, None
         if background is not None:
-            background.wait()
-
-    def has_room(self, needed_bytes: int) -> bool:
-        """Whether the disk has room for so many bytes."""
-        return shutil.disk_usage(existing_part(self.folder)).free >= needed_bytes
+            background.result()
 
     def _save(
         self,
@@ -192,12 +178,13 @@ class CheckpointManager:
         strategy: DistributedStrategy | None,
         best_step: int | None,
     ) -> None:
-        final, needed_bytes = self.of_step(step), bytes_needed(tensors, strategy)
+        final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + own_bytes + _FREE_SPACE_MARGIN_BYTES
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:
             self.clean_up()
-            if not self.has_room(needed_bytes):
+            if shutil.disk_usage(existing_part(self.folder)).free < needed_bytes:
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
             (temporary / STRATEGY_STATE if strategy is not None else temporary).mkdir(parents=True)
 
@@ -210,7 +197,8 @@ class CheckpointManager:
         try:
             self._on_main(prepare, final, group)
             writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
-            metadata = dcp.save(_detached(tensors), storage_writer=writer, process_group=group)
+            detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+            metadata = dcp.save(detached, storage_writer=writer, process_group=group)
             if strategy is not None:
                 strategy.save_state(temporary / STRATEGY_STATE)
             self._on_main(complete, final, group)
@@ -219,8 +207,7 @@ class CheckpointManager:
             reason = reason_not_written(cause) if isinstance(cause, OSError) else None  # the disk as it is
             self.clean_up()
             if reason is not None:
-                needed = f"{final} needs {needed_bytes / 2**30:.2g} GiB"
-                raise UserError(f"The checkpoint {needed} and was not written: {reason}.") from error
+                raise UserError(f"{final} ({needed_bytes / 2**30:.2g} GiB) was not written: {reason}.") from error
             raise cause from (None if cause is error else error)
 
     def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
@@ -237,7 +224,7 @@ class CheckpointManager:
         if failure is not None:
             raise failure
         if failed.item():
-            raise UserError(f"The checkpoint {final} could not be written: see the main process's message.")
+            raise UserError(f"{final} was not written: see the main process's message.")
 
     def _publish(self, temporary: Path, final: Path) -> None:
         """Give a complete checkpoint its name."""
@@ -273,16 +260,9 @@ class CheckpointManager:
         """The complete checkpoint that --resume_from names, a folder or 'latest'; `UserError` where there is none."""
         if resume_from != LATEST:
             return Checkpoint.open(Path(resume_from))
-        candidates = self.newest_first()
-        if not candidates:
-            raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.")
-        return candidates[0]
-
-
-def bytes_needed(tensors: Mapping[str, Tensor], strategy: DistributedStrategy | None) -> int:
-    """Room on the disk for a checkpoint of `tensors` and what `strategy` saves itself, all ranks together."""
-    own_bytes = 0 if strategy is None else strategy.state_bytes()
-    return sum(tensor.nbytes for tensor in tensors.values()) + own_bytes + _FREE_SPACE_MARGIN_BYTES
+        for newest in self.newest_first():
+            return newest
+        raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.")
 
 
 def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
@@ -290,29 +270,23 @@ def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
     return bool(CheckpointManager(output_dir, limit=1).newest_first())
 
 
-class _Background:
-    """A function that runs in a thread of its own; what it raises is raised by `wait`."""
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Run `work` in a daemon thread, which ends with a rank that fails elsewhere."""
+    done: Future[None] = Future()
+    # Each thread begins at GPU 0, where the writer's synchronisation would make a context.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        # Each thread begins at GPU 0, where the writer's synchronisation would make a context.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._failure: BaseException | None = None
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            work()
+            done.set_result(None)
+        except BaseException as error:  # raised by `result`
+            done.set_exception(error)
 
-        def run() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                work()
-            except BaseException as error:  # raised again by `wait`
-                self._failure = error
-
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -323,14 +297,10 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return sharded_like(tensor.to_local().to("cpu", copy=True), tensor)
 
 
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
 def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
     written = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
-        raise UserError(f"The checkpoint lacks {listed(missing)} of other hosts: --output_dir must be a shared folder.")
+        raise UserError(f"--output_dir must be a shared folder: {listed(missing)} of other hosts are missing.")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
     return {"saved_unix_s": time.time(), "files": files}

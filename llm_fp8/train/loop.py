@@ -54,12 +54,6 @@ class NonFiniteLoss(UserError):
     """A non-finite loss, gradient norm or weight; the message names the step and, if known, the dataset rows."""
 
 
-def _profiled() -> contextlib.AbstractContextManager[StepProfile]:
-    from llm_fp8.observability.step_profile import profiled
-
-    return profiled()
-
-
 def micro_batch(
     strategy: DistributedStrategy,
     precision: Precision,
@@ -88,7 +82,6 @@ class StepClock:
         self._cuda = device.type == "cuda"
 
     def stamp(self) -> Any:
-        """A stamp after the work submitted so far."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -96,7 +89,7 @@ class StepClock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one stamp to another; both must have been reached."""
+        """Seconds between two stamps that have been reached."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start
 
 
@@ -124,12 +117,9 @@ class RunResults:
 
     clock: PhaseClock = field(default_factory=PhaseClock)
     idle_fp8_keys: list[str] = field(default_factory=list)
-    """What the launcher's fp8_config asked for and nothing here acts on, in sentences."""
     started_s: float = field(default_factory=time.time)
-    attention_backend: str | None = None
-    """Transformer Engine's choice; known after the first step."""
-    measured_tokens_per_s: dict[str, float] | None = None
-    """What --mixed_precision auto measured, by precision."""
+    attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
+    measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
     certificate: Certificate | None = None
 
@@ -137,7 +127,7 @@ class RunResults:
 @dataclass
 class TrainingLoop:
     """Takes optimizer steps, and between them reports, certifies, evaluates and saves. A resumed run starts with its
-    checkpoint's `step` and `tokens_seen`; a benchmark has no `state` and calls `take_step` alone.
+    checkpoint's `step` and `tokens_seen`.
     """
 
     setup: TrainingSetup
@@ -149,7 +139,8 @@ class TrainingLoop:
     reporter: RunReporter
     total_steps: int
     eval_loader: EvalLoader | None = None
-    state: RunState | None = None
+    state: RunState = None  # type: ignore[assignment]
+    """A benchmark, which calls `take_step` alone, has none."""
     results: RunResults = field(default_factory=RunResults)
     history: EvalHistory = field(default_factory=EvalHistory)
     step: int = 0
@@ -158,7 +149,6 @@ class TrainingLoop:
     """A signal came in a step after which an evaluation was due; the resumed run begins with it."""
     last_checkpoint: Path | None = None
     evaluated_step: int | None = None
-    """The step of this process's last evaluation."""
     first_step_s: float | None = None
     """Seconds of this process's first step; None until it is reported."""
 
@@ -177,8 +167,7 @@ class TrainingLoop:
         self._peak = device_peak_tflops(plan.device)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
-        self._profile_figures: dict[int, dict[str, float]] = {}
-        """By step: the profile's entries of its record."""
+        self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
 
     def _build_graphs(self) -> Any:
@@ -215,7 +204,12 @@ class TrainingLoop:
             recording = self.step + 1 == self.profile_step
             if self._graphs is not None:
                 self._graphs.may_capture = not recording
-            with _profiled() if recording else contextlib.nullcontext() as profile:
+            profile: StepProfile | None = None
+            with contextlib.ExitStack() as recorded:
+                if recording:
+                    from llm_fp8.observability.step_profile import profiled
+
+                    profile = recorded.enter_context(profiled())
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
                 self._note_attention()
@@ -242,12 +236,6 @@ class TrainingLoop:
                 return
             if evaluate or save:
                 stamp = self.restart_clocks()  # Their time is not the next step's.
-
-    @property
-    def run_state(self) -> RunState:
-        """`state`, which a run has."""
-        assert self.state is not None
-        return self.state
 
     @property
     def stopped_early(self) -> bool:
@@ -326,11 +314,9 @@ class TrainingLoop:
         fp8, num_processes = self.precision.plan.has_fp8_peak, self.accelerator.num_processes
         for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
-            tokens = StepTokens(*count)
+            tokens, seconds = StepTokens(*count), self._clock.seconds(taken.start, taken.end)
             self.tokens_seen += tokens.num_real_tokens
-            seconds = self._clock.seconds(taken.start, taken.end)
-            if self.first_step_s is None:
-                self.first_step_s = seconds
+            self.first_step_s = self.first_step_s or seconds
             record = {
                 "step": taken.step,
                 "epoch": taken.epoch,
@@ -360,8 +346,8 @@ class TrainingLoop:
             import te_llama
 
             backend = self.results.attention_backend = te_llama.attention_backend()
-            slow = " (WARNING: several times slower; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why TE took it)"
-            self.reporter.print(f"attention: {backend}{slow if backend == 'unfused' else ''}")
+            slow = " (WARNING: several times slower)" if backend == "unfused" else ""
+            self.reporter.print(f"attention: {backend}{slow}")
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
@@ -394,7 +380,7 @@ class TrainingLoop:
     def save(self) -> None:
         """Write a checkpoint, unless the weights are not finite."""
         self.require_finite_weights()
-        self.last_checkpoint = self.run_state.save(
+        self.last_checkpoint = self.state.save(
             self.step, self.optimizer, self.history, tokens_seen=self.tokens_seen, evaluation_due=self.evaluation_due
         )
         self._saved_s = time.monotonic()
@@ -402,18 +388,9 @@ class TrainingLoop:
         self.reporter.print(f"{'saving' if in_background else 'saved'} {self.last_checkpoint}")
 
     def _checkpoint_due(self) -> bool:
-        """Whether --save_minutes are over on the main rank. Where the disk has no room for a checkpoint beside final/,
-        none is written: the run need not have asked for one. Collective.
-        """
+        """Whether --save_minutes are over on the main rank. Collective."""
         is_main, minutes = self.accelerator.is_main_process, self.setup.plan.config.run.save_minutes
-        if not largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes):
-            return False
-        needed_bytes = self.run_state.checkpoint_bytes(self.optimizer) + self.setup.exported_bytes
-        if not largest(is_main and not self.run_state.checkpoints.has_room(needed_bytes)):
-            return True
-        self.reporter.print(f"WARNING: --save_minutes {minutes:g}: no checkpoint, the disk lacks room for one")
-        self._saved_s = time.monotonic()
-        return False
+        return bool(largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes))
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteLoss` where the update after the last finite loss left non-finite weights; collective."""
@@ -421,8 +398,7 @@ class TrainingLoop:
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
             raise NonFiniteLoss(
-                f"step {self.step} left weights that are not finite, which are not saved (last checkpoint: "
-                f"{self.last_checkpoint}); lower --learning_rate."
+                f"step {self.step} left non-finite weights, which are not saved; lower --learning_rate."
             )
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
@@ -436,6 +412,5 @@ class TrainingLoop:
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise NonFiniteLoss(
             f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
-            f"Last checkpoint: {self.last_checkpoint}. Lower --learning_rate, look at these rows, or in fp8 keep the "
-            "outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
+            "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )

@@ -40,12 +40,10 @@ def record_run(loop: TrainingLoop) -> None:
     setup, plan, config = loop.setup, loop.setup.plan, loop.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
-    assert loop.state is not None
     on_host = bytes_on_host(loop.optimizer)
     record = {
         "config": config.to_dict(),
         "precision": _precision_record(setup, loop.results),
-        # Effective values of options with defaults; precision and optimizer have a section of their own.
         "effective": {
             "packing": config.packing,
             "attn_implementation": setup.attention,
@@ -100,13 +98,10 @@ def export_final(
         from llm_fp8.models.lora import scaling_of
 
         card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
-    shared: dict[str, Any] = {
-        "card": card,
-        "full_tensor": plan.strategy.full_tensor,
-        "is_main": plan.accelerator.is_main_process,
-    }
+    is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
+    shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main}
     if setup.exports_adapter:
-        # PEFT would look for a relative path from wherever it is started, and then for a hub id of that name.
+        # PEFT would look for a relative path from wherever it is started.
         base_model = os.path.abspath(plan.source.location) if plan.source.is_local else plan.source.location
         export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
     else:
@@ -137,7 +132,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
         "wall_time_s": time.time() - results.started_s,
     }
-    if history.best_step is not None and loop.state is not None:
+    if history.best_step is not None:
         checkpoint = str(loop.state.checkpoints.of_step(history.best_step))
         summary["best"] = {"step": history.best_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
     if loop.stopped_early:
@@ -150,7 +145,7 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     plan, certificate = loop.setup.plan, loop.results.certificate
     say, folder = plan.say, plan.folder
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
-    if "stopped_early" in summary:
+    if loop.stopped_early:
         say(f"stopped early: {summary['stopped_early']}")
     if certificate is not None:
         from llm_fp8.observability.step_profile import describe_gpu_idle

@@ -112,19 +112,16 @@ def restore_history(history: EvalHistory, state: RunState, resumed: Checkpoint) 
 
 def _is_held(checkpoints: CheckpointManager, step: int) -> bool:
     """Whether every rank sees a complete checkpoint of `step`. Collective."""
-    folders = [checkpoint.folder for checkpoint in checkpoints.newest_first()]
-    return not largest(checkpoints.of_step(step) not in folders)
+    return not largest(checkpoints.of_step(step) not in [found.folder for found in checkpoints.newest_first()])
 
 
 def restore_best(loop: TrainingLoop) -> tuple[int, int]:
-    """Put the best step's weights into the model where --keep_best kept them; the step and the tokens seen of what the
-    model holds then.
-    """
-    best, state = loop.history.best_step, loop.run_state
+    """Load the best step's weights (--keep_best), if any; the step and tokens seen of what the model holds then."""
+    best, state = loop.history.best_step, loop.state
     if best is None or best == loop.step:
         return loop.step, loop.tokens_seen
     if not _is_held(state.checkpoints, best):
-        loop.setup.plan.say(f"WARNING: the checkpoint of the best step, {best}, is gone: final/ is of step {loop.step}")
+        loop.setup.plan.say(f"WARNING: the checkpoint of the best step, {best}, is gone; final/ holds the last one")
         return loop.step, loop.tokens_seen
     checkpoint = Checkpoint.open(state.checkpoints.of_step(best))
     restore(state, checkpoint, loop.optimizer)

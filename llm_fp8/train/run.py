@@ -1,7 +1,7 @@
 """A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `TrainingLoop.take_step` -> `micro_batch`,
-which calls the model and `DistributedStrategy.backward`.
+From `main` to the backward pass: `run_training` -> `_phases` -> `TrainingLoop.train` -> `TrainingLoop.take_step` ->
+`micro_batch`, which calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
@@ -32,12 +33,7 @@ from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
 from llm_fp8.train.run_dir import as_one_run, check_free_space, run_lock, with_output_dir
 from llm_fp8.train.setup import TrainingSetup, build_setup
-from llm_fp8.train.train_state import (
-    RunState,
-    run_fingerprint,
-    run_options,
-    total_steps,
-)
+from llm_fp8.train.train_state import RunState, run_fingerprint, run_options, total_steps
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.phases import PhaseClock
@@ -50,14 +46,11 @@ if TYPE_CHECKING:
 def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None) -> int:
     """Train, and return the exit code: 0, or that of the signal that stopped the run.
 
-    Args:
-        config: passed `check_options`.
-        idle_fp8_keys: sentences on what the launcher's fp8_config asked for and nothing here acts on.
-        clock: started when the script began: its first phase is the imports.
+    `config` passed `check_options`; `idle_fp8_keys` are sentences on what the launcher's fp8_config asked for and
+    nothing here acts on; `clock` was started when the script began.
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
-    phase_ends = results.clock.end
-    phase_ends("imports")
+    results.clock.end("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.rank == 0:
@@ -69,22 +62,32 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         return dry_run(config, ranks)
     config = with_output_dir(config, ranks)
     start_process_group(ranks)
-    plan = plan_run(as_one_run(config), ranks)
+    exit_code, accelerator = _phases(as_one_run(config), ranks, results)  # the model, which uses the group, is gone
+    end_process_group(accelerator)
+    return exit_code
+
+
+def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[int, Accelerator]:
+    """Everything that needs the process group: plan and train; the exit code."""
+    phase_ends, plan = results.clock.end, plan_run(config, ranks)
     config = plan.config
     phase_ends("devices")
-    with explained_failures(config, plan.folder, plan.strategy.mode):
+    with explained_failures(plan.folder):
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
-        is_main = plan.accelerator.is_main_process
-        checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=is_main)
+        checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=ranks.rank == 0)
         resumed = None if config.run.resume_from is None else checkpoints.find(config.run.resume_from)
         if resumed is not None:
             from llm_fp8.train.resume import changed_options, check_compatible, refuse_finished
 
-            plan = _with_precision_of(resumed, plan)
+            if plan.measures_precision:  # the precision that --mixed_precision auto chose when the run began
+                from llm_fp8.train.auto_precision import replanned
+
+                was_fp8 = str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
+                plan = replanned(plan, "fp8" if was_fp8 else "bf16")
             check_compatible(resumed, run_fingerprint(plan))
         phase_ends("config_and_tokenizer")
 
@@ -118,32 +121,20 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
             # From here on there is something to save: before, a signal ends the process at once.
             with GracefulStop() as stop, loop.reporter:
                 record_run(loop)
-                plan.say(f"training {num_steps} steps on {_device_name(plan)}, results in {plan.folder}")
+                device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "the CPU"
+                plan.say(f"training {num_steps} steps on {ranks.world_size} x {device}, results in {plan.folder}")
                 phase_ends("records")
                 try:
                     loop.train(stop.agreed)
                 finally:
                     checkpoints.finish()
                 finish(loop, stop, tokenizer)
-    exit_code, accelerator = (0 if loop.is_complete else stop.exit_code), plan.accelerator
-    del plan, setup, state, loop  # their model uses the group
-    end_process_group(accelerator)
-    return exit_code
-
-
-def _with_precision_of(resumed: Checkpoint, plan: RunPlan) -> RunPlan:
-    """The plan with the precision that --mixed_precision auto chose when the run began."""
-    if not plan.measures_precision:
-        return plan
-    from llm_fp8.train.auto_precision import replanned
-
-    return replanned(plan, "fp8" if str(resumed.meta["fingerprint"]["precision"]).startswith("fp8") else "bf16")
+    return (0 if loop.is_complete else stop.exit_code), plan.accelerator
 
 
 def _context_group(plan: RunPlan) -> ContextGroup | None:
     """The ranks that share this one's sequences (--context_parallel_size), if there are any."""
-    size = plan.config.parallel.context_parallel_size
-    if size == 1:
+    if (size := plan.config.parallel.context_parallel_size) == 1:
         return None
     from llm_fp8.distributed.context_parallel import ContextGroup
 
@@ -152,39 +143,35 @@ def _context_group(plan: RunPlan) -> ContextGroup | None:
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """The run's data; ranks that share sequences have the same ones."""
-    config, accelerator, size = plan.config, plan.accelerator, plan.config.parallel.context_parallel_size
-    context = _context_group(plan)
+    config, size, context = plan.config, plan.config.parallel.context_parallel_size, _context_group(plan)
     data = prepare_data(
         config,
         tokenizer,
-        rank=accelerator.process_index // size,
-        world_size=accelerator.num_processes // size,
+        rank=plan.accelerator.process_index // size,
+        world_size=plan.accelerator.num_processes // size,
         pin_memory=plan.device.type == "cuda",
-        main_process_first=accelerator.local_main_process_first,
+        main_process_first=plan.accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
     )
     plan.say(data.description)
-    for name in ("eval_every", "eval_batches"):
-        if data.eval is None and getattr(config.run, name):
-            raise UserError(f"--{name} has no effect: no row is held out; raise --validation_fraction or drop it.")
+    if data.eval is None and (config.run.eval_every or config.run.eval_batches):
+        raise UserError("--eval_every and --eval_batches have no effect: no row is held out (--validation_fraction).")
     return data
 
 
 def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase, is_new: bool) -> None:
-    """Compare the TE decoder with Hugging Face's where its weights were loaded, connect the ranks that share sequences,
-    and refuse an export that could not be written; say what final/ will hold where that is not obvious.
-    """
-    plan, config = setup.plan, setup.plan.config
-    context = _context_group(plan)
+    """Compare the TE decoder with Hugging Face's, connect ranks that share sequences, refuse an impossible export."""
+    plan, config, context = setup.plan, setup.plan.config, _context_group(setup.plan)
     if config.model.use_te and setup.weights_loaded and is_new:
         from llm_fp8.models.parity import check_parity
         from llm_fp8.models.weights import weight_files
         from llm_fp8.train.scale_warmup import first_step
 
         batch = first_step(data.train)[0]
+        batch = batch if context is None else context.on_its_own(batch)
         found = check_parity(
             setup.model,
-            (batch if context is None else context.on_its_own(batch)).to(plan.device),
+            batch.to(plan.device),
             config.data.max_seq_length // config.parallel.context_parallel_size,
             dtype=plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.weight_dtype,
             full_tensor=plan.strategy.full_tensor,
@@ -193,8 +180,6 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         plan.say(found)
     if context is not None:
         context.attach(decoder_layers(setup.model))
-    if config.run.export and config.lora.lora_rank and not setup.weights_loaded:
-        plan.say("final/ will hold the merged model: the frozen weights are random and are kept nowhere else")
     if config.run.export and plan.accelerator.is_main_process:
         check_free_space(plan.folder, setup.exported_bytes)
         if not setup.exports_adapter:
@@ -252,29 +237,22 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
     plan, config = loop.setup.plan, loop.setup.plan.config
     if not loop.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
-        loop.reporter.finish({**summary_of(loop, None), **stopped})
+        loop.reporter.finish(summary_of(loop, None) | stopped)
         plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"
     loop.require_finite_weights()
     exported, step, tokens_seen = None, loop.step, loop.tokens_seen
     if config.run.export and not loop.history.keeps_best:
-        # Before the last evaluation, which may take long, be killed or run out of memory.
+        # Before the last evaluation, which may be killed or run out of memory.
         exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
     if loop.evaluated_step != loop.step and loop.evaluate():
         loop.save()
-        loop.run_state.checkpoints.finish()
+        loop.state.checkpoints.finish()
     if config.run.export and exported is None:
         from llm_fp8.train.resume import restore_best
 
         step, tokens_seen = restore_best(loop)
         exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
-    exported_step = {} if exported is None else {"exported_step": step}
-    summary = loop.reporter.finish({**summary_of(loop, exported), **exported_step})
+    summary = loop.reporter.finish(summary_of(loop, exported) | ({"exported_step": step} if exported else {}))
     closing_words(loop, summary, exported)
-
-
-def _device_name(plan: RunPlan) -> str:
-    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "the CPU"
-    num_processes = plan.accelerator.num_processes
-    return name if num_processes == 1 else f"{num_processes} x {name}"

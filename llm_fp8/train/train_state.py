@@ -14,7 +14,7 @@ from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, Config
 from llm_fp8.data import PreparedData
 from llm_fp8.models.source import has_random_weights
 from llm_fp8.optim.optimizers import optimizer_scalars, optimizer_tensors
-from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager, bytes_needed
+from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.setup import RunPlan, TrainingSetup
 
@@ -116,10 +116,6 @@ class RunState:
         """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name in SCALE_OPTIONS)
-
-    def checkpoint_bytes(self, optimizer: Any) -> int:
-        """Room that a checkpoint needs on its disk, all ranks together."""
-        return bytes_needed(self.tensors(optimizer), self.setup.plan.strategy)
 
     def save(self, step: int, optimizer: Any, history: EvalHistory, *, tokens_seen: int, evaluation_due: bool) -> Path:
         """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from llm_fp8.config.parser import parse_config
 from llm_fp8.train import loop as loop_module
-from llm_fp8.train.failures import explained_failures, out_of_memory_advice
+from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
@@ -61,23 +59,6 @@ def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, cap
     assert_same_bits(final_weights(without), final_weights(with_them))
 
 
-@pytest.mark.slow
-def test_a_disk_without_room_costs_the_checkpoint_and_not_the_run(tmp_path, options, capsys, monkeypatch):
-    """A checkpoint takes 12 bytes for a weight and the export 4; the disk has room for both, then for one alone."""
-    train(*options, f"--output_dir={tmp_path / 'size'}")
-    num_weights = sum(tensor.numel() for tensor in final_weights(tmp_path / "size").values())
-    usage = shutil.disk_usage
-    for bytes_per_weight, num_saves in ((16, 3), (14, 0)):
-        free = bytes_per_weight * num_weights + 2**20 + 2**16
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(path)._replace(free=free))
-        capsys.readouterr()
-        folder = tmp_path / str(bytes_per_weight)
-        assert train(*options, AT_ONCE, f"--output_dir={folder}") == 0
-        said = capsys.readouterr().out
-        assert len(saves(said)) == num_saves and said.count("WARNING: --save_minutes") == 3 - num_saves
-        assert final_weights(folder)
-
-
 def _clock_stands_on_rank(rank: str) -> None:
     if os.environ["RANK"] == rank:
         loop_module.time.monotonic = lambda: 0.0
@@ -94,14 +75,6 @@ def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num
 # Failures
 
 
-def test_what_lowers_the_memory_depends_on_the_run():
-    alone = out_of_memory_advice(parse_config(["--batch_size=8"]), "single")
-    assert all(flag in alone for flag in ("--batch_size", "--gradient_checkpointing", "adamw_8bit", "fsdp_full"))
-    sharded = out_of_memory_advice(parse_config(["--batch_size=1", "--gradient_checkpointing"]), "fsdp_full")
-    assert "--max_seq_length" in sharded and "fsdp_offload" in sharded
-    assert "--gradient_checkpointing" not in sharded and "adamw_8bit" not in sharded
-
-
 @pytest.mark.parametrize(
     ("error", "named"),
     [
@@ -110,5 +83,5 @@ def test_what_lowers_the_memory_depends_on_the_run():
     ],
 )
 def test_a_failure_of_the_machine_is_a_sentence(tmp_path, error, named):
-    with pytest.raises(UserError, match=named), explained_failures(parse_config([]), tmp_path, "single"):
+    with pytest.raises(UserError, match=named), explained_failures(tmp_path):
         raise error
