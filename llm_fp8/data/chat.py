@@ -37,8 +37,7 @@ FORMAT_VERSION = 6
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
-"""Some generation prompts end so (Qwen3.5's)."""
+_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # some generation prompts end so (Qwen3.5's)
 _THINK_TAGS = re.compile("</?think>")
 
 
@@ -50,7 +49,7 @@ class Rendered(NamedTuple):
     from_template: bool = False
 
     def cuts(self) -> list[int]:
-        """Positions inside the text at which a supervised span begins or ends, in order."""
+        """Where inside the text a supervised span begins or ends, in order."""
         return sorted({position for span in self.spans for position in span if 0 < position < len(self.text)})
 
 
@@ -135,9 +134,8 @@ def _conversation(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTraine
 
 
 def _check_shown(message: Mapping[str, Any], shown: str) -> None:
-    """Raise `UserError` where text of an assistant's message is not in its turn as the template shows it at the end of
-    a conversation. Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, and many
-    all reasoning.
+    """Raise `UserError` where a template does not show all of an assistant's message at the end of a conversation:
+    Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, many all reasoning.
     """
     for name in ("content", "reasoning_content", "reasoning", "thinking"):
         # Some templates write white space of their own around the tags.
@@ -198,10 +196,9 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
         ]
         answer = message["content"].rpartition("</think>")[2].strip()
-        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
-        essence = answer or str(calls[0].get("name") if calls else "")
-        last = shown.rfind(essence) if essence else 0
-        starts = range(1 + max(0, last))
+        calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
+        essence = answer or str(calls[0] if calls else "")
+        starts = range(1 + max(0, shown.rfind(essence))) if essence else range(1)
         spans = ((at, at + len(shown) - cut) for at in begins for cut in starts if text.startswith(shown[cut:], at))
         span = next(spans, None)
         if span is None or not until.startswith(before):
@@ -226,9 +223,7 @@ def _encode_marked(conversation: Conversation, tokenizer: PreTrainedTokenizerBas
         raise UserError("--dataset_name: a message has weight 0, and the chat template itself marks what is learnt.")
     for turn in conversation.learnt_turns():
         _check_shown(conversation.messages[turn], _apply_template(tokenizer, conversation.until(turn + 1)))
-    output = _apply_template(
-        tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    output = _apply_template(tokenizer, conversation, True, return_dict=True, return_assistant_tokens_mask=True)
     return Encoded(list(output["input_ids"]), [bool(mark) for mark in output["assistant_masks"]])
 
 
@@ -270,11 +265,10 @@ def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encod
             end += 1
         run = ids[start:end]
         last = end - 1 - run[::-1].index(eos) if eos in run else end
-        if not str(tokenizer.decode(ids[last + 1 : end])).strip() and last < end:
+        if last < end and not str(tokenizer.decode(ids[last + 1 : end])).strip():
             while last > start and ids[last - 1] == eos:
                 last -= 1
             supervised[last + 1 : end] = bytes(end - last - 1)
             end = last + 1
     ids, flags = ids[:end], list(map(bool, supervised[:end]))
-    closed = not ids or ids[-1] == eos
-    return Encoded(ids, flags) if closed else Encoded([*ids, eos], [*flags, True])
+    return Encoded(ids, flags) if not ids or ids[-1] == eos else Encoded([*ids, eos], [*flags, True])

@@ -79,9 +79,11 @@ Collate = Callable[[Sequence[Sequence[Document]]], Batch]
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
-    return StepTokens(
-        *(sum(getattr(batch, field.name) for batch in batches) for field in dataclasses.fields(StepTokens))
-    )
+    return StepTokens(*(sum(getattr(batch, f.name) for batch in batches) for f in dataclasses.fields(StepTokens)))
+
+
+Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""Ids, labels and whether a position is a document's."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +95,20 @@ class _Collate:
     pad_token_id: int
     context_size: int = 1
 
-    def _unused(self, *shape: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Ids and labels of unused positions, and False for each."""
+    def _unused(self, *shape: int) -> Arrays:
+        """What unused positions hold."""
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         return ids, np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape, dtype=bool)
 
     def _batch(
-        self,
-        documents: Sequence[Document],
-        starts: Sequence[tuple[int, int]],
-        arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]],
-        **others: Any,
+        self, documents: Sequence[Document], starts: Sequence[tuple[int, int]], arrays: Arrays, **others: Any
     ) -> Batch:
         """`documents` written into the arrays of `_unused`, each from its line and column on."""
         ids, labels, real = arrays
         for document, (line, start) in zip(documents, starts, strict=True):
             end = start + len(document.input_ids)
             ids[line, start:end] = document.input_ids
-            following = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
-            labels[line, start : end - 1] = following
+            labels[line, start : end - 1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
             real[line, start:end] = True
         return Batch(
             input_ids=torch.from_numpy(ids),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import DatasetDict, Features, Value
+from datasets import Features, Value
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import try_to_load_from_cache
@@ -53,8 +53,6 @@ class DatasetSource:
     """Split -> its data files, absolute or relative to the hub's repository; none where they are not known."""
     config: str | None = None
     flag: str = "--dataset_name"
-    saved: DatasetDict | None = field(default=None, repr=False)
-    """The opened dataset of a `save_to_disk` folder."""
 
     def split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> str:
         """`wanted`, which `flag` names, or the first of `defaults` that there is."""
@@ -114,21 +112,24 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     if not Path(name).expanduser().exists() and ":" in name:
         wanted, _, config = name.rpartition(":")
     path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).resolve()
-    source = DatasetSource(name, wanted, config=config, flag=flag)
-    named = path.is_file() or glob.has_magic(wanted) and not path.exists()
-    if path.is_dir():
-        source = dataclasses.replace(source, path=str(path))
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return _saved(source)
-    elif named and path.suffix not in FILE_BUILDERS:
-        raise UserError(f"{flag} {name}: give files of one kind: {', '.join(FILE_BUILDERS)}.")
-    elif not named and (wanted.startswith((".", "/", "~")) or path.suffix in FILE_BUILDERS or wanted.count("/") > 1):
+    is_pattern = glob.has_magic(wanted) and not path.exists()
+    builder, here, files = str(path) if path.is_dir() else wanted, glob.escape(str(path)), dict[str, str]()
+    if (path / "dataset_dict.json").is_file():  # a folder that `save_to_disk` wrote
+        folders = [folder for folder in path.iterdir() if folder.is_dir()]
+        builder, files = "arrow", {folder.name: glob.escape(str(folder)) + "/*.arrow" for folder in folders}
+    elif (path / "state.json").is_file():
+        builder, files = "arrow", {"train": here + "/*.arrow"}
+    elif path.is_file() or is_pattern:
+        if path.suffix not in FILE_BUILDERS:
+            raise UserError(f"{flag} {name}: give files of one kind: {', '.join(FILE_BUILDERS)}.")
+        builder, files = FILE_BUILDERS[path.suffix], {"train": str(Path(wanted).expanduser()) if is_pattern else here}
+    elif not path.is_dir() and (wanted[0] in "./~" or path.suffix in FILE_BUILDERS or wanted.count("/") > 1):
         raise UserError(f"{flag} {name}: no such file or folder.")
+    source = DatasetSource(name, builder, config=config, flag=flag)
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
-        if named:
-            files = {"train": glob.escape(str(path)) if path.is_file() else str(Path(wanted).expanduser())}
-            return _of_builder(dataclasses.replace(source, path=FILE_BUILDERS[path.suffix]), data_files=files)
+        if files:
+            return _of_builder(source, data_files=files)
         try:
             return _of_builder(source)
         except Exception:  # without the hub, what an earlier run or `hf download` left in its cache
@@ -138,15 +139,6 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
             source = dataclasses.replace(source, path=str(Path(card).parent))
             # Its card may name splits that were never downloaded.
             return _of_builder(source, data_files=None if config else get_data_patterns(source.path))
-
-
-def _saved(source: DatasetSource) -> DatasetSource:
-    """A folder that `save_to_disk` wrote."""
-    with reading_of(source):
-        saved = datasets.load_from_disk(source.path)
-    if not isinstance(saved, DatasetDict):
-        saved = DatasetDict({str(saved.split or "train"): saved})
-    return dataclasses.replace(source, files={split: [] for split in saved}, saved=saved)
 
 
 def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
@@ -167,21 +159,15 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False) -> Any:
     """One split as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read within `reading_of`."""
-    with reading_of(source):
-        if source.saved is None:
-            return _load(source, split, streaming)
-        return source.saved[split].to_iterable_dataset() if streaming else source.saved[split]
-
-
-def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     # They are patterns to it, and names may hold [ and *.
     data_files = {split: list(map(glob.escape, source.files[split]))} if source.files[split] else None
     options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
     first = next((file for file in source.files[split] if os.path.isabs(file)), "")
-    if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
-        # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
-        how = csv.ParseOptions(delimiter=separators[0], newlines_in_values=True)
-        names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
-        options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
-    return datasets.load_dataset(source.path, source.config, **options)
+    with reading_of(source):
+        if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
+            # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
+            how = csv.ParseOptions(delimiter=separators[0], newlines_in_values=True)
+            names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
+            options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
+        return datasets.load_dataset(source.path, source.config, **options)

@@ -39,9 +39,7 @@ class Share:
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
-    """`items`, made by a thread that is at most `depth` of them ahead and ends with this generator. An exception in
-    `items` is raised here in its turn.
-    """
+    """`items`, made by a thread at most `depth` of them ahead, which ends with this generator; exceptions too."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -84,7 +82,6 @@ class TrainLoader:
         return in_this_epoch + (num_epochs - position["epoch"] - 1) * self.steps_per_epoch
 
     def state_dict(self) -> Position:
-        """The position, as a dict that JSON can hold."""
         return {"rows": self._position, "progress": self.epoch}
 
     def load_state_dict(self, state: Position) -> None:
@@ -110,8 +107,8 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the evaluation sequences, the same ones in the same order at every iteration, as
-    many on every rank; at most `max_batches` over all ranks, so that what is evaluated does not depend on their number.
+    """Yields this rank's `Batch`es of the evaluation sequences, as many on every rank and at most `max_batches` over
+    all, so that what is evaluated does not depend on their number.
     """
 
     def __init__(

@@ -98,13 +98,11 @@ class _Job:
         self.config, self.tokenizer, self.collate, self.share = config, tokenizer, collate, share
         self.multiple = document_multiple(config.parallel.context_parallel_size)
         self.train, self.evaluation = find_splits(config.data)
-        """The latter is empty where a share of the training problems is held out."""
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
             given = f"{len(weights)} numbers for the {number} datasets"
             raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
-        """None where each dataset is taken whole."""
 
     def options(self, parts: Sequence[SourceSplit], columns: Sequence[Sequence[str]]) -> list[TokeniseOptions]:
         """How rows of each dataset, which has these columns, are tokenised; --columns may be meant for one of them."""
@@ -145,9 +143,9 @@ class _Job:
     ) -> PreparedData:
         """The loaders of these sequences; `taken` says how much of each dataset is trained on."""
         config, size = self.config, self.config.data.batch_size
-        sample, pairs = "", zip(example.input_ids.tolist(), example.supervised.tolist(), strict=True)
+        sample, pairs = "", zip(example.input_ids, example.supervised, strict=True)
         for supervised, run in groupby(pairs, key=itemgetter(1)):
-            piece = str(self.tokenizer.decode([token for token, _ in run]))
+            piece = str(self.tokenizer.decode([int(token) for token, _ in run]))
             sample += f">>>{piece}<<<" if supervised else piece
         kind = "packed" if config.packing else "padded"
         evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)

@@ -65,8 +65,7 @@ def detect_columns(
         if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS.get(form, ())}:
             return form
     understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
-    advice = "--columns gives others these names: problem=question,generated_solution=answer."
-    raise UserError(f"{of} has the columns {', '.join(columns)}; understood are: {understood}. {advice}")
+    raise UserError(f"{of} has the columns {', '.join(columns)}; understood are: {understood}. Use --columns.")
 
 
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:

@@ -1,8 +1,6 @@
-"""The held-out share, by problem and never by row.
+"""The held-out share, by problem and never by row: OpenMathInstruct-2 answers each problem many times.
 
-OpenMathInstruct-2 answers each problem many times, so a random split of rows would put a problem into training and into
-evaluation. A 64-bit hash of the problem's normalised text decides instead: independent of the order of the rows and of
-the seed, and applicable to a stream row by row.
+A 64-bit hash of the problem's normalised text decides, whatever the order of the rows and the seed, also in a stream.
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-DEFAULT_FRACTION = 0.01
-"""Share held out where --validation_fraction is not given."""
-DEFAULT_ROWS = 100
-"""But at least so many rows: the eval loss of fewer says little."""
+DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
+"""Share held out where --validation_fraction is not given, and least rows: the eval loss of fewer says little."""
 
 
 def normalise_problem(text: str) -> str:
@@ -52,6 +48,4 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.ND
         enough = int(np.searchsorted(np.cumsum(counts[few]), wanted)) + 1
         return np.isin(keys, problems[few][: min(enough, len(problems) - 1)])
     mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
-    if not mask.any() and keys.min() != keys.max():
-        mask = keys == keys.min()
-    return mask
+    return mask if mask.any() or keys.min() == keys.max() else keys == keys.min()

@@ -56,8 +56,8 @@ class Outcome(IntEnum):
 
 @dataclass
 class DataReport:
-    """Counts over the training split, of a stream over what this process has read so far, pass after pass:
-    rows read = used + held out + overlong dropped + empty. Truncated rows are used or held out.
+    """Counts over the training split, of a stream over what was read so far, pass after pass. Rows read = used + held
+    out + overlong dropped + empty; truncated rows are used or held out.
     """
 
     max_seq_length: int
@@ -70,10 +70,10 @@ class DataReport:
     num_tokens: int = 0
     num_supervised_tokens: int = 0
     num_rows_of_batches: int = 0
-    """Sequences of max_seq_length tokens into which the used rows were packed, or padded."""
+    """Sequences of the used rows."""
     num_eval_rows: int = 0
     num_eval_rows_seen_in_training: int = 0
-    """Rows left out of a validation split because their problem is trained on."""
+    """Rows left out because their problem is trained on."""
 
     @property
     def padding_efficiency(self) -> float | None:
@@ -104,13 +104,12 @@ class DataReport:
 
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""
-        evaluated, seen = self.num_eval_rows, self.num_eval_rows_seen_in_training
-        lines = [f"  evaluation: {evaluated} rows, without {seen} whose problem is trained on"]
+        seen = f"without {self.num_eval_rows_seen_in_training} whose problem is trained on"
+        lines = [f"  evaluation: {self.num_eval_rows} rows, {seen}"]
         if self.padding_efficiency is not None:  # a stream has not been read yet
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
-            sequences = f"{self.num_rows_of_batches} sequences of {self.max_seq_length}"
-            filled = f"  {tokens}, in {sequences}: {self.padding_efficiency:.1%} filled"
-            lines = [f"  {self.summary()}", filled, *lines]
+            filled = f"{self.padding_efficiency:.1%} of {self.num_rows_of_batches} sequences filled"
+            lines = [f"  {self.summary()}", f"  {tokens}: {filled}", *lines]
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
             lines.append("  WARNING: many rows are not trained on; see --max_seq_length and --overlong")
         return lines
@@ -141,7 +140,6 @@ class Document:
 
     @classmethod
     def of(cls, input_ids: Sequence[int], supervised: Sequence[bool], row_id: int, **_: Any) -> Document:
-        """The document of a tokenised row's columns."""
         return cls(np.array(input_ids, dtype=np.int64), np.array(supervised, dtype=bool), int(row_id))
 
 
@@ -171,7 +169,7 @@ def _tokenise_batch(
         end_with_parent()
     rows = [{ours: batch[theirs][i] for ours, theirs in columns.items()} for i in range(len(row_ids))]
     encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
-    made: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    made: list[Sequence[Any]] = []
     for row, row_id, (ids, supervised) in zip(rows, row_ids, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
@@ -179,13 +177,11 @@ def _tokenise_batch(
             ids, supervised = ids[: options.max_seq_length], supervised[: options.max_seq_length]
         if outcome is not Outcome.OVERLONG and not any(supervised[1:]):
             outcome = Outcome.EMPTY
-        if outcome in (Outcome.OVERLONG, Outcome.EMPTY):
+        if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
         keys = problem_key(problem_of(row, options.form)), document_key(ids, supervised)
-        values = (ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id)
-        for column, value in zip(made.values(), values, strict=True):
-            column.append(value)
-    return made
+        made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id))
+    return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
@@ -218,10 +214,10 @@ def tokenise(
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8"
-    folder.mkdir(parents=True, exist_ok=True)
+    file = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8" / f"tokenised-{key}.arrow"
+    file.parent.mkdir(parents=True, exist_ok=True)
     arguments["main_pid"] = os.getpid()
-    how |= {"new_fingerprint": key, "cache_file_name": str(folder / f"tokenised-{key}.arrow"), "desc": "tokenising"}
+    how |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}
     return selected.map(_tokenise_batch, num_proc=num_workers if num_workers > 1 else None, **how)
 
 
