@@ -1,10 +1,8 @@
 """--mixed_precision auto: two micro-batches of the run's first data in bf16 and in fp8, and the faster one is taken.
 
-What was measured leaves nothing to the run: the model of the measurement is dropped, random states and the position in
-the data are put back, and the run builds its own with the precision that was chosen, so that its losses are those of a
-run that asks for it, and one in bf16 holds no fp8 kernel. That costs building the model twice. Bf16 is measured on the
-same model with Transformer Engine's autocast closed. Reductions over ranks that only training has (DDP's) are left out:
-they take as long in either precision. So are CUDA graphs (--cuda_graphs), which help fp8 more.
+The model of the measurement is dropped, and random states and the position in the data are put back: the run's losses
+are those of a run that asks for the precision. Bf16 is measured on the same model with Transformer Engine's autocast
+closed. DDP's reductions and CUDA graphs are left out.
 """
 
 from __future__ import annotations
@@ -57,15 +55,17 @@ def choose_precision(
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
-    batches = first_step(data.train)
-    setup = build_setup(dataclasses.replace(plan, say=silent))
-    found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
-    del setup  # before its memory is given back
+    found = _measured(dataclasses.replace(plan, say=silent), first_step(data.train))
     forget_delayed_scales()
     gc.collect()
     torch.cuda.empty_cache()
     restore_rng_state(random_states)
     return found
+
+
+def _measured(plan: RunPlan, batches: list[Batch]) -> dict[str, float]:
+    setup = build_setup(plan)
+    return {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
 
 
 def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> float:

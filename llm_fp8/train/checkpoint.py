@@ -98,8 +98,8 @@ class Checkpoint:
     def load(self, tensors: Mapping[str, Tensor], left_out: str = RNG_PREFIX) -> None:
         """Read the tensors of these names in place and bit for bit; collective.
 
-        All that were saved must be asked for, but the random states of other ranks and devices, and names that begin
-        with `left_out`. Raises `UserError`, before anything changes, where names, shapes or dtypes differ.
+        All must be asked for, but other ranks' random states and names that begin with `left_out`; `UserError`,
+        before anything changes, where names, shapes or dtypes differ.
         """
         saved = self.tensors
         wanted = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
@@ -112,10 +112,7 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """Writes, finds and prunes the checkpoints of the run in `output_dir`, of which `limit` are kept.
-
-    `is_main`: this rank renames and deletes. One run at a time may write to a folder; any number may read.
-    """
+    """Writes, finds and prunes checkpoints in `output_dir`, `limit` of which are kept; `is_main` renames, deletes."""
 
     def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
         self.folder, self.limit, self.is_main = Path(output_dir) / "checkpoints", limit, is_main
@@ -164,7 +161,7 @@ class CheckpointManager:
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
 
     def finish(self) -> None:
-        """Wait for a save in the background, which is collective; raises what it raised."""
+        """Wait for a save in the background and raise what it raised; collective."""
         background, self._background = self._background, None
         if background is not None:
             background.result()
@@ -175,8 +172,8 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         group: Any,
-        strategy: DistributedStrategy | None,
-        best_step: int | None,
+        strategy: Any,
+        best_step: Any,
     ) -> None:
         final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + own_bytes + _FREE_SPACE_MARGIN_BYTES
@@ -224,7 +221,7 @@ class CheckpointManager:
         if failure is not None:
             raise failure
         if failed.item():
-            raise UserError(f"{final} was not written: see the main process's message.")
+            raise UserError(f"{final} could not be written: see the main process's message.")
 
     def _publish(self, temporary: Path, final: Path) -> None:
         """Give a complete checkpoint its name."""
@@ -291,10 +288,9 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
 def _host_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU, sharded as `tensor` is."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True)
-    return sharded_like(tensor.to_local().to("cpu", copy=True), tensor)
+    tensor, local = tensor.detach(), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    copied = local.detach().to("cpu", copy=True)
+    return sharded_like(copied, tensor) if isinstance(tensor, DTensor) else copied
 
 
 def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
@@ -323,7 +319,7 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the folder's entries (names); syncing a file covers its contents only."""
+    """Sync the folder's entries; syncing a file covers its contents only."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -70,20 +70,19 @@ class EvalHistory:
 
     @property
     def stops_early(self) -> bool:
-        """Whether the run is to end now."""
         return 0 < self.patience <= self.num_without_improvement
 
     def describe_stop(self) -> str:
-        """Why `stops_early` is true, for people."""
+        """Why `stops_early` is true."""
         return f"{self.num_without_improvement} evaluations in a row did not improve on {self.reference_loss}"
 
     def add(self, step: int, eval_loss: float) -> None:
         """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""
-        if self.keeps_best and eval_loss < _or_infinity(self.best_loss):
+        if self.keeps_best and (self.best_loss is None or eval_loss < self.best_loss) and math.isfinite(eval_loss):
             self.best_step, self.best_loss = step, eval_loss
         if self.patience == 0 or self.stops_early:  # stopped: a resumed run evaluates again before its export
             return
-        if eval_loss < _or_infinity(self.reference_loss):
+        if (self.reference_loss is None or eval_loss < self.reference_loss) and math.isfinite(eval_loss):
             self.reference_loss, self.num_without_improvement = eval_loss, 0
         else:
             self.num_without_improvement += 1
@@ -93,7 +92,6 @@ class EvalHistory:
         self.best_step = self.best_loss = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint records."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -105,7 +103,3 @@ class EvalHistory:
         if not self.keeps_best:
             self.forget_best()
         return True
-
-
-def _or_infinity(loss: float | None) -> float:
-    return math.inf if loss is None else loss

@@ -1,9 +1,8 @@
 """Stopping a run from outside without losing work.
 
 Inside `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun) or SIGINT (Ctrl-C) only sets a flag, and the run
-saves after its step and returns `exit_code`. SIGTERM is usually followed by SIGKILL (torchrun and Kubernetes: after
-30 s), so a step and a save should fit in that. A later Ctrl-C raises KeyboardInterrupt at once. The signal may reach
-one rank only, so with several ranks use `agreed` in place of `requested`.
+saves after its step and returns `exit_code`. A later Ctrl-C raises KeyboardInterrupt at once. The signal may reach one
+rank only, so with several ranks use `agreed` in place of `requested`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class GracefulStop:
     def __init__(self) -> None:
         self.requested: str | None = None
         self.what_follows = "finishing this step, then saving and stopping"
-        """What the run will still do, for the sentence that answers the first signal."""
         self._previous: dict[signal.Signals, Any] = {}
 
     @property

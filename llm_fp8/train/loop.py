@@ -6,8 +6,8 @@ C counts the supervised tokens of all of them. With L_m the summed cross entropy
 so the loss is the mean over supervised tokens however the batch is cut. Where a sharding mode averages gradients over
 ranks, its strategy (llm_fp8.distributed) undoes the division.
 
-Losses and norms stay on the device. They are read together every `log_every` steps and before a save or an evaluation;
-a non-finite one ends the run there, before it can reach a checkpoint.
+Losses and norms stay on the device until `log_every` steps are over or a save or evaluation comes; a non-finite one
+ends the run there, before it can reach a checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STEPS_BEFORE_PROFILE = 4
 
 
 class NonFiniteLoss(UserError):
-    """A non-finite loss, gradient norm or weight; the message names the step and, if known, the dataset rows."""
+    """A non-finite loss, gradient norm or weight."""
 
 
 def micro_batch(
@@ -173,20 +173,16 @@ class TrainingLoop:
     def _build_graphs(self) -> Any:
         from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
 
-        strategy, precision = self.strategy, self.precision
-        assert strategy.wgrad_accumulation is not None
-
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
-            with precision.put_off_scale_updates():
-                return micro_batch(strategy, precision, self.model, batch, num_supervised, first)
+            with self.precision.put_off_scale_updates():
+                return micro_batch(self.strategy, self.precision, self.model, batch, num_supervised, first)
 
-        overwritten = strategy.wgrad_accumulation.weights()
-        return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), precision.update_scales)
+        assert self.strategy.wgrad_accumulation is not None
+        overwritten = self.strategy.wgrad_accumulation.weights()
+        return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), self.precision.update_scales)
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, or until evaluations say to stop early, or until `stop_requested()`, which saves a
-        checkpoint too. The loader has no end of its own.
-        """
+        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested()`, which saves too."""
         if self.is_complete:
             return  # resumed after the last step, for evaluation and export
         if self.evaluation_due:
@@ -211,19 +207,22 @@ class TrainingLoop:
 
                     profile = recorded.enter_context(profiled())
                 stamp = self.take_step(batches, stamp)
-            if self.step == first:
-                self._note_attention()
+            if self.step == first and self.setup.plan.config.model.use_te:
+                import te_llama
+
+                backend = self.results.attention_backend = te_llama.attention_backend()
+                self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
             if self._due(parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             stopping = stop_requested()
             last = self.step >= self.total_steps or stopping
-            evaluate = self._due(eval_every) and not last
+            evaluate, log = self._due(eval_every) and not last, self._due(options.log_every)
             save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
-            if self._due(options.log_every) and not (save or last):
+            if log and not (save or last):
                 save = self._checkpoint_due()
-            if self._due(options.log_every) or evaluate or save or last:
+            if log or evaluate or save or last:
                 self.read_pending()
             if evaluate:
                 save = self.evaluate() or save
@@ -239,12 +238,11 @@ class TrainingLoop:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether evaluations ended the run before its last step; the evaluation after that one ends nothing."""
+        """Whether evaluations ended the run before its last step."""
         return self.step < self.total_steps and self.history.stops_early
 
     @property
     def is_complete(self) -> bool:
-        """Whether no step is left to take."""
         return self.step >= self.total_steps or self.history.stops_early
 
     def take_step(self, batches: list[Batch], start: Any) -> Any:
@@ -304,11 +302,10 @@ class TrainingLoop:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        losses = torch.stack([p.loss for p in pending]).tolist()
-        grad_norms = torch.stack([p.grad_norm for p in pending]).tolist()
-        counts = torch.stack([p.tokens for p in pending]).tolist()
-        memory = self._memory()
-        energy = {}
+        losses, grad_norms, counts = (
+            torch.stack([getattr(p, name) for p in pending]).tolist() for name in ("loss", "grad_norm", "tokens")
+        )
+        memory, energy = self._memory(), {}
         if self.energy is not None:
             energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         fp8, num_processes = self.precision.plan.has_fp8_peak, self.accelerator.num_processes
@@ -334,20 +331,12 @@ class TrainingLoop:
 
     def _memory(self) -> dict[str, float]:
         """Peak memory of this rank and, of several, the largest over ranks; collective."""
-        memory = memory_metrics(self.accelerator.device)
+        device = self.accelerator.device
+        memory = memory_metrics(device)
         if memory and self.accelerator.num_processes > 1:
-            peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=self.accelerator.device))
+            peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=device))
             memory["peak_memory_gib_max_rank"] = float(peaks.max())
         return memory
-
-    def _note_attention(self) -> None:
-        """After the first step: print Transformer Engine's attention backend, and warn of the slow one."""
-        if self.setup.plan.config.model.use_te:
-            import te_llama
-
-            backend = self.results.attention_backend = te_llama.attention_backend()
-            slow = " (WARNING: several times slower)" if backend == "unfused" else ""
-            self.reporter.print(f"attention: {backend}{slow}")
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
@@ -371,7 +360,7 @@ class TrainingLoop:
         return self.history.best_step == self.step
 
     def eval_loss(self) -> float:
-        """Evaluate and report; returns the main rank's eval loss, since what follows must be so on all ranks."""
+        """Evaluate and report; returns the main rank's eval loss."""
         figures = evaluate_loss(self.accelerator, self.model, self.precision, self.eval_loader or ())
         self.reporter.evaluation({"step": self.step, **figures})
         eval_loss: list[float] = broadcast_object_list([figures["eval_loss"]])
@@ -384,8 +373,8 @@ class TrainingLoop:
             self.step, self.optimizer, self.history, tokens_seen=self.tokens_seen, evaluation_due=self.evaluation_due
         )
         self._saved_s = time.monotonic()
-        in_background = self.setup.plan.config.parallel.async_save
-        self.reporter.print(f"{'saving' if in_background else 'saved'} {self.last_checkpoint}")
+        verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
+        self.reporter.print(f"{verb} {self.last_checkpoint}")
 
     def _checkpoint_due(self) -> bool:
         """Whether --save_minutes are over on the main rank. Collective."""
@@ -397,9 +386,7 @@ class TrainingLoop:
         local = [self.strategy.local_tensor(p) for p in self._parameters]
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
-            raise NonFiniteLoss(
-                f"step {self.step} left non-finite weights, which are not saved; lower --learning_rate."
-            )
+            raise NonFiniteLoss(f"step {self.step} left non-finite weights, not saved; lower --learning_rate.")
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.

@@ -6,17 +6,14 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
     tokens, labels, documents   copied to fixed tensors. The number of documents is fixed too: documents without tokens
                                 fill `cu_seqlens` up to one of `BUCKETS`, for each of which there are graphs
     gradients                   allocated once and lent to the parameters as `.grad` in each step, since the step drops
-                                them. A first micro-batch begins them anew (`_begin`)
+                                them. A first micro-batch begins them anew
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
                                 place by every later one that is first
     scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
                                 values for it, and one may replay a graph where another runs eagerly
 
-So a first and a later micro-batch differ, and have a graph each; one that is alone in its step is a first one. Eager
-micro-batches do the same at the same addresses, so both kinds may follow each other in a step. A graph's results are
-those of the eager micro-batch bit for bit, where attention's own are the same each time.
-
-Several GPUs: `llm_fp8.distributed.plain_copies.PlainCopiesStrategy`.
+So a first and a later micro-batch have a graph each; one that is alone in its step is a first one. Eager micro-batches
+do the same at the same addresses, so both kinds may follow each other in a step, with the same bits.
 """
 
 from __future__ import annotations
@@ -33,9 +30,7 @@ from torch.nn import Parameter
 from llm_fp8.data.collate import Batch
 
 BUCKETS = (32, 64, 128, 256, 512)
-"""Numbers of documents for which there are graphs. Transformer Engine plans cuDNN's attention for just these, so the
-padding changes neither its work nor its results. A micro-batch of more documents runs eagerly.
-"""
+"""Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
 
 RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool], Tensor]
 """Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
@@ -111,8 +106,7 @@ class MicroBatchGraphs:
     def _take(self, batch: Batch, first: bool) -> None:
         bucket = bucket_of(batch)
         if bucket is None:
-            self._eager(batch, first)
-            return
+            return self._eager(batch, first)
         inputs, key = self._load(batch, bucket), (bucket, first)
         if key not in self._graphs and key in self._seen and self.may_capture:
             self._graphs[key] = self._capture(lambda: self._eager(inputs, first))
@@ -123,16 +117,9 @@ class MicroBatchGraphs:
             self._seen.add(key)
 
     def _eager(self, batch: Batch, first: bool) -> None:
-        if first:
-            self._begin()
-        self._loss.copy_(self._run(batch, self._num_supervised, first))
-
-    def _begin(self) -> None:
-        """Begin the gradients anew: zero those that autograd adds to. Gradients made in each graph would be as many
-        sets as graphs, and zeros for all of them memory traffic of 2 bytes per parameter for nothing.
-        """
-        if self._summed:
+        if first and self._summed:  # begin the gradients anew
             torch._foreach_zero_(self._summed)
+        self._loss.copy_(self._run(batch, self._num_supervised, first))
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
         """Copy a batch into the fixed tensors of its bucket; returns these."""

@@ -41,16 +41,12 @@ from llm_fp8.utils.te_import import require_te
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
 
-HOST_RESERVE_GIB = 4.0
-"""Host memory that is left to the programs themselves where --offload_optimizer takes some; a guess."""
-STATE_BYTES_ON_HOST = BYTES_PER_PARAMETER["adamw_master"].state
-
 Say = Callable[[str], None]
 """Prints a line on the main process."""
 
 
 def silent(text: str) -> None:
-    """The `Say` of a benchmark, which prints nothing."""
+    """A `Say` that prints nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +72,14 @@ class RunPlan:
     measures_precision: bool = False
     """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
     notes: tuple[str, ...] = ()
-    """On what --batch_size auto came to, and on memory."""
+    """What --batch_size auto came to, and memory."""
 
     @property
     def device(self) -> torch.device:
-        """This process's."""
         return self.accelerator.device
 
     @property
     def folder(self) -> Path:
-        """The run's output folder."""
         return Path(self.config.run.output_dir or "")
 
     @property
@@ -116,7 +110,6 @@ class RunPlan:
 
     @property
     def parallel_record(self) -> dict[str, Any]:
-        """The effective sharding mode and number of processes."""
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
@@ -175,8 +168,7 @@ def _can_be_fp8(config: Config, device: torch.device) -> bool:
     parallel = config.parallel
     if config.precision.fp8_backend == "torchao" or parallel.fp8_params or parallel.context_parallel_size > 1:
         raise UserError(
-            "--mixed_precision auto cannot measure a run with --fp8_backend torchao, --fp8_params or "
-            "--context_parallel_size; give fp8 or bf16."
+            "--mixed_precision auto excludes --fp8_backend torchao, --fp8_params and --context_parallel_size."
         )
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
 
@@ -187,16 +179,9 @@ def with_precision(config: Config, name: str) -> Config:
 
 
 def _check_run(
-    config: Config,
-    hf_config: PretrainedConfig,
-    mode: str,
-    precision: PrecisionPlan,
-    ranks: LaunchRanks,
-    on_gpu: bool,
+    config: Config, hf_config: PretrainedConfig, mode: str, precision: PrecisionPlan, ranks: LaunchRanks, on_gpu: bool
 ) -> None:
-    """Raise `UserError` where options cannot take effect on this machine or with this model, a package is missing that
-    the run needs beyond those of every run, or the optimizer's state does not fit the host.
-    """
+    """Raise `UserError` for what this machine, this model, its packages or the host's memory do not allow."""
     kind, rank, scenario = config.optim.optimizer, config.lora.lora_rank, precision.effective_scenario
     check_machine(config, on_gpu=on_gpu, mode=mode, compute=precision.compute_name, scenario=scenario, ranks=ranks)
     if config.model.use_te:
@@ -219,12 +204,11 @@ def _check_run(
     if share := config.optim.offload_optimizer:
         import psutil
 
-        needed_gib = ranks.local_world_size * share * count_parameters(hf_config) * STATE_BYTES_ON_HOST / GIB
-        free_gib = psutil.virtual_memory().available / GIB - HOST_RESERVE_GIB
+        state_bytes = share * count_parameters(hf_config) * BYTES_PER_PARAMETER["adamw_master"].state
+        needed_gib, free_gib = ranks.local_world_size * state_bytes / GIB, psutil.virtual_memory().available / GIB
         if needed_gib > free_gib:
             raise UserError(
-                f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of this host's memory, where {free_gib:.1f} "
-                "are left for it; lower it, or use adamw_8bit."
+                f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of {free_gib:.1f} free on this host."
             )
 
 
@@ -252,14 +236,11 @@ def announce(plan: RunPlan) -> None:
     if plan.ranks.world_size > 1:
         say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
     if precision.fallback_reason:
-        fallback = f"--fp8_scenario {precision.requested_scenario} FELL BACK to {precision.effective_scenario}"
-        say(f"WARNING: {fallback}: {precision.fallback_reason}")
-    asked = precision_name(precision.requested, precision.requested_scenario)
-    say(f"precision: {precision.name} (asked for: {asked})")
+        asked, taken = precision.requested_scenario, precision.effective_scenario
+        say(f"WARNING: --fp8_scenario {asked} FELL BACK to {taken}: {precision.fallback_reason}")
+    say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
     if precision.backend == "torchao":
-        emulated = "EMULATED on the CPU in higher precision: this shows losses and no speed"
-        say(f"fp8 by torchao, {emulated if precision.emulated else 'whose first steps compile each layer'}")
-    trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
-    rank = plan.config.lora.lora_rank
+        say(f"fp8 by torchao{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
+    rank, trained, frozen = plan.config.lora.lora_rank, plan.parameter_dtype, plan.weight_dtype
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
     say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")

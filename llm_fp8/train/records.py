@@ -33,15 +33,12 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(loop: TrainingLoop) -> None:
-    """Write run.json and start W&B with it.
-
-    A run that is resumed in its folder keeps what its beginning wrote and adds an entry to `resumes`.
-    """
+    """Write run.json, to which a resumed run adds an entry in `resumes`, and start W&B with it."""
     setup, plan, config = loop.setup, loop.setup.plan, loop.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
     on_host = bytes_on_host(loop.optimizer)
-    record = {
+    record: dict[str, Any] = {
         "config": config.to_dict(),
         "precision": _precision_record(setup, loop.results),
         "effective": {
@@ -65,24 +62,20 @@ def record_run(loop: TrainingLoop) -> None:
         "data": loop.state.data.report.to_dict(),
         "provenance": collect_provenance(sys.argv),
     }
-    path = plan.folder / "run.json"
+    path, written = plan.folder / "run.json", record
     if loop.step > 0 and path.exists():
-        first = read_json(path)
+        written = read_json(path)
         resume = {section: value for section, value in record.items() if section not in ("model", "data")}
-        write_json_atomic(path, {**first, "resumes": [*first.get("resumes", []), resume]})
-    else:
-        write_json_atomic(path, record)
+        written["resumes"] = [*written.get("resumes", []), resume]
+    write_json_atomic(path, written)
     loop.reporter.start_wandb(record)
 
 
 def export_final(
     setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, results: RunResults, step: int, tokens_seen: int
 ) -> Path:
-    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card; `step` and
-    `tokens_seen` say how far the weights that the model holds were trained. Collective.
-    """
-    plan, certificate = setup.plan, results.certificate
-    config, folder = plan.config, plan.folder / "final"
+    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
+    plan, config, folder, certificate = setup.plan, setup.plan.config, setup.plan.folder / "final", results.certificate
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
@@ -143,7 +136,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
 def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | None) -> None:
     """Print the outcome and where the files are."""
     plan, certificate = loop.setup.plan, loop.results.certificate
-    say, folder = plan.say, plan.folder
+    say = plan.say
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
     if loop.stopped_early:
         say(f"stopped early: {summary['stopped_early']}")
@@ -155,7 +148,7 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
         say(certificate.describe())
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
-    say(f"  {folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
+    say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):
         say(f"  best checkpoint {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
     if exported is not None:

@@ -40,8 +40,8 @@ def changed_options(checkpoint: Checkpoint, options: Mapping[str, Any], allowed:
     changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
     if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
         raise UserError(
-            f"--resume_from {checkpoint.folder} was trained with other options: "
-            f"{', '.join(changed[name] for name in refused)}; to change them add --allow_changed {','.join(refused)}."
+            f"--resume_from {checkpoint.folder} was trained with other options ("
+            f"{', '.join(changed[name] for name in refused)}); add --allow_changed {','.join(refused)}."
         )
     return list(changed.values())
 

@@ -26,12 +26,11 @@ from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
-from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
-from llm_fp8.train.run_dir import as_one_run, check_free_space, run_lock, with_output_dir
+from llm_fp8.train.run_dir import as_one_run, check_free_space, explained_failures, run_lock, with_output_dir
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import RunState, run_fingerprint, run_options, total_steps
 from llm_fp8.utils.console import quiet_libraries
@@ -185,8 +184,7 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         if not setup.exports_adapter:
             check_export(setup.model, tokenizer, plan.export_dtype, config.model.model_name)
     if setup.num_trainable_parameters < setup.num_parameters:
-        share = setup.num_trainable_parameters / setup.num_parameters
-        plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,} ({share:.2%})")
+        plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
 
 
 def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults) -> TrainingLoop:
@@ -213,15 +211,11 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
         step, saved = resumed.step, {name: resumed.meta[name] for name in ("tokens_seen", "evaluation_due")}
         plan.say(f"resumed from {resumed.folder} after step {step}")
         restore_history(history, state, resumed)
+    scheduler = build_scheduler(optimizer, config.optim, num_steps, step)
     evaluates_again = step >= num_steps or history.stops_early or bool(saved.get("evaluation_due"))
+    reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=evaluates_again)
     return TrainingLoop(
-        setup=setup,
-        model=model,
-        optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, config.optim, num_steps, step),
-        loader=data.train,
-        reporter=RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=evaluates_again),
-        total_steps=num_steps,
+        *(setup, model, optimizer, scheduler, data.train, reporter, num_steps),
         eval_loader=data.eval,
         state=state,
         results=results,

@@ -1,4 +1,4 @@
-"""The folder of a run: its default name, the checks before a run, its lock, and whether it holds a finished run."""
+"""The folder of a run: its default name, the checks before a run, its lock, failures."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from llm_fp8.config.options import Config
-from llm_fp8.distributed.process_group import decided_by_main, gathered
+from llm_fp8.distributed.process_group import decided_by_main, is_loss_of_a_peer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
-from llm_fp8.utils.errors import UserError, existing_part
+from llm_fp8.utils.errors import UserError, existing_part, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"
 """Held by the main process for as long as it trains; the file stays."""
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
-FREE_OPTIONS = ("preprocessing_workers", "wandb_project", "wandb_run_name", "output_dir")
-"""What the processes of a run may be told differently; rank 0's output folder is everybody's."""
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
 
@@ -41,7 +41,7 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
     folder = Path(str(config.run.output_dir))
     existing = existing_part(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written; choose another one.")
+        raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
     if ranks.restart_count > 0:
         return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
     _refuse_other_run(config)
@@ -49,15 +49,7 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
 
 
 def as_one_run(config: Config) -> Config:
-    """`config` with the main process's output folder; `UserError`, on every rank, where processes were started with
-    other options than the main one, `FREE_OPTIONS` aside. Collective.
-    """
-    every = gathered({name: value for section in config.to_dict().values() for name, value in section.items()})
-    for rank, options in enumerate(every):
-        differ = [name for name in options if name not in FREE_OPTIONS and options[name] != every[0][name]]
-        if differ:
-            raise UserError(f"rank {rank} was started with another --{differ[0]} than rank 0; start all alike.")
-    # Without a launcher's store each process named its own.
+    """`config` with the main process's output folder. Collective."""
     return _with_run(config, output_dir=decided_by_main(lambda: config.run.output_dir))
 
 
@@ -73,16 +65,13 @@ def _refuse_other_run(config: Config) -> None:
     found = next((name for name in WRITTEN if (folder / name).exists()), None)
     if found is not None:
         raise UserError(
-            f"--output_dir {folder} holds another run ({found}); choose another folder, or add --resume_from latest."
+            f"--output_dir {folder} holds another run ({found}); choose another or add --resume_from latest."
         )
 
 
 @contextlib.contextmanager
 def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
-    """Hold the output folder on the main rank; `UserError` where another process does or has begun a run in it since.
-
-    By `flock`, which ends with the process however it ends, and works over NFS; a disk without it is warned of.
-    """
+    """Hold the output folder on the main rank; `UserError` where another process does or has begun a run there."""
     if ranks.rank:
         yield
         return
@@ -94,7 +83,7 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--output_dir {folder} is in use by {lock.read()}; choose another folder.") from None
-        except OSError as error:
+        except OSError as error:  # a disk without locks
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
         if ranks.restart_count == 0:
             _refuse_other_run(config)
@@ -110,7 +99,27 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     """Raise `UserError` now where the export, hours later, would not fit on `folder`'s disk."""
     free_bytes = shutil.disk_usage(existing_part(folder)).free
     if free_bytes < needed_bytes:
-        raise UserError(
-            f"--output_dir {folder}: the trained model takes {needed_bytes / GIB:.3g} GiB and its disk has "
-            f"{free_bytes / GIB:.3g} GiB free; choose another folder or use --no_export."
-        )
+        needed, free = f"{needed_bytes / GIB:.3g} GiB", f"{free_bytes / GIB:.3g} GiB"
+        raise UserError(f"--output_dir {folder}: final/ takes {needed} of {free} free; choose another or --no_export.")
+
+
+@contextlib.contextmanager
+def explained_failures(folder: Path) -> Iterator[None]:
+    """Turn running out of GPU memory or disk, or losing another process, into a `UserError`; `folder` is the run's."""
+    go_on = f"Continue with --resume_from latest --output_dir {folder}."
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        used = f" ({torch.cuda.max_memory_allocated() / GIB:.1f} GiB at the peak)" if torch.cuda.is_available() else ""
+        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
+        raise UserError(f"the GPU is out of memory{used}: {advice}.") from error
+    except OSError as error:  # of libraries that write to their caches it names no file
+        written = Path(error.filename) if isinstance(error.filename, str) else folder
+        if reason := reason_not_written(error):
+            raise UserError(f"{written} (--output_dir, HF_HOME or TMPDIR): {reason}. {go_on}") from error
+        raise
+    except RuntimeError as error:
+        if not is_loss_of_a_peer(error):
+            raise
+        words = str(error).splitlines()[0][:200]
+        raise UserError(f"another process of this run is gone, see what it said: {words}. {go_on}") from error

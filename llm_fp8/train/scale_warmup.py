@@ -1,19 +1,17 @@
 """Scales of delayed scaling before the first step.
 
 Delayed scaling takes a tensor's scale from the amax history of past passes; before the first pass the scale is 1. In
-forward that costs some precision. In backward it costs the gradient: the loss is a mean over tens of thousands of
-tokens, so gradients of activations lie below 1e-5 and underflow in E5M2. AdamW normalises by the gradient's size, so it
-would make full updates of what little bypasses the fp8 GEMMs.
+backward that costs the gradient: the loss is a mean over tens of thousands of tokens, so gradients of activations lie
+below 1e-5 and underflow in E5M2.
 
 So the first micro-batch runs forward and backward several times before training, and its gradients are dropped:
 
     pass 1         scales of weights, activations, and the output gradients of attention's projection and of fc2, which
                    come through the residual stream
     pass 2         scales of the output gradients of qkv and fc1, which come out of those layers' dgrads and were zero
-    pass 3 and on  the residual stream's gradient, to which the layers now contribute, grows from layer to layer; where
-                   it exceeds its scale it saturates, and earlier layers see too little
+    pass 3 and on  the residual stream's gradient, to which the layers now contribute, grows from layer to layer
 
-With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_warmup.py`). Only delayed scaling needs it.
+With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_warmup.py`).
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
 def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:
     """Mean over processes of the supervised tokens in `batches`, a step's micro-batches; collective.
 
-    The loop divides a summed loss by the tokens of all processes, and `DistributedStrategy.backward` multiplies by
-    their number: together, a division by this mean.
+    The loop divides by the tokens of all processes, and `DistributedStrategy.backward` multiplies by their number.
     """
     count = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=accelerator.device)
     return float(accelerator.reduce(count, reduction="mean"))
@@ -73,15 +70,18 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
         model: not yet wrapped by DDP or DeepSpeed, or sharded by FSDP.
         precision: attached to it.
         batch: a micro-batch, on the device.
-        num_supervised: from `supervised_tokens_per_process`. It sets the gradients' size; an amax that is too large
-            would stay in the history, and make gradients underflow, for the history's length in steps.
+        num_supervised: from `supervised_tokens_per_process`; it sets the gradients' size.
     """
     if not precision.scales_lag:
         return
     device = batch.input_ids.device
     model.train()
+
     # Each gradient is freed at once: all of them may be more than one rank holds in training (ZeRO 2 and 3).
-    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in model.parameters() if p.requires_grad]
+    def drop_gradient(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(drop_gradient) for p in model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(PASSES):
             with precision.context(first_microbatch=None):
@@ -92,17 +92,11 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
         hook.remove()
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
 def prepare_with_scales(
     strategy: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, warm_up: Callable[[], None]
 ) -> tuple[nn.Module, Any]:
-    """`strategy.prepare`, with `warm_up`, which calls `warm_up_delayed_scales`, at the right moment.
-
-    DDP and DeepSpeed take every backward pass for training's, so it runs before they wrap the model; FSDP's sharded
-    parameters have their final form only after `prepare`.
+    """`strategy.prepare`, with `warm_up` before it, since DDP and DeepSpeed take every backward pass for training's; or
+    after it, since FSDP's sharded parameters have their final form only then.
     """
     if not strategy.shards_parameters:
         warm_up()

@@ -39,7 +39,7 @@ class TrainingSetup:
     training_model: TrainingModel
     """What the loop calls: `model` with the loss."""
     weights_loaded: bool
-    """Stored weights were loaded; False where they start random."""
+    """False where they start random."""
     precision: Precision
     """The autocast context, attached to `model`."""
     coverage: Fp8Coverage
@@ -81,22 +81,15 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     reasons = _convert_linears(plan, model, layers)
     attention: str = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
-        model_type = plan.hf_config.model_type
-        plan.say(f"attention: eager, which is slow: transformers has no sdpa for models of type '{model_type}'")
+        plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
     precision = _attach_precision(plan, model, layers)
     gemms = dict[nn.Module, int]()
     if config.lora.lora_rank:
         from llm_fp8.models.lora import gemms_per_weight
 
         gemms = dict(gemms_per_weight(model))
-    coverage = measure_coverage(
-        model,
-        precision.fp8_modules,
-        plan.precision.compute_name,
-        reasons | precision.misfits,
-        gemms,
-        precision.num_fp8_gemms_per_weight,
-    )
+    reasons, num_gemms = reasons | precision.misfits, precision.num_fp8_gemms_per_weight
+    coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
     training_model = TrainingModel(model, config.data.max_seq_length, plan.precision.compute_dtype)
@@ -131,11 +124,8 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
 def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
     """The model, and whether weights were loaded; one whose parameters are sharded has no values yet."""
     options, lora = plan.config.model, plan.config.lora
-    shared: dict[str, Any] = {
-        "parameter_dtype": plan.weight_dtype,
-        "compute_dtype": plan.precision.compute_dtype,
-        "device": plan.device,
-    }
+    shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
+    shared["device"] = plan.device
     if lora.lora_rank:
         from llm_fp8.models.lora import add_adapters, needs_unfused_mlp
 
@@ -169,8 +159,7 @@ def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
         return f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale{rounded}"
     if keeps_all:
         return f"stored weights are {stored}: training starts from their exact values"
-    advice = "" if plan.config.lora.lora_rank else "; --optimizer adamw_master or adamw_fp32 keeps them exact"
-    return f"WARNING: stored weights are {stored} and are rounded to bfloat16{advice}"
+    return f"WARNING: stored weights are {stored} and are rounded to bfloat16"
 
 
 def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
@@ -187,25 +176,21 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
 
 
 def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> Precision:
-    """The autocast context, attached to the model."""
-    strategy = plan.strategy
     # FSDP hands modules their parameters in the compute dtype.
-    module_dtype = plan.precision.compute_dtype if strategy.shards_parameters else plan.parameter_dtype
+    module_dtype = plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.parameter_dtype
     precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
     precision.attach(model, layers)
-    if plan.config.lora.lora_rank and strategy.caches_weight_casts:
+    if plan.config.lora.lora_rank and plan.strategy.caches_weight_casts:
         precision.keep_casts_of_frozen_weights()
     return precision
 
 
 def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:
     """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
-    every = plan.config.model.gradient_checkpointing
-    if every == 0:
+    if (every := plan.config.model.gradient_checkpointing) == 0:
         return ()
     from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 
     uses_te = plan.config.model.use_te or plan.precision.te_recipe is not None
-    return enable_gradient_checkpointing(
-        layers, every, uses_te, reentrant=uses_te and plan.strategy.reentrant_te_checkpoints
-    )
+    reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
+    return enable_gradient_checkpointing(layers, every, uses_te, reentrant=reentrant)

@@ -51,20 +51,15 @@ def _lora_fingerprint(plan: RunPlan) -> dict[str, Any]:
     from llm_fp8.models.weights import weight_files, weights_digest
 
     config, options = plan.config, plan.config.lora
-    if has_random_weights(config.model, plan.source):
-        frozen = f"random weights of seed {config.optim.seed}"
-    else:
-        frozen = weights_digest(weight_files(config.model, plan.source))
+    is_random, seed = has_random_weights(config.model, plan.source), config.optim.seed
     return {
         "lora": [options.lora_rank, scaling_of(options), options.lora_dropout, *sorted(options.targets)],
-        "frozen_model": frozen,
+        "frozen_model": f"seed {seed}" if is_random else weights_digest(weight_files(config.model, plan.source)),
     }
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """What a checkpoint records of the run: the options (but not those of reports and saves), the `num_steps` of the
-    whole run, and the rows of a step on all GPUs.
-    """
+    """What a checkpoint records: the options but those of reports and saves, the whole run's steps, a step's rows."""
     sections = config.to_dict()
     sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -72,9 +67,7 @@ def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str,
 
 
 def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) -> int:
-    """Optimizer steps of the whole run. Steps before a checkpoint may have had another global batch: --num_epochs
-    counts from the rows that they took.
-    """
+    """Optimizer steps of the whole run; --num_epochs counts from the rows that earlier steps took."""
     if config.optim.max_steps is not None:
         return config.optim.max_steps
     if resumed is None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llm_fp8.train import loop as loop_module
-from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.graceful_stop import GracefulStop
+from llm_fp8.train.run_dir import explained_failures
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_bits, final_weights, steps, train

@@ -39,10 +39,10 @@ from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import covered, length
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, unwrap
 from llm_fp8.precision.certificate import attention_library, certify
-from llm_fp8.train.failures import explained_failures
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.run import load_data
+from llm_fp8.train.run_dir import explained_failures
 from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
 from llm_fp8.train.setup import build_setup
 from llm_fp8.utils.console import quiet_libraries
