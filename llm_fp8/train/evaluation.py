@@ -57,16 +57,13 @@ class EvalHistory:
     """
 
     keeps_best: bool = False
-    patience: int = 0
-    """Evaluations without improvement that end the run; 0: none do."""
+    patience: int = 0  # evaluations without improvement that end the run; 0: none do
     data: str | None = None
     best_step: int | None = None
     """The optimizer step after which the eval loss was lowest, the first of several; None before an evaluation."""
     best_loss: float | None = None
-    reference_loss: float | None = None
-    """The eval loss of the last improvement."""
-    num_without_improvement: int = 0
-    """Evaluations since then."""
+    reference_loss: float | None = None  # that of the last improvement
+    num_without_improvement: int = 0  # evaluations since then
 
     @property
     def stops_early(self) -> bool:

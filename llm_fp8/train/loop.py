@@ -101,8 +101,7 @@ class PendingStep:
     epoch: float
     learning_rate: float
     loss: Tensor
-    own_loss: Tensor
-    """This rank's share of the sum."""
+    own_loss: Tensor  # this rank's share of the sum
     grad_norm: Tensor
     tokens: Tensor
     """int64 [4]: all, real and supervised tokens and the sum of squared document lengths, over all ranks."""
@@ -131,16 +130,14 @@ class TrainingLoop:
     """
 
     setup: TrainingSetup
-    model: nn.Module
-    """`setup.training_model` as the strategy prepared it."""
+    model: nn.Module  # `setup.training_model` as the strategy prepared it
     optimizer: Optimizer
     scheduler: LRScheduler
     loader: TrainLoader
     reporter: RunReporter
     total_steps: int
     eval_loader: EvalLoader | None = None
-    state: RunState = None  # type: ignore[assignment]
-    """A benchmark, which calls `take_step` alone, has none."""
+    state: RunState = None  # type: ignore[assignment]  # a benchmark, which calls `take_step` alone, has none
     results: RunResults = field(default_factory=RunResults)
     history: EvalHistory = field(default_factory=EvalHistory)
     step: int = 0
@@ -150,7 +147,6 @@ class TrainingLoop:
     last_checkpoint: Path | None = None
     evaluated_step: int | None = None
     first_step_s: float | None = None
-    """Seconds of this process's first step; None until it is reported."""
 
     def __post_init__(self) -> None:
         plan, setup = self.setup.plan, self.setup
@@ -235,11 +231,6 @@ class TrainingLoop:
                 return
             if evaluate or save:
                 stamp = self.restart_clocks()  # Their time is not the next step's.
-
-    @property
-    def stopped_early(self) -> bool:
-        """Whether evaluations ended the run before its last step."""
-        return self.step < self.total_steps and self.history.stops_early
 
     @property
     def is_complete(self) -> bool:
@@ -340,7 +331,7 @@ class TrainingLoop:
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
-        from llm_fp8.train.certify import certify_step
+        from llm_fp8.train.records import certify_step
 
         self._profile_figures[self.step] = profile.figures()
         if self.energy is not None:

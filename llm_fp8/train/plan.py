@@ -62,17 +62,14 @@ class RunPlan:
     accelerator: Accelerator
     strategy: DistributedStrategy
     optimizer_kind: OptimizerKind
-    parameter_dtype: torch.dtype
-    """That of trained parameters."""
-    export_dtype: torch.dtype
-    """That of the stored weights, else `parameter_dtype`."""
+    parameter_dtype: torch.dtype  # that of trained parameters
+    export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
     stored_fp8: Fp8Format | None
     """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
     say: Say
     measures_precision: bool = False
     """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
-    notes: tuple[str, ...] = ()
-    """What --batch_size auto came to, and memory."""
+    notes: tuple[str, ...] = ()  # what --batch_size auto came to, and memory
 
     @property
     def device(self) -> torch.device:

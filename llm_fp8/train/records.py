@@ -7,17 +7,24 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.setup import TrainingSetup
+from llm_fp8.utils.errors import FailedCheck
 from llm_fp8.utils.json_files import read_json, write_json_atomic
+
+if TYPE_CHECKING:
+    from llm_fp8.observability.step_profile import StepProfile
+    from llm_fp8.precision.certificate import Certificate
 
 
 def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
@@ -69,6 +76,39 @@ def record_run(loop: TrainingLoop) -> None:
         written["resumes"] = [*written.get("resumes", []), resume]
     write_json_atomic(path, written)
     loop.reporter.start_wandb(record)
+
+
+def certify_step(
+    setup: TrainingSetup, profile: StepProfile, attention: str, reporter: RunReporter, num_micro_batches: int
+) -> Certificate:
+    """Judge the kernels of the recorded step, of `num_micro_batches` per rank, and write certificate.json; raises
+    `FailedCheck` on every rank where any rank's step failed.
+    """
+    from llm_fp8.precision.certificate import attention_library, certify, worst
+
+    plan, precision = setup.plan, setup.precision
+    own = certify(
+        setup.expected,
+        profile.kernels,
+        precision.module_state(),
+        num_micro_batches=num_micro_batches,
+        recipe_inside_modules=precision.recipe_inside_modules,
+        attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
+        rank=plan.accelerator.process_index,
+    )
+    certificate = worst(gather_object([own]))
+    path = plan.folder / "certificate.json"
+    if plan.accelerator.is_main_process:
+        write_json_atomic(path, certificate.to_dict())
+        reporter.track({"certificate": certificate.to_dict()})
+    if certificate.verdict == "failed":
+        sentence = certificate.failure(path)
+        reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **plan.parallel_record})
+        plan.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+        raise FailedCheck(sentence)
+    if certificate.verdict == "undetermined":
+        reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
+    return certificate
 
 
 def export_final(
@@ -128,7 +168,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     if history.best_step is not None:
         checkpoint = str(loop.state.checkpoints.of_step(history.best_step))
         summary["best"] = {"step": history.best_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
-    if loop.stopped_early:
+    if loop.step < loop.total_steps and history.stops_early:
         summary["stopped_early"] = history.describe_stop()
     return summary
 
@@ -138,7 +178,7 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     plan, certificate = loop.setup.plan, loop.results.certificate
     say = plan.say
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
-    if loop.stopped_early:
+    if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificate is not None:
         from llm_fp8.observability.step_profile import describe_gpu_idle

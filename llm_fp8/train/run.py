@@ -201,28 +201,23 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
         model, optimizer = prepare_with_scales(strategy, model, optimizer, lambda: warm_up_scales(setup, data.train))
     else:
         model, optimizer = strategy.prepare(model, optimizer)
-    num_steps, step, saved = state.options["total_steps"], 0, dict[str, Any]()
+    num_steps, saved = state.options["total_steps"], dict[str, Any]()
     eval_data = None if data.eval is None else data.eval.data
     history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
     if resumed is not None:
         from llm_fp8.train.resume import restore, restore_history
 
         restore(state, resumed, optimizer)
-        step, saved = resumed.step, {name: resumed.meta[name] for name in ("tokens_seen", "evaluation_due")}
-        plan.say(f"resumed from {resumed.folder} after step {step}")
+        saved = {name: resumed.meta[name] for name in ("step", "tokens_seen", "evaluation_due")}
+        saved["last_checkpoint"] = resumed.folder
+        plan.say(f"resumed from {resumed.folder} after step {resumed.step}")
         restore_history(history, state, resumed)
+    step = saved.get("step", 0)
     scheduler = build_scheduler(optimizer, config.optim, num_steps, step)
     evaluates_again = step >= num_steps or history.stops_early or bool(saved.get("evaluation_due"))
     reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=evaluates_again)
     return TrainingLoop(
-        *(setup, model, optimizer, scheduler, data.train, reporter, num_steps),
-        eval_loader=data.eval,
-        state=state,
-        results=results,
-        history=history,
-        step=step,
-        last_checkpoint=None if resumed is None else resumed.folder,
-        **saved,
+        setup, model, optimizer, scheduler, data.train, reporter, num_steps, data.eval, state, results, history, **saved
     )
 
 

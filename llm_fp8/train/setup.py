@@ -36,19 +36,15 @@ class TrainingSetup:
 
     plan: RunPlan
     model: PreTrainedModel
-    training_model: TrainingModel
-    """What the loop calls: `model` with the loss."""
-    weights_loaded: bool
-    """False where they start random."""
-    precision: Precision
-    """The autocast context, attached to `model`."""
+    training_model: TrainingModel  # `model` with the loss
+    weights_loaded: bool  # False where they start random
+    precision: Precision  # attached to `model`
     coverage: Fp8Coverage
     recomputed: Sequence[nn.Module]
     """Decoder layers whose activations are recomputed."""
     gemms_per_weight: Mapping[nn.Module, int]
     """For each frozen linear module its GEMMs in a micro-batch."""
-    attention: str
-    """'te', or transformers' name of the implementation."""
+    attention: str  # 'te', or transformers' name of the implementation
     num_parameters: int
     num_trainable_parameters: int
     num_adapter_parameters: int
