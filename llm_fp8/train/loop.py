@@ -239,7 +239,9 @@ class TrainingLoop:
     def take_step(self, batches: list[Batch], start: Any) -> Any:
         """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
         accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
-        tokens = self._count_tokens(batches)
+        # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
+        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
+        tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
         num_supervised = tokens[2].clamp(min=1)
         loss_sum = torch.zeros((), device=device)
         # The other micro-batches reuse the weight casts of the first.
@@ -280,13 +282,6 @@ class TrainingLoop:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _count_tokens(self, batches: list[Batch]) -> Tensor:
-        """`PendingStep.tokens`, on the device."""
-        device = self.accelerator.device
-        # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
-        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
-        return self.accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
 
     def read_pending(self) -> None:
         """Copy the results of the steps since the last call to the host, check and report them."""

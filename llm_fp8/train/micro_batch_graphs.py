@@ -36,8 +36,7 @@ RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool], Tensor]
 """Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
 the step's first -> its loss, detached.
 """
-Key: TypeAlias = tuple[int, bool]
-"""Bucket, and whether the micro-batch is the first of its step."""
+Key: TypeAlias = tuple[int, bool]  # bucket, and whether the micro-batch is the first of its step
 
 
 class Graph(Protocol):
@@ -88,8 +87,7 @@ class MicroBatchGraphs:
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
-        self.may_capture = True
-        """False: what has no graph yet runs eagerly."""
+        self.may_capture = True  # False: what has no graph yet runs eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
         """`RunMicroBatch` for a packed batch, on the host or the device. The loss, fp32, is overwritten by the next

@@ -47,8 +47,8 @@ def changed_options(checkpoint: Checkpoint, options: Mapping[str, Any], allowed:
 
 
 def refuse_finished(config: Config, resumed: Checkpoint, num_steps: int) -> None:
-    """Raise `UserError` where the run of the checkpoint came to its end, and `num_steps`, those of the run that is
-    asked for, add nothing to it; `latest` may be older than that end (--save_minutes, --keep_best).
+    """Raise `UserError` where the checkpoint's run came to its end, which may be later than the checkpoint, and
+    `num_steps` add nothing to it.
     """
     path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
     summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
@@ -118,11 +118,10 @@ def _is_held(checkpoints: CheckpointManager, step: int) -> bool:
 def restore_best(loop: TrainingLoop) -> tuple[int, int]:
     """Load the best step's weights (--keep_best), if any; the step and tokens seen of what the model holds then."""
     best, state = loop.history.best_step, loop.state
-    if best is None or best == loop.step:
-        return loop.step, loop.tokens_seen
-    if not _is_held(state.checkpoints, best):
+    if best is not None and best != loop.step:
+        if _is_held(state.checkpoints, best):
+            checkpoint = Checkpoint.open(state.checkpoints.of_step(best))
+            restore(state, checkpoint, loop.optimizer)
+            return checkpoint.step, checkpoint.meta["tokens_seen"]
         loop.setup.plan.say(f"WARNING: the checkpoint of the best step, {best}, is gone; final/ holds the last one")
-        return loop.step, loop.tokens_seen
-    checkpoint = Checkpoint.open(state.checkpoints.of_step(best))
-    restore(state, checkpoint, loop.optimizer)
-    return checkpoint.step, checkpoint.meta["tokens_seen"]
+    return loop.step, loop.tokens_seen

@@ -120,7 +120,7 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
             # From here on there is something to save: before, a signal ends the process at once.
             with GracefulStop() as stop, loop.reporter:
                 record_run(loop)
-                device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "the CPU"
+                device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
                 plan.say(f"training {num_steps} steps on {ranks.world_size} x {device}, results in {plan.folder}")
                 phase_ends("records")
                 try:

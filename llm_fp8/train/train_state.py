@@ -25,8 +25,7 @@ ARCHITECTURE_KEYS = (
 )  # fmt: skip
 """Entries of a model's config that a checkpoint and the run that continues it must share."""
 
-SCALES = "fp8."
-"""Begins the names of delayed scaling's tensors."""
+SCALES = "fp8."  # begins the names of delayed scaling's tensors
 
 
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
@@ -83,8 +82,7 @@ class RunState:
     data: PreparedData
     checkpoints: CheckpointManager
     fingerprint: dict[str, Any]
-    options: dict[str, Any]
-    """What `run_options` returned."""
+    options: dict[str, Any]  # from `run_options`
 
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
