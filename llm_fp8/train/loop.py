@@ -326,7 +326,7 @@ class TrainingLoop:
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
-        from llm_fp8.train.records import certify_step
+        from llm_fp8.train.certify import certify_step
 
         self._profile_figures[self.step] = profile.figures()
         if self.energy is not None:

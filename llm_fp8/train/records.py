@@ -7,24 +7,17 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.setup import TrainingSetup
-from llm_fp8.utils.errors import FailedCheck
 from llm_fp8.utils.json_files import read_json, write_json_atomic
-
-if TYPE_CHECKING:
-    from llm_fp8.observability.step_profile import StepProfile
-    from llm_fp8.precision.certificate import Certificate
 
 
 def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
@@ -76,39 +69,6 @@ def record_run(loop: TrainingLoop) -> None:
         written["resumes"] = [*written.get("resumes", []), resume]
     write_json_atomic(path, written)
     loop.reporter.start_wandb(record)
-
-
-def certify_step(
-    setup: TrainingSetup, profile: StepProfile, attention: str, reporter: RunReporter, num_micro_batches: int
-) -> Certificate:
-    """Judge the kernels of the recorded step, of `num_micro_batches` per rank, and write certificate.json; raises
-    `FailedCheck` on every rank where any rank's step failed.
-    """
-    from llm_fp8.precision.certificate import attention_library, certify, worst
-
-    plan, precision = setup.plan, setup.precision
-    own = certify(
-        setup.expected,
-        profile.kernels,
-        precision.module_state(),
-        num_micro_batches=num_micro_batches,
-        recipe_inside_modules=precision.recipe_inside_modules,
-        attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
-        rank=plan.accelerator.process_index,
-    )
-    certificate = worst(gather_object([own]))
-    path = plan.folder / "certificate.json"
-    if plan.accelerator.is_main_process:
-        write_json_atomic(path, certificate.to_dict())
-        reporter.track({"certificate": certificate.to_dict()})
-    if certificate.verdict == "failed":
-        sentence = certificate.failure(path)
-        reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **plan.parallel_record})
-        plan.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
-        raise FailedCheck(sentence)
-    if certificate.verdict == "undetermined":
-        reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
-    return certificate
 
 
 def export_final(
