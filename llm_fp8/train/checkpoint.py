@@ -49,11 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
-"""Value of --resume_from for the checkpoint of the run that was saved last."""
+LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
 RNG_PREFIX = "rng/"
-STRATEGY_STATE = "engine"
-"""Folder in a checkpoint for what DeepSpeed's engine saves itself."""
+STRATEGY_STATE = "engine"  # folder in a checkpoint for what DeepSpeed's engine saves itself
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _CHECKSUM_LIMIT_BYTES = 2**20

@@ -142,8 +142,7 @@ class TrainingLoop:
     history: EvalHistory = field(default_factory=EvalHistory)
     step: int = 0
     tokens_seen: int = 0
-    evaluation_due: bool = False
-    """A signal came in a step after which an evaluation was due; the resumed run begins with it."""
+    evaluation_due: bool = False  # a signal came before an evaluation; the resumed run begins with it
     last_checkpoint: Path | None = None
     evaluated_step: int | None = None
     first_step_s: float | None = None

@@ -41,8 +41,7 @@ from llm_fp8.utils.te_import import require_te
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
 
-Say = Callable[[str], None]
-"""Prints a line on the main process."""
+Say = Callable[[str], None]  # prints a line on the main process
 
 
 def silent(text: str) -> None:
