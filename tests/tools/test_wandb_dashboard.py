@@ -99,7 +99,7 @@ def test_an_offline_run_holds_every_key_and_is_listed_with_the_command_that_send
     wandb.teardown()  # waits for W&B's own process, which writes the file
     run = the_wandb_run(tmp_path / "first")
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
-    assert run.tags == ("nightly", "h200")
+    assert {"nightly", "h200", "bf16", "CPU"} <= set(run.tags)
     assert set(LABELS) <= set(run.config) and run.config[PRECISION] == "bf16"
     assert [entry["step"] for entry in run.history if "loss" in entry] == [1, 2, 3, 4] and run.exit_code == 0
     assert [entry["step"] for entry in run.history if "eval_loss" in entry] == [2, 4]

@@ -15,7 +15,7 @@ from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_bits, final_weights, records, steps, summary_json, train, write_rows
-from tests.train.conftest import tell
+from tests.support.told_losses import tell
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0}
 """Step -> the eval loss that the run is told."""
