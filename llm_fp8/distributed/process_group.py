@@ -40,7 +40,10 @@ def start_process_group(ranks: LaunchRanks) -> None:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        # torchrun's store outlives a restart, with the addresses of dead processes: each attempt has its own prefix.
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, timeout=TIMEOUT, store=attempt, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's DistError, gloo's plain one
         reason = str(error).splitlines()[0]
         raise UserError(f"rank {ranks.rank} did not meet the other processes ({reason}); see their logs.") from error

@@ -22,8 +22,7 @@ from llm_fp8.train.checkpoint import LATEST, has_checkpoint
 from llm_fp8.utils.errors import UserError, existing_part, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
-LOCK = ".lock"
-"""Held by the main process for as long as it trains; the file stays."""
+LOCK = ".lock"  # held by the main process for as long as it trains; the file stays
 WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
 """What a run writes, or clears away, and so may not find of somebody else's."""
 _UNFINISHED = ".*.[0-9]*.tmp"
