@@ -346,7 +346,7 @@ TRAINING_OPTIONS = (
 )  # fmt: skip
 """What decides the training and a checkpoint does not require: options, rows of a step, steps of the run."""
 SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
-"""Of these: what decides which scales and histories delayed scaling keeps, and what a scale means."""
+"""Those of them that decide which scales and histories delayed scaling keeps, and what a scale means."""
 EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
 """What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
 

@@ -42,7 +42,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
     try:
         # torchrun's store outlives a restart, with the addresses of dead processes: each attempt has its own prefix.
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        attempt = dist.PrefixStore(f"attempt-{ranks.restart_count}", store)
         dist.init_process_group(backend, timeout=TIMEOUT, store=attempt, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's DistError, gloo's plain one
         reason = str(error).splitlines()[0]

@@ -27,7 +27,7 @@ def fp8(**options) -> PrecisionConfig:
 
 
 def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa"):
-    """Training model, precision and census of a small random model."""
+    """Training model, precision and coverage of a small random model."""
     plan = resolve_precision(options, device)
     config = family_config(family)
     reasons: dict[str, str] = {}
@@ -42,8 +42,8 @@ def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "
             reasons = swap_linears(model)
     precision = Precision(plan, options, device, torch.bfloat16)
     precision.attach(model, decoder_layers(model))
-    census = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
-    return TrainingModel(model, S, torch.bfloat16), precision, census
+    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
+    return TrainingModel(model, S, torch.bfloat16), precision, coverage
 
 
 def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
