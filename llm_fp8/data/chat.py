@@ -2,7 +2,8 @@
 
 Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
 `PLAIN_TURN`. Supervised are the solution, the completion or each learnt turn (with `train_on_prompt` every token), and
-EOS, once, as the last token of every document; what a template puts after it is cut off. BOS stands at the front once.
+its end (`trained_eos`), once, as the last token of every document; what a template puts after it is cut off. BOS stands
+at the front once.
 
 Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
 the template adds to the conversation before it: it begins where the generation prompt ends.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -54,7 +56,7 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Token ids of a document (EOS last) and, for each, whether it is to be predicted; empty where there is nothing."""
+    """Token ids of a document and, for each, whether it is to be predicted; empty where there is nothing to learn."""
 
     input_ids: list[int]
     supervised: list[bool]
@@ -67,14 +69,29 @@ def encode_batch(
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
     """The documents of `rows`; one tokenizer call, which runs in parallel."""
-    if tokenizer.eos_token_id is None:
-        raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
+    eos = trained_eos(tokenizer, form)
     if form not in AS_THEY_STAND and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
         encoded = [_encode_marked(_conversation(row, form, tokenizer), tokenizer) for row in rows]
     else:
         encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
-    documents = [_end_with_eos(each, tokenizer) for each in encoded]
+    documents = [_end_turns(each, tokenizer, form, eos) for each in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
+
+
+def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
+    """The id that documents of this form teach as the end: the token by which the chat template ends an assistant's
+    turn, such as Llama 3's <|eot_id|>, else the tokenizer's EOS. `UserError` where there is neither.
+    """
+    ending, answer = [], "pineapple"
+    if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        with suppress(UserError):  # a template that refuses this may take others
+            after = _apply_template(tokenizer, Conversation(turns)).rpartition(answer)[2].lstrip()
+            ending = [i for i in _tokenise([after], tokenizer)[0][:1] if i in tokenizer.added_tokens_decoder]
+    eos = (*ending, tokenizer.eos_token_id)[0]
+    if not isinstance(eos, int):
+        raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
+    return eos
 
 
 def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
@@ -252,23 +269,29 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
     return encoded
 
 
-def _end_with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Close every supervised run at its EOS, which may stand inside it ("answer<EOS>\\n") or just after it, and the
-    document at the last one, adding it if it is missing.
+def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, form: ColumnForm, eos: int) -> Encoded:
+    """Close every supervised run at its end, EOS or what else the template writes, which may stand inside the run
+    ("answer<EOS>\n") or just after it, and the document at the last one; `eos` is added where there is none.
     """
-    eos, ids, supervised = tokenizer.eos_token_id, list(encoded.input_ids), bytearray(encoded.supervised)
+    ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
+    after = {eos, tokenizer.eos_token_id}
+    ends = after if form in AS_THEY_STAND else after | special_ids(tokenizer)
     end = 0
     while (start := supervised.find(1, end)) >= 0:  # bytes are searched without a step of Python per token
         end = supervised.find(0, start) if 0 in supervised[start:] else len(ids)
-        if end < len(ids) and ids[end] == eos:
+        if end < len(ids) and ids[end] in after:
             supervised[end] = 1
             end += 1
-        run = ids[start:end]
-        last = end - 1 - run[::-1].index(eos) if eos in run else end
+        last = next((at for at in reversed(range(start, end)) if ids[at] in ends), end)
         if last < end and not str(tokenizer.decode(ids[last + 1 : end])).strip():
-            while last > start and ids[last - 1] == eos:
+            while last > start and ids[last - 1] == ids[last]:
                 last -= 1
             supervised[last + 1 : end] = bytes(end - last - 1)
             end = last + 1
     ids, flags = ids[:end], list(map(bool, supervised[:end]))
-    return Encoded(ids, flags) if not ids or ids[-1] == eos else Encoded([*ids, eos], [*flags, True])
+    return Encoded(ids, flags) if not ids or ids[-1] in ends else Encoded([*ids, eos], [*flags, True])
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokenizer's special tokens, named ones such as EOS and others such as <|eot_id|>."""
+    return {*tokenizer.all_special_ids} | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -24,6 +24,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
+from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import SourceSplit, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
@@ -58,6 +59,8 @@ class PreparedData:
     report: DataReport
     description: str
     """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
+    eos_ids: tuple[int, ...]
+    """The ids with which the documents trained on end (`trained_eos`): one, unless datasets of several forms differ."""
 
 
 def prepare_data(
@@ -103,6 +106,7 @@ class _Job:
             given = f"{len(weights)} numbers for the {number} datasets"
             raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
+        self.eos_ids: tuple[int, ...] = ()
 
     def options(self, parts: Sequence[SourceSplit], columns: Sequence[Sequence[str]]) -> list[TokeniseOptions]:
         """How rows of each dataset, which has these columns, are tokenised; --columns may be meant for one of them."""
@@ -116,6 +120,8 @@ class _Job:
             others = [name for name in names if name not in renames.values()]
             form = detect_columns([*others, *renames], list(renames), f"{source.flag} {source.name}")
             options.append(TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt, renames))
+        if parts == self.train:
+            self.eos_ids = tuple(dict.fromkeys(trained_eos(self.tokenizer, each.form) for each in options))
         return options
 
     def plan(self, lengths: Any, chosen: Any = None) -> PackingPlan:
@@ -159,7 +165,7 @@ class _Job:
         ]
         evals = EvalLoader(evaluation, eval_data, self.collate, size, self.share, config.run.eval_batches)
         loader = TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share)
-        return PreparedData(loader, evals if evaluation else None, report, "\n".join(lines))
+        return PreparedData(loader, evals if evaluation else None, report, "\n".join(lines), self.eos_ids)
 
 
 def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:

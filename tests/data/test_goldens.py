@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llm_fp8.data.chat import encode_batch
+from llm_fp8.data.chat import encode_batch, trained_eos
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.rows import detect_columns
 from llm_fp8.utils.errors import UserError
@@ -88,6 +88,15 @@ def test_training_begins_where_generation_does(name: str) -> None:
     ids, mask = encode_batch([row], "messages", tokenizer)[0]
     dated = "strftime_now" in str(tokenizer.chat_template)
     assert mask.index(True) == len(prompt) and (dated or ids[: len(prompt)] == prompt)
+
+
+def test_the_end_that_is_taught() -> None:
+    """As the template ends an assistant's turn; rows that no template touches end with the tokenizer's EOS."""
+    ends = {"qwen25 base": "<|im_end|>", "phi3": "<|end|>", "base": "<|eos|>"}
+    for name in NAMES:
+        tokenizer = tokenizer_of(name)
+        for form, wanted in (("messages", ends.get(name, EOS.get(name, "<|im_end|>"))), ("text", tokenizer.eos_token)):
+            assert tokenizer.decode(trained_eos(tokenizer, form)) == wanted, (name, form)
 
 
 def _write() -> None:
