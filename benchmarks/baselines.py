@@ -38,9 +38,9 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data import prepare_data
 from llm_fp8.data.collate import Batch, count_tokens
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.build import decoder_layers, decoder_size
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
-from llm_fp8.observability.metrics import GIB, DecoderSize, step_flops
+from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.torchao import build_config, compile_layers
@@ -100,7 +100,7 @@ def train(name: str, config: Config) -> None:
     set_seed(config.optim.seed)
     source = resolve_source(config.model)
     hf_config, (tokenizer, _) = load_config(config.model, source), load_tokenizer(config.model, source)
-    size = DecoderSize.from_config(hf_config)
+    size = decoder_size(hf_config)
     padded = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False))
     data = prepare_data(
         padded,

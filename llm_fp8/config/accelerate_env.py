@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import RECIPES, Backend, chosen
+from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, chosen
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks
@@ -60,8 +60,8 @@ nothing, any other is an error. What no table knows FSDP2 does by itself.
 """
 DEFAULTS = {**READ, **OTHERS}
 
-OF_RECIPES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
-"""Options that some recipes take -> how their variable is read."""
+RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
+"""Entries of fp8_config that some recipes take, by the name of our option -> how their value is read."""
 
 
 def is_on(value: str) -> bool:
@@ -77,7 +77,7 @@ def is_default(variable: str, value: str) -> bool:
 
 
 def _variable(option: str) -> str:
-    """The variable of one of `OF_RECIPES`."""
+    """The variable of one of `RECIPE_ENTRIES`."""
     return PREFIX + option.removeprefix("fp8_").upper()
 
 
@@ -117,7 +117,8 @@ def apply_launch_settings(
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and LaunchRanks.from_environment(environ).world_size > 1
     found, idle = _take(environ)
     flags, unset = config.options, Config().options
-    weak = {name for name in OF_RECIPES if is_default(_variable(name), found.get(_variable(name), ""))} | {"fp8_params"}
+    weak = {name for name in RECIPE_ENTRIES if is_default(_variable(name), found.get(_variable(name), ""))}
+    weak.add("fp8_params")
     with reading(_FILE, "of this run", "an entry"):
         asked = {"sharding_mode": "ddp"} if is_ddp else {}
         asked |= _sharding(found)
@@ -163,6 +164,11 @@ def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]
     return found, idle
 
 
+def te_recipe(environ: Mapping[str, str]) -> str:
+    """The recipe that Accelerate takes for Transformer Engine."""
+    return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else chosen(DEFAULT, "te")
+
+
 def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: list[str]) -> dict[str, Any]:
     """Options of precision; `mode` and `scenario` are those of the run. Entries without effect are added to `idle`."""
     values = {**READ, **found}
@@ -173,19 +179,19 @@ def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: 
     asked = values["ACCELERATE_FP8_BACKEND"].upper()
     if asked == "AO":
         settings["fp8_backend"] = backend = "torchao"
-        if mode in ("fsdp_full", "fsdp_grad") and scenario in ("default", "tensorwise"):
+        if mode in ("fsdp_full", "fsdp_grad") and RECIPES[chosen(scenario, backend)].one_scale_per_weight:
             settings["fp8_params"] = is_on(values["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"])
     elif asked != "TE":
         raise _not_supported(f"fp8_config.backend {asked}")
-    elif is_on(values["ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"]):
-        settings["fp8_scenario"] = scenario = "mxfp8"
+    elif te_recipe(values) != chosen(DEFAULT, "te"):
+        settings["fp8_scenario"] = scenario = te_recipe(values)
     recipe = RECIPES[chosen(scenario, backend)]
-    for name, convert in OF_RECIPES.items():
+    for name, convert in RECIPE_ENTRIES.items():
         variable = _variable(name)
         is_written = not is_default(variable, values[variable])
         if name not in recipe.options:
             idle += [_key(variable)] * is_written
-        elif variable in found and (is_written or recipe.name == "delayed"):  # whose defaults the launcher's are
+        elif variable in found and (is_written or recipe.scales_lag):  # the launcher's defaults are for delayed scaling
             settings[name] = convert(values[variable])
     return settings
 

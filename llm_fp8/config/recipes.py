@@ -51,6 +51,11 @@ class Recipe:
     """How many of fprop, dgrad and wgrad are in fp8."""
     has_fp8_peak: bool = True
     """Its GEMMs are held against the GPU's fp8 peak rate; False for fp4."""
+    saved_bytes_per_element: float | None = None
+    """Bytes that a GEMM input saved for the backward pass takes per element, scales included; None where it is not
+    measured, and then nothing estimates a run's memory."""
+    saves_fc2_input_twice: bool = False
+    """LayerNormMLP saves both layouts of the input of its second GEMM, not one."""
 
 
 _FORMAT = {"fp8_format": "fp8_format"}
@@ -68,6 +73,7 @@ RECIPES: dict[str, Recipe] = {
             quantizer="Float8Quantizer",
             scales_lag=True,
             one_scale_per_weight=True,
+            saved_bytes_per_element=1,
         ),
         Recipe(
             "current",
@@ -77,6 +83,7 @@ RECIPES: dict[str, Recipe] = {
             options=_FORMAT,
             quantizer="Float8CurrentScalingQuantizer",
             one_scale_per_weight=True,
+            saved_bytes_per_element=1,
         ),
         Recipe(
             "block",
@@ -88,6 +95,8 @@ RECIPES: dict[str, Recipe] = {
             quantizer="Float8BlockQuantizer",
             availability="is_fp8_block_scaling_available",
             fp32_scales_on_hopper=True,
+            saved_bytes_per_element=1 + 4 / 128,
+            saves_fc2_input_twice=True,
         ),
         Recipe(
             "mxfp8",
@@ -117,6 +126,8 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 """Name -> recipe."""
+RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
+"""The options that some recipes take and others do not."""
 
 
 def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:

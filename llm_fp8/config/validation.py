@@ -12,7 +12,15 @@ from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
 from llm_fp8.config.options import ALL_LINEAR, SECTIONS, Config, names_in
-from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPES, chosen, recipe_names, token_multiple
+from llm_fp8.config.recipes import (
+    DEFAULT,
+    FP8_SIZE_MULTIPLE,
+    RECIPE_OPTIONS,
+    RECIPES,
+    chosen,
+    recipe_names,
+    token_multiple,
+)
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -82,7 +90,7 @@ def _check_recipe(config: Config) -> None:
         able = ", ".join(recipe_names(backend))
         raise UserError(f"--fp8_scenario {scenario} is not of --fp8_backend {backend}; use one of {able}.")
     recipe = RECIPES[chosen(scenario, backend)]
-    for name in ("fp8_format", "amax_history_len", "amax_compute_algo"):
+    for name in RECIPE_OPTIONS:
         if getattr(precision, name) is not None and name not in recipe.options:
             raise UserError(f"--{name} has no effect with --fp8_scenario {recipe.name}; drop one of them.")
     if config.parallel.fp8_params:

@@ -35,7 +35,7 @@ import torch
 from transformers import PretrainedConfig
 
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
-from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, token_multiple
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.build import count_parameters
@@ -46,14 +46,12 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.parts import UnsupportedArchitecture
 from te_llama import DecoderSpec, decoder_spec, parameter_map
 
-RECIPES_COUNTED = ("bf16", "delayed", "current", "block")
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_BLOCK_SCALE = 1 / 32  # bytes per element of an fp32 scale for 128 elements
 _SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: 0.30 to 0.42 in recorded runs of fsdp_full, one micro-batch
 
 
@@ -88,9 +86,14 @@ def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozen
         return always + (0 if recipe == "bf16" else h * (2 if mlp else 1))
     if recipe == "bf16":
         return always + _BF16 * (2 * h + f)
-    if recipe == "block":
-        return always + (1 + _BLOCK_SCALE) * (3 * h + q + 2 * f)
-    return always + 3 * h + q + f
+    row = RECIPES[recipe]
+    assert row.saved_bytes_per_element is not None, f"the memory of {recipe} is not measured"
+    return always + row.saved_bytes_per_element * (3 * h + q + f * (2 if row.saves_fc2_input_twice else 1))
+
+
+def recipes_counted() -> list[str]:
+    """The fp8 recipes whose memory is measured."""
+    return [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class RunSize:
     @cached_property
     def spec(self) -> DecoderSpec | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
-        counted = self.recipe in RECIPES_COUNTED and self.mode in MODES_COUNTED
+        counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
         with contextlib.suppress(UnsupportedArchitecture):
             return decoder_spec(self.hf_config) if counted and not (self.sharded and self.num_gpus == 1) else None
@@ -258,7 +261,7 @@ def settle_memory(run: RunSize, gpu_gib: float) -> tuple[Config, list[str]]:
     if automatic:
         if not found.is_whole:
             raise UserError(
-                f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(RECIPES_COUNTED[1:])} and --sharding_mode "
+                f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(recipes_counted())} and --sharding_mode "
                 f"{'|'.join(MODES_COUNTED[1:])}: the memory of others is not known; give a number."
             )
         sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)

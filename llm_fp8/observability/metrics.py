@@ -23,7 +23,7 @@ import math
 import re
 import statistics
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,21 +36,6 @@ class DecoderSize:
     num_layers: int
     attention_width: int  # num_attention_heads * head_dim
     num_adapter_parameters: int = 0  # where there are any, the linear weights are frozen
-
-    @classmethod
-    def from_config(cls, config: Any, num_adapter_parameters: int = 0) -> DecoderSize:
-        """From the transformers config of a Llama, Qwen or Mistral model; a tied lm_head counts like its own."""
-        num_heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        query_width, key_value_width = num_heads * head_dim, config.num_key_value_heads * head_dim
-        attention = config.hidden_size * (query_width + 2 * key_value_width) + query_width * config.hidden_size
-        mlp = 3 * config.hidden_size * config.intermediate_size
-        return cls(
-            num_linear_parameters=config.num_hidden_layers * (attention + mlp) + config.hidden_size * config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            attention_width=query_width,
-            num_adapter_parameters=num_adapter_parameters,
-        )
 
 
 @dataclass(frozen=True)

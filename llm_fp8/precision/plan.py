@@ -124,7 +124,8 @@ def build_recipe(options: PrecisionConfig, recipe: Recipe, capability: tuple[int
 
     keywords = dict(recipe.defaults)
     for option, keyword in recipe.options.items():
-        if (value := getattr(options, option)) is not None:
+        value = getattr(options, option)
+        if value is not None:
             keywords[keyword] = getattr(te_recipes.Format, value) if option == "fp8_format" else value
     built = getattr(te_recipes, recipe.recipe_class)(**keywords)
     if recipe.fp32_scales_on_hopper and capability == (9, 0):  # later GPUs scale by powers of two, as in MXFP8

@@ -27,7 +27,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
-from llm_fp8.config.accelerate_env import PREFIX, is_default, is_on
+from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te_recipe
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_counter
@@ -208,8 +208,7 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState
 ) -> ExpectedKernels:
-    mxfp8 = is_on(launch.get(f"{PREFIX}USE_MXFP8_BLOCK_SCALING", "false"))
-    scenario, num_gemms = "mxfp8" if mxfp8 else "delayed", GEMMS_PER_WEIGHT
+    scenario, num_gemms = te_recipe(launch), GEMMS_PER_WEIGHT
     if by_torchao := state.library == "torchao":
         # Whether a layer of torchao's that is recomputed computes fprop again is up to torch.compile.
         scenario = next(iter(state.recipes), DEFAULTS["torchao"])
@@ -232,7 +231,7 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     """Values of fp8_config that differ from the recipe in force: (those of the file, the launcher's defaults)."""
     recipe = next((meta["recipe"] for layer in layers if "recipe" in (meta := getattr(layer, "fp8_meta", {}))), None)
     failures, remarks = list[str](), list[str]()
-    for name in ("fp8_format", "amax_history_len", "amax_compute_algo", "margin"):
+    for name in (*RECIPE_ENTRIES, "margin"):
         variable = PREFIX + name.removeprefix("fp8_").upper()
         value = getattr(recipe, name, launch.get(variable, ""))
         value = str(getattr(value, "name", value))

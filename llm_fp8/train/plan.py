@@ -109,10 +109,10 @@ class RunPlan:
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
-def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunPlan:
+def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
     """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
 
-    `config` passed `check_options`, and the process group exists. `say` replaces printing on the main process.
+    `config` passed `check_options`, and the process group exists.
     """
     device = own_device()
     source = resolve_source(config.model)
@@ -153,7 +153,7 @@ def plan_run(config: Config, ranks: LaunchRanks, say: Say | None = None) -> RunP
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
         stored_fp8=None if has_random_weights(config.model, source) else fp8_format_of(hf_config),
-        say=say or (functools.partial(print, flush=True) if accelerator.is_main_process else silent),
+        say=functools.partial(print, flush=True) if accelerator.is_main_process else silent,
         measures_precision=measures_precision,
         notes=tuple(notes),
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers import PreTrainedConfig as PretrainedConfig
 
+from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import (
     METRICS,
     DecoderSize,
@@ -16,6 +20,7 @@ from llm_fp8.observability.metrics import (
     speed_metrics,
 )
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -34,7 +39,7 @@ def test_decoder_size_counts_the_matrices_of_the_model(config: PretrainedConfig)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    size = DecoderSize.from_config(config)
+    size = decoder_size(config)
     assert size.num_linear_parameters == sum(linear.weight.numel() for linear in linears)
     assert size.num_layers == 3
     assert size.attention_width == model.model.layers[0].self_attn.q_proj.out_features
@@ -49,7 +54,7 @@ def test_llama_8b_has_the_published_number_of_parameters() -> None:
         num_attention_heads=32,
         num_key_value_heads=8,
     )
-    size = DecoderSize.from_config(config)
+    size = decoder_size(config)
     embedding_and_norms = 128256 * 4096 + 65 * 4096
     assert size.num_linear_parameters + embedding_and_norms == 8_030_261_248
 
@@ -104,3 +109,8 @@ def test_utilisation_is_given_only_where_it_means_something() -> None:
 def test_peaks_are_dense(name: str, bf16: float, fp8: float | None) -> None:
     peak = peak_tflops(name)
     assert peak is not None and (peak.bf16, peak.fp8) == (bf16, fp8)
+
+
+def test_the_documented_keys_and_units_are_those_of_the_metrics() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert rows == [(key, metric.unit) for key, metric in METRICS.items()]
