@@ -18,6 +18,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, load_generation_config, reading_model
 from llm_fp8.models.weight_shards import initialize_shards_, stored_names
 from llm_fp8.observability.metrics import DecoderSize
@@ -181,18 +182,26 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """The dimensions of a decoder of any architecture, without experts of which a router chooses some."""
-    model = model_on_meta(hf_config)
-    weights = [getattr(part, "weight", None) for part in model.modules() if not isinstance(part, nn.Embedding)]
-    matrices = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
-    text_config = hf_config.get_text_config(decoder=True)
-    num_heads = text_config.num_attention_heads
-    return DecoderSize(
-        num_linear_parameters=sum(weight.numel() for weight in matrices),
-        num_layers=len(decoder_layers(model)),
-        attention_width=num_heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads),
-        num_adapter_parameters=num_adapter_parameters,
-    )
+    """The dimensions of a decoder of any architecture: of a mixture of experts the weights that compute a token, of a
+    hybrid the layers with attention.
+    """
+    model, decoder = model_on_meta(hf_config), hf_config.get_text_config(decoder=True)
+    routed, num_linear = routed_modules(model), 0.0
+    for module in model.modules():
+        weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
+        matrices = [weight] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else expert_weights(module)
+        share = routed[module].share if module in routed else 1.0
+        num_linear += share * sum(matrix.numel() for matrix in matrices)
+    num_layers = len(decoder_layers(model))
+    kinds = getattr(decoder, "layer_types", None) or getattr(decoder, "layers_block_type", None)
+    if kinds is not None:
+        kinds = [kind for kind in kinds[:num_layers] if "linear" not in kind]
+        num_layers = sum("attention" in kind or kind == "hybrid" for kind in kinds)
+    num_heads = decoder.num_attention_heads
+    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
+    if (key_dim := getattr(decoder, "qk_head_dim", None)) and (value_dim := getattr(decoder, "v_head_dim", None)):
+        head_dim = (key_dim + value_dim) // 2  # latent attention, whose `head_dim` is that of the rotated part
+    return DecoderSize(round(num_linear), num_layers, num_heads * head_dim, num_adapter_parameters)
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:

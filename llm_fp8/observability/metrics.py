@@ -7,8 +7,8 @@ for the values, forward once and backward twice: `6 h l**2` per layer. One step 
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-with `P` the linear weights including lm_head (embedding look-up, norms, softmax and RoPE are left out, as usual), `L`
-layers and `h = num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document: the familiar
+with `P` the linear weights including lm_head, of routed experts those that compute a token (embedding look-up, norms,
+softmax and RoPE are left out, as usual), `L` layers with attention and `h = num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document: the familiar
 `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B;
 only the causal half of attention): recomputation is not counted, padding is. With LoRA the linear weights are frozen
 and need no wgrad: `4 n`, and `6 n` for the adapters' entries.
@@ -32,8 +32,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DecoderSize:
-    num_linear_parameters: int  # lm_head included, embedding look-up not
-    num_layers: int
+    """The sizes that FLOPs depend on; `llm_fp8.models.build.decoder_size` reads them from a config."""
+
+    num_linear_parameters: int  # those that compute a token: with lm_head, without embedding and experts not chosen
+    num_layers: int  # with attention
     attention_width: int  # num_attention_heads * head_dim
     num_adapter_parameters: int = 0  # where there are any, the linear weights are frozen
 

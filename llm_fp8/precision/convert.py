@@ -2,7 +2,8 @@
 
 Without --use_te the decoder stays Hugging Face's and only its linear layers change. Parameters stay the same objects,
 so tied weights stay tied, checkpoints keep their names and optimizers their parameters. Left alone are embedding and
-lm_head, whose rounding would go straight into the loss, and layers whose sizes the recipe's fp8 GEMMs cannot take.
+lm_head, whose rounding would go straight into the loss, routers and the experts that they choose, and layers whose
+sizes the recipe's fp8 GEMMs cannot take.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
+from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.modules import HEAD_NAMES, linear_weights, lm_head_of, size_misfit
 from llm_fp8.utils.errors import UserError
@@ -67,9 +69,10 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
         def forward(self, inputs: Any) -> Any:
             return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
-    left, head = dict[str, str](), lm_head_of(model)
+    left, head, routed = dict[str, str](), lm_head_of(model), routed_modules(model)
     for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
-        if reason := reason_to_leave(name, linear, head, size_multiple):
+        reason = routed[linear].reason if linear in routed else reason_to_leave(name, linear, head, size_multiple)
+        if reason:
             left[name] = reason
             continue
         swapped = SwappedLinear(
@@ -93,13 +96,14 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
     """
     from torchao.float8 import convert_to_float8_training
 
-    left, head = dict[str, str](), lm_head_of(model)
+    left, head, routed = dict[str, str](), lm_head_of(model), routed_modules(model)
     kept = {inner for module in left_in_bf16 for inner in module.modules()}
 
     def is_converted(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear:
             return False
-        if reason := reason_to_leave(name, module, head) or ("kept in bf16" if module in kept else None):
+        reason = routed[module].reason if module in routed else reason_to_leave(name, module, head)
+        if reason := reason or ("kept in bf16" if module in kept else None):
             left[name] = reason
         return reason is None
 

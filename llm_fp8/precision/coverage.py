@@ -11,18 +11,21 @@ from typing import Any
 
 from torch import nn
 
+from llm_fp8.models.experts import Routed, expert_weights, routed_modules
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, HEAD_NAMES, linear_weights, lm_head_of
 
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """Which linear weights compute in fp8. A GEMM takes 2 FLOPs per token and weight element."""
+    """Which linear weights compute in fp8. A GEMM takes 2 FLOPs per token and weight element; of a mixture of experts
+    the elements that compute a token count.
+    """
 
     num_fp8_weights: int
     """Elements of the weights of modules in fp8; lm_head never counts."""
     num_linear_weights: int
-    """Elements of all linear weights, lm_head included (also where it is the tied embedding)."""
+    """Elements of all linear weights, lm_head (also where it is the tied embedding) and every expert included."""
     converted: dict[str, int]
     """Name pattern (layer numbers as *) -> number of modules in fp8."""
     skipped: dict[str, str]
@@ -65,27 +68,29 @@ def measure_coverage(
     `reasons`: name -> why a module is not in fp8, where known. `gemms`: `llm_fp8.models.lora.gemms_per_weight`. Of a
     trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
     """
-    in_fp8, head = set(fp8_modules), lm_head_of(model)
+    in_fp8, head, routed = set(fp8_modules), lm_head_of(model), routed_modules(model)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = num_head = fp8_gemm_elements = all_gemm_elements = 0
+    num_fp8 = num_all = num_head = fp8_gemm_elements = 0
+    all_gemm_elements = 0.0
     for name, module in model.named_modules():
-        weights = linear_weights(module)
+        weights = linear_weights(module) or expert_weights(module)
         if not weights:
             continue
+        share, left = routed.get(module, Routed(1.0, ""))
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
         is_head = module is head or name.rpartition(".")[2] in HEAD_NAMES
         num_head += size * is_head
         num_gemms = gemms.get(module, GEMMS_PER_WEIGHT)
-        all_gemm_elements += size * num_gemms
+        all_gemm_elements += share * size * num_gemms
         if module in in_fp8:
             num_fp8 += size
             fp8_gemm_elements += size * min(num_gemms, most_in_fp8)
             converted[pattern] += 1
         else:
-            why = reasons.get(name) or ("adapter" if is_adapter(name) else "lm_head" if is_head else "")
+            why = left or reasons.get(name) or ("adapter" if is_adapter(name) else "lm_head" if is_head else "")
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,
