@@ -50,7 +50,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
-from llm_fp8.utils.parts import Part, UnsupportedArchitecture, random_
+from llm_fp8.utils.parts import Part, UnsupportedArchitecture
 from llm_fp8.utils.te_internals import attention_backends
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -207,17 +207,15 @@ def layer_weight_shapes(spec: DecoderSpec) -> tuple[tuple[int, int], ...]:
 
 
 def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors (weights, or gradients by the same names) of a map under Hugging Face's names and shapes: views."""
+    """Views of a map's tensors (weights, or gradients by the same names) under Hugging Face's names and shapes.
+
+    A tied `lm_head.weight` has no entry in a map, as it has none in checkpoints.
+    """
     return {
         part.hf_name: te_tensors[te_name][part.start : part.stop]
         for te_name, parts in entries.items()
         for part in parts
     }
-
-
-def hf_state_dict(spec: DecoderSpec, te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors in Hugging Face's layout. A tied `lm_head.weight` is left out, as in its checkpoints."""
-    return in_hf_layout(parameter_map(spec), te_tensors)
 
 
 class RotaryTable(nn.Module):
@@ -478,7 +476,8 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def save_pretrained(self: Any, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> None:
         if state_dict is None:
-            state_dict = export_state_dict(self)
+            views = in_hf_layout(parameter_map(spec_of(self)), dict(self.named_parameters()))
+            state_dict = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
         base.save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
 
     return type(
@@ -497,8 +496,8 @@ def build_te_model(
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `DecoderSpec`. Fill the parameters with
-    `llm_fp8.models.weight_shards.te_filler` or `initialize_weights_`. Raises `UnsupportedArchitecture`.
+    `unfused_mlp` see `DecoderSpec`. Fill the parameters with `llm_fp8.models.weights.fill_te_model` or
+    `llm_fp8.models.weight_shards.initialize_shards_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
@@ -524,23 +523,6 @@ def build_te_model(
     hf_class: Any = type(model)
     model.__class__ = _te_class(hf_class)
     return model
-
-
-def initialize_weights_(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Hugging Face's random weights for these families: normal(0, initializer_range), norms one, biases zero."""
-    for name, parameter in model.named_parameters():
-        random_(parameter, name, model.config.initializer_range, generator)
-
-
-def te_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters by name, a tied matrix once, adapters left out."""
-    return {name: parameter for name, parameter in model.named_parameters() if ".adapters." not in name}
-
-
-def export_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in Hugging Face's layout as contiguous copies on the CPU."""
-    views = hf_state_dict(spec_of(model), te_parameters(model))
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
 
 
 def attention_backend() -> str | None:

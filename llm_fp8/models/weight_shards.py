@@ -103,8 +103,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Random weights: this rank's shards of what `te_llama.initialize_weights_` gives an unsharded model of this dtype,
-    each drawn whole on the generator's device. Every architecture gets these, whatever its own initialisation.
+    """Random weights by `random_`: this rank's shards of parameters that are each drawn whole on the generator's
+    device, so they do not depend on the number of ranks. Every architecture gets these.
     """
     std = getattr(model.config, "initializer_range", 0.02)
     for name, parameter in model.named_parameters():

@@ -71,7 +71,7 @@ def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
     import te_llama
 
-    blocks = {name: local_shard(parameter) for name, parameter in te_llama.te_parameters(model).items()}
+    blocks = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
     _fill(model, te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model))
 
 

@@ -99,7 +99,7 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
     left, head, routed = dict[str, str](), lm_head_of(model), routed_modules(model)
     kept = {inner for module in left_in_bf16 for inner in module.modules()}
 
-    def is_converted(module: nn.Module, name: str) -> bool:
+    def converts(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear:
             return False
         reason = routed[module].reason if module in routed else reason_to_leave(name, module, head)
@@ -107,7 +107,7 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
             left[name] = reason
         return reason is None
 
-    convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+    convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if config.emulate:
         from llm_fp8.precision.torchao import converted_modules
 

@@ -22,6 +22,7 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.models.weight_shards import initialize_shards_
 from tests.support import stand_in_te
 from tests.support.small import forget_accelerator, tiny_config
 
@@ -52,7 +53,7 @@ def fused(monkeypatch):
 def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
     lora = lora or LoraConfig()
     model = te_llama.build_te_model(tiny_config(**changes), dtype, "cpu", unfused_mlp=needs_unfused_mlp(lora))
-    te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+    initialize_shards_(model, torch.Generator().manual_seed(0))
     if lora.lora_rank:
         add_adapters(model, lora, dtype)
         initialize_adapters_(model, 0)

@@ -23,6 +23,7 @@ from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.models.weight_shards import initialize_shards_
 from tests.support import stand_in_te
 from tests.support.ranks import CountedAllGather, on_ranks
 from tests.support.small import tiny_config
@@ -36,7 +37,7 @@ WEIGHTS_OF_LAYER = 4
 
 def model_of() -> torch.nn.Module:
     model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu")
-    te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+    initialize_shards_(model, torch.Generator().manual_seed(0))
     return model.train()
 
 

@@ -18,6 +18,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.lora import adapters_of, add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.models.weights import fill_te_model
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
@@ -43,7 +44,7 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     reasons: dict[str, str] = {}
     if use_te:
         model = te_llama.build_te_model(config, torch.bfloat16, device, unfused_mlp=needs_unfused_mlp(lora))
-        te_llama.initialize_weights_(model, torch.Generator(device=device).manual_seed(0))
+        initialize_shards_(model, torch.Generator(device=device).manual_seed(0))
     else:
         torch.manual_seed(0)
         with torch.device(device):

@@ -66,7 +66,7 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device,
     te_model = te_llama.build_te_model(config, dtype, device)
     fill_te_model(te_model, [tmp_path / "model.safetensors"])
     loss, logits, gradients = run(te_model, batch, dtype)
-    gradients = te_llama.hf_state_dict(te_llama.decoder_spec(config), gradients)
+    gradients = te_llama.in_hf_layout(te_llama.parameter_map(te_llama.decoder_spec(config)), gradients)
     assert gradients.keys() == reference[2].keys()
     ours = differences((loss, logits, gradients), reference)
     theirs = differences(hf[0], reference) if hf else dict.fromkeys(ours, FP32_TOLERANCE / BF16_EXCESS)

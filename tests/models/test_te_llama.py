@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
 from llm_fp8.models.weight_shards import LocalShard, te_filler
-from te_llama import UnsupportedArchitecture, decoder_spec, hf_state_dict, parameter_map
+from te_llama import UnsupportedArchitecture, decoder_spec, in_hf_layout, parameter_map
 from tests.support.families import FAMILIES, family_config
 
 
@@ -42,7 +42,7 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
         filler.fill_rows(name, tuple(tensors[name].shape), tensors[name])
     filler.finish()
     assert not any(parameter.isnan().any() for parameter in te_parameters.values())
-    back = hf_state_dict(spec, te_parameters)
+    back = in_hf_layout(parameter_map(spec), te_parameters)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
     num_used = [part.hf_name for parts in parameter_map(spec).values() for part in parts]

@@ -24,7 +24,7 @@ from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weight_shards import local_shard
+from llm_fp8.models.weight_shards import initialize_shards_, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import FAMILIES, family_config
@@ -175,7 +175,7 @@ def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torc
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
     whole = unsharded_model(tiny_model, dtype)
-    te_llama.initialize_weights_(whole, torch.Generator().manual_seed(3))
+    initialize_shards_(whole, torch.Generator().manual_seed(3))
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     for weights in on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
         assert_same_bits(weights, expected)

@@ -22,6 +22,7 @@ from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train import micro_batch_graphs
@@ -171,7 +172,7 @@ class Training:
     def __init__(self, with_graphs: bool, **changes):
         forget_accelerator()
         model = te_llama.build_te_model(tiny_config(**changes), torch.bfloat16, "cpu")
-        te_llama.initialize_weights_(model, torch.Generator().manual_seed(0))
+        initialize_shards_(model, torch.Generator().manual_seed(0))
         device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")
         self.precision = Precision(resolve_precision(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
