@@ -11,10 +11,16 @@ tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 torchao's reache
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llm_fp8.data.collate import Batch
+from llm_fp8.kernels.softmax import IGNORE_INDEX
 
 CONFIG_ENTRIES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
@@ -81,3 +87,43 @@ def experts_per_token(hf_config: PretrainedConfig) -> int | None:
     decoder = hf_config.get_text_config(decoder=True)
     named = (getattr(decoder, entry, None) for entry in CONFIG_ENTRIES)
     return next((value for value in named if isinstance(value, int)), None)
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The load balancing loss of a model's routers, by transformers' own function for its family.
+
+    It multiplies two means over the tokens of a micro-batch, each expert's share of the choices and its mean
+    probability, so it is not the same however a batch is cut: a step's is the mean over micro-batches and ranks,
+    weighted by supervised tokens. Padding is left out where a batch has a mask; the unused rest of packed rows counts.
+    """
+
+    coefficient: float
+    function: Callable[..., Tensor]
+    num_experts: int
+    per_token: int
+
+    def __call__(self, router_logits: Iterable[Tensor], batch: Batch) -> Tensor:
+        """Coefficient times loss times the supervised tokens of `batch` (fp32 scalar); `router_logits`: [tokens,
+        experts] of each layer.
+        """
+        loss = self.function(tuple(router_logits), self.num_experts, self.per_token, batch.attention_mask)
+        return self.coefficient * loss * (batch.labels != IGNORE_INDEX).sum()
+
+
+def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
+    """The auxiliary loss that the model's config asks for, and a sentence on what it says of one; None for neither.
+
+    As in transformers and TRL `output_router_logits` asks for it.
+    """
+    decoder: Any = model.config.get_text_config(decoder=True)
+    coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
+    function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    if not getattr(decoder, "output_router_logits", False):
+        what = f"router_aux_loss_coef {coefficient:g} takes no effect, as in transformers"
+        return None, f"{what}: the model's config has not output_router_logits" if coefficient else None
+    if not coefficient or function is None:
+        return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
+    found: Any = model
+    loss = RouterLoss(coefficient, function, found.num_experts, found.num_experts_per_tok)
+    return loss, f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss"

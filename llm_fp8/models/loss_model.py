@@ -14,9 +14,12 @@ from transformers import PreTrainedModel
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.experts import router_loss
 from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
+
+ROUTER_LOSS = "router_aux_loss"
 
 
 class TrainingModel(nn.Module):
@@ -27,6 +30,8 @@ class TrainingModel(nn.Module):
         self.model = model
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
+        self.router_loss, self.router_note = router_loss(model)
+        self._router_logits: tuple[Tensor, ...] = ()
         self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -36,10 +41,20 @@ class TrainingModel(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by name.
 
-        An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them.
+        An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them. There
+        is none in evaluation.
         """
         head = self.model.get_output_embeddings().weight
-        return linear_cross_entropy_sum(self.hidden(batch), head, batch.labels, compute_dtype=self.compute_dtype), {}
+        loss_sum = linear_cross_entropy_sum(self.hidden(batch), head, batch.labels, compute_dtype=self.compute_dtype)
+        if self.router_loss is None or not self.training:
+            return loss_sum, {}
+        logits, self._router_logits = self._router_logits, ()
+        return loss_sum, {ROUTER_LOSS: self.router_loss(logits, batch)}
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Name of each auxiliary loss -> its weight, by which `forward` has multiplied it."""
+        return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def hidden(self, batch: Batch) -> Tensor:
         """The last hidden states, shape of `batch.input_ids` plus [h]."""
@@ -69,4 +84,7 @@ class TrainingModel(nn.Module):
         )
 
     def _decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
-        return self.model.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
+        output = self.model.base_model(input_ids=input_ids, use_cache=False, **arguments)
+        if self.router_loss is not None and self.training:
+            self._router_logits = output.router_logits
+        return output.last_hidden_state

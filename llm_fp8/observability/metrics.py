@@ -111,6 +111,7 @@ METRICS: dict[str, Metric] = {
     "epoch": Metric("epochs", "Passes over the training rows, as a fraction; whole ones when streaming."),
     "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
     "loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the step, on all GPUs."),
+    "router_aux_loss": Metric("-", "Load balancing loss of the routers before its coefficient, where there is one."),
     "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
     "learning_rate": Metric("-", "Learning rate of the step."),
     "step_time_s": Metric("s", "Wall time of the step, loading of its data included."),

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
+from llm_fp8.models.experts import expert_weights
+from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision.modules import (
     linear_weights,
     size_misfit,
@@ -56,7 +58,12 @@ class Precision:
         """Class of the recipe in force in a TE module's first forward pass, or 'none'."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8."""
+        """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8. From now on
+        experts compute in the compute dtype too.
+        """
+        experts = list(filter(expert_weights, model.modules())) if self._torch_autocast else ()
+        for module in experts:
+            wrap_forward(module, functools.partial(torch.compiler.disable(self._with_experts_cast), module))
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
         if any(type(module).__module__.startswith("torchao") for module in model.modules()):
@@ -79,7 +86,6 @@ class Precision:
     def _find_te_modules(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-        from llm_fp8.models.layer_forward import wrap_forward
         from llm_fp8.precision.convert import bf16_modules
 
         kept: set[nn.Module] = set()
@@ -147,6 +153,22 @@ class Precision:
         """Call `forward` of a Transformer Engine module outside fp8."""
         with self._te_autocast(enabled=False):
             return forward(*args, **kwargs)
+
+    def _with_experts_cast(self, experts: nn.Module, forward: Any, hidden: Tensor, *routing: Any, **others: Any) -> Any:
+        """Call `forward` of `experts` on casts of input and weights, which torch.autocast does not make for grouped
+        GEMMs (torch 2.13); gradients reach the weights in the weights' dtype.
+        """
+        if not torch.is_autocast_enabled(hidden.device.type):
+            return forward(hidden, *routing, **others)
+        dtype = self.plan.compute_dtype
+        casts = {name: weight.to(dtype) for name, weight in experts.named_parameters(recurse=False)}
+        # An entry of the instance hides the parameter of that name.
+        vars(experts).update(casts)
+        try:
+            return forward(hidden.to(dtype), *routing, **others)
+        finally:
+            for name in casts:
+                del vars(experts)[name]
 
     @contextlib.contextmanager
     def context(self, first_microbatch: bool | None) -> Iterator[None]:

@@ -3,8 +3,8 @@ C counts the supervised tokens of all of them. With L_m the summed cross entropy
 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
-so the loss is the mean over supervised tokens however the batch is cut. Where a sharding mode averages gradients over
-ranks, its strategy (llm_fp8.distributed) undoes the division.
+so the loss is the mean over supervised tokens however the batch is cut. Auxiliary losses are added to L_m. Where a
+sharding mode averages gradients over ranks, its strategy (llm_fp8.distributed) undoes the division.
 
 Losses and norms stay on the device until `log_every` steps are over or a save or evaluation comes; a non-finite one
 ends the run there, before it can reach a checkpoint.
@@ -63,16 +63,17 @@ def micro_batch(
     first: bool | None,
     last: bool = True,
 ) -> Tensor:
-    """Forward and backward of a micro-batch; its loss (0-dim fp32, detached), a part of the step's mean.
+    """Forward and backward of a micro-batch; its cross entropy and auxiliary losses (fp32 [1 + their number],
+    detached), parts of the step's means.
 
     `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce gradients.
     """
     with strategy.micro_batch(model, last=last):
         with precision.context(first_microbatch=first):
             loss_sum, aux = model(batch.to(num_supervised.device, non_blocking=True))
-            loss = sum(aux.values(), start=loss_sum) / num_supervised
-        strategy.backward(loss)
-    return loss.detach()
+            losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
+        strategy.backward(losses.sum())
+    return losses.detach()
 
 
 class StepClock:
@@ -100,8 +101,8 @@ class PendingStep:
     step: int
     epoch: float
     learning_rate: float
-    loss: Tensor
-    own_loss: Tensor  # this rank's share of the sum
+    losses: Tensor  # cross entropy and auxiliary losses
+    own_losses: Tensor  # this rank's share of the sums
     grad_norm: Tensor
     tokens: Tensor
     """int64 [4]: all, real and supervised tokens and the sum of squared document lengths, over all ranks."""
@@ -242,16 +243,16 @@ class TrainingLoop:
         on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
         tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
         num_supervised = tokens[2].clamp(min=1)
-        loss_sum = torch.zeros((), device=device)
+        losses = torch.zeros(1 + len(self.setup.training_model.coefficients), device=device)
         # The other micro-batches reuse the weight casts of the first.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
         for number, batch in enumerate(batches, start=1):
             first, last = number == 1, number == len(batches)
             if self._graphs is not None:
-                loss_sum += self._graphs(batch, num_supervised, first)
+                losses += self._graphs(batch, num_supervised, first)
             else:
                 reuse = first if caches_casts else None
-                loss_sum += micro_batch(strategy, self.precision, self.model, batch, num_supervised, reuse, last)
+                losses += micro_batch(strategy, self.precision, self.model, batch, num_supervised, reuse, last)
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = strategy.step(self.optimizer, self._parameters, self.setup.plan.config.optim.max_grad_norm)
         self.scheduler.step()
@@ -262,8 +263,8 @@ class TrainingLoop:
                 step=self.step,
                 epoch=self.loader.epoch,
                 learning_rate=learning_rate,
-                loss=accelerator.reduce(loss_sum.clone(), reduction="sum"),  # gloo reduces in place
-                own_loss=loss_sum,
+                losses=accelerator.reduce(losses.clone(), reduction="sum"),  # gloo reduces in place
+                own_losses=losses,
                 grad_norm=grad_norm,
                 tokens=tokens,
                 row_ids=tuple(row for batch in batches for row in batch.row_ids),
@@ -288,14 +289,16 @@ class TrainingLoop:
             return
         pending, self._pending = self._pending, []
         losses, grad_norms, counts = (
-            torch.stack([getattr(p, name) for p in pending]).tolist() for name in ("loss", "grad_norm", "tokens")
+            torch.stack([getattr(p, name) for p in pending]).tolist() for name in ("losses", "grad_norm", "tokens")
         )
+        coefficients = self.setup.training_model.coefficients
         memory, energy = self._memory(), {}
         if self.energy is not None:
             energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         fp8, num_processes = self.precision.plan.has_fp8_peak, self.accelerator.num_processes
-        for taken, loss, grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
+        for taken, (loss, *weighted), grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
+            aux = {name: value / coefficients[name] for name, value in zip(coefficients, weighted, strict=True)}
             tokens, seconds = StepTokens(*count), self._clock.seconds(taken.start, taken.end)
             self.tokens_seen += tokens.num_real_tokens
             self.first_step_s = self.first_step_s or seconds
@@ -304,6 +307,7 @@ class TrainingLoop:
                 "epoch": taken.epoch,
                 "tokens_seen": self.tokens_seen,
                 "loss": loss,
+                **aux,
                 "grad_norm": grad_norm,
                 "learning_rate": taken.learning_rate,
                 **speed_metrics(tokens, seconds, self._size, num_processes, self._peak, fp8),
@@ -378,7 +382,7 @@ class TrainingLoop:
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
         # Every rank is here: losses and norms are of all.
-        own = (self.accelerator.process_index, math.isfinite(taken.own_loss.item()), taken.row_ids)
+        own = (self.accelerator.process_index, math.isfinite(taken.own_losses.sum().item()), taken.row_ids)
         ranks: list[tuple[int, bool, tuple[int, ...]]] = gather_object([own])
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]

@@ -117,7 +117,7 @@ class MicroBatchGraphs:
     def _eager(self, batch: Batch, first: bool) -> None:
         if first and self._summed:  # begin the gradients anew
             torch._foreach_zero_(self._summed)
-        self._loss.copy_(self._run(batch, self._num_supervised, first))
+        self._loss.copy_(self._run(batch, self._num_supervised, first).sum())  # TE decoders have no auxiliary losses
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
         """Copy a batch into the fixed tensors of its bucket; returns these."""

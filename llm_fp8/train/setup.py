@@ -89,6 +89,8 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
     training_model = TrainingModel(model, config.data.max_seq_length, plan.precision.compute_dtype)
+    if training_model.router_note:
+        plan.say(training_model.router_note)
     if config.parallel.fp8_params and plan.precision.backend == "te":
         strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from llm_fp8.models.build import decoder_size, model_on_meta
-from llm_fp8.models.experts import routed_modules
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import decoder_layers, decoder_size, model_on_meta
+from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.loss_model import ROUTER_LOSS, TrainingModel
+from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.plan import PrecisionPlan
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
 QWEN3_30B |= dict(num_attention_heads=32, head_dim=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -73,3 +79,68 @@ def test_a_list_of_experts_is_counted_alike_and_its_router_is_no_fp8_layer():
     }
     assert measure_coverage(block, [], "bf16", {}).linear_flops_per_token == 6 * (2 * 64 + 2 * 512)
     assert routed_modules(nn.Linear(4, 4)) == {} and torch.is_tensor(block.conv.weight)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")])
+def test_experts_with_fp32_weights_compute_in_bf16_and_get_fp32_gradients(kind, names, monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **{names: 4}, num_experts_per_tok=2))
+    experts = next(module for module in model.modules() if expert_weights(module))
+    weights = [nn.init.normal_(weight, std=0.1) for weight in expert_weights(experts)]
+    hidden, scores = torch.randn(24, 32), torch.rand(24, 2)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(24)])
+    exact = torch.autograd.grad(experts(hidden, chosen, scores).square().sum(), weights)
+
+    seen, grouped_mm = [], torch.nn.functional.grouped_mm
+
+    def spy(a, b, **more):
+        seen.append((a.dtype, b.dtype))
+        return grouped_mm(a, b, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
+    plan = PrecisionPlan(requested="bf16", effective="bf16")
+    precision = Precision(plan, PrecisionConfig(mixed_precision="bf16"), torch.device("cpu"), torch.float32)
+    precision.attach(model, decoder_layers(model))
+    with precision.context(first_microbatch=None):
+        loss = experts(hidden, chosen, scores).float().square().sum()
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2
+    for found, wanted in zip(torch.autograd.grad(loss, weights), exact, strict=True):
+        assert found.dtype == torch.float32 and (found - wanted).norm() < 0.02 * wanted.norm()
+    assert all(weight is now for weight, now in zip(weights, expert_weights(experts), strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
+def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(kind, recompute):
+    torch.manual_seed(0)
+    experts = {"mixtral": "num_local_experts"}.get(kind, "num_experts")
+    asked = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **asked, pad_token_id=0)).train()
+    ids, lengths = torch.randint(1, 96, (3, 16)), torch.tensor([16, 9, 12])
+    mask = torch.arange(16) < lengths[:, None]
+    labels = ids.masked_fill(~mask, -100)
+    plain = model(input_ids=ids, attention_mask=mask.long(), labels=labels)
+    wanted = torch.autograd.grad(plain.loss, list(model.parameters()))
+
+    if recompute:
+        enable_gradient_checkpointing(decoder_layers(model), every=1, uses_te=False)
+    training_model, num = TrainingModel(model, 16, torch.float32).train(), int((labels[:, 1:] != -100).sum())
+    shifted = torch.cat([labels[:, 1:], torch.full((3, 1), -100)], dim=1)
+    positions = torch.arange(16).expand(3, -1)
+    batch = Batch(ids, shifted, positions, mask, None, 16, 48, int(mask.sum()), num, 768, (0, 1, 2))
+    loss_sum, aux = training_model(batch)
+    assert training_model.coefficients == {ROUTER_LOSS: 0.1}
+    assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(plain.aux_loss.item(), abs=1e-6)
+    assert ((loss_sum + aux[ROUTER_LOSS]) / num).item() == pytest.approx(plain.loss.item(), abs=1e-5)
+    found = torch.autograd.grad((loss_sum + aux[ROUTER_LOSS]) / num, list(model.parameters()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    assert training_model.eval()(batch)[1] == {}
+
+
+def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
+    model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02))
+    training_model = TrainingModel(model, 16, torch.float32)
+    assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
+    asking = model_on_meta(AutoConfig.for_model("glm4_moe", **TINY, n_routed_experts=8, output_router_logits=True))
+    assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
