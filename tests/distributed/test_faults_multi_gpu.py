@@ -44,7 +44,7 @@ def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(option
 
 
 def test_torchrun_restarts_and_the_run_goes_on(options, tmp_path):
-    kill_one_rank_and_restart(tmp_path, *options)
+    kill_one_rank_and_restart(functools.partial(Torchrun, cwd=tmp_path), tmp_path, *options)
 
 
 def train(folder: Path, *options: str) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from llm_fp8.train.checkpoint import CheckpointManager
 from llm_fp8.utils.errors import EXIT_USER_ERROR
-from tests.support.launches import Torchrun
 from tests.support.processes import wait_until
 from tests.support.small import run_json, steps
 
@@ -71,13 +70,12 @@ def kill_one_rank_in_a_save(start: Callable[..., Any], folder: Path, within_s: f
     return codes
 
 
-def kill_one_rank_and_restart(folder: Path, *options: str, **environment: str) -> None:
-    """Rank 1 is killed behind the first checkpoint; torchrun starts all anew and they resume by themselves, in the
-    folder that they had.
+def kill_one_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
+    """Rank 1 is killed after the first checkpoint; torchrun, started in `folder`, starts all anew and they resume by
+    themselves, in the folder that they had.
     """
     training = ["--max_steps=60", "--save_every=5", "--log_every=1", "--no_export"]
-    restarting = {"launcher": ("--max_restarts=1",), "cwd": folder}
-    with Torchrun(folder / "log", *options, *training, **restarting, **environment) as launch:
+    with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:
         saved = wait_until(lambda: any(folder.glob("runs/*/checkpoints/step-*")), launch, 0.01, START_S)
         assert saved, launch.printed()
         os.kill(launch.pid_of(1), signal.SIGKILL)

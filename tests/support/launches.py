@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from tests.support.processes import DEADLINE_S, exit_code, free_port, start_ranks
+from tests.support.processes import CONTEXT, DEADLINE_S, exit_code, free_port, start_ranks, train_as_a_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train_multi_gpu.py")
@@ -83,10 +84,56 @@ class Torchrun(Launch):
         """Wait for the end; rank -> exit code (negative for a signal) of those that torchrun says have failed, which
         leaves out those that it ended itself.
         """
-        code = self._process.wait(deadline_s)
-        failed: dict[int, int | None] = {int(rank): int(found) for rank, found in _FAILURE.findall(self.printed())}
-        assert code == (1 if failed else 0), self.printed()[-6000:]
-        return failed
+        return _failed_ranks(self.printed(), self._process.wait(deadline_s))
+
+
+def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
+    failed: dict[int, int | None] = {int(rank): int(found) for rank, found in _FAILURE.findall(printed)}
+    assert code == (1 if failed else 0), printed[-6000:]
+    return failed
+
+
+def _agent(words: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
+    """torchrun's agent with ranks that are forked from it, which saves their imports."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    os.environ.clear()
+    os.environ.update(inherited)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    config, _, _ = config_from_args(parse_args([*words, SCRIPT]))
+    config.start_method = "fork"
+    elastic_launch(config, train_as_a_rank)(options)
+
+
+class ForkedTorchrun(Launch):
+    """train_multi_gpu.py under torchrun's own agent with two forked ranks, for a machine without a GPU."""
+
+    def __init__(self, log: Path, *options: object, launcher: tuple[str, ...] = ()) -> None:
+        super().__init__(log)
+        log.touch()
+        words = ["--nproc_per_node=2", f"--master_port={free_port()}", *launcher]
+        args = (words, list(map(str, options)), str(log), dict(os.environ))
+        self._agent: Any = CONTEXT.Process(target=_agent, args=args)
+        self._agent.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._agent.terminate()
+
+    def is_alive(self) -> bool:
+        return self._agent.is_alive()
+
+    def pid_of(self, rank: int) -> int:
+        """The process of a rank, of the latest start."""
+        children = sorted(psutil.Process(self._agent.pid).children(), key=psutil.Process.create_time)
+        return children[rank - 2].pid
+
+    def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
+        """Wait for the end; rank -> exit code of those that torchrun says have failed."""
+        code = exit_code(self._agent, deadline_s)
+        return _failed_ranks(self.printed(), code)
 
 
 class Forked(Launch):

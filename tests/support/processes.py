@@ -24,7 +24,14 @@ from llm_fp8.utils.errors import run_script
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 if CONTEXT.get_start_method() == "forkserver":
     CONTEXT.set_forkserver_preload(
-        ["llm_fp8.train.run", "peft", "pytest", "torch.distributed.run", "transformers.models.llama.modeling_llama"]
+        [
+            "llm_fp8.train.run",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "peft",
+            "pytest",
+            "torch.distributed.run",
+            "transformers.models.llama.modeling_llama",
+        ]
     )
 
 DEADLINE_S = 60.0
@@ -41,12 +48,22 @@ def _train(
     os.dup2(file, 1)
     os.dup2(file, 2)
 
-    def main() -> int:
-        from llm_fp8.train.run import run_training
+    run_script(lambda: _run(options, parallel=bool(launch)))
 
-        return run_training(*parse_launch(options, os.environ, parallel=bool(launch)))
 
-    run_script(main)
+def _run(options: list[str], parallel: bool) -> int:
+    from llm_fp8.train.run import run_training
+
+    return run_training(*parse_launch(options, os.environ, parallel=parallel))
+
+
+def train_as_a_rank(options: list[str]) -> None:
+    """Train as one of several processes, whose place a launcher has put into the environment; exits where it fails."""
+    try:
+        run_script(lambda: _run(options, parallel=True))
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 def _start(log: Path, options: Sequence[object], launch: dict[str, str], first: Callable[[], None] | None) -> Any:

@@ -1,8 +1,7 @@
-"""train_multi_gpu.py as a user starts it: torchrun and accelerate launch, with real processes on the CPU."""
+"""train_multi_gpu.py as a user starts it, with torchrun and accelerate launch, on the CPU."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -12,8 +11,8 @@ import pytest
 
 from tests.support.documented_commands import COMMANDS, words_for_a_cpu, write_dataset
 from tests.support.faults import kill_one_rank_and_restart
-from tests.support.launches import ROOT, SCRIPT, environment, torchrun
-from tests.support.processes import free_port, wait_for_the_end_of_processes_with
+from tests.support.launches import ROOT, SCRIPT, ForkedTorchrun, environment, torchrun
+from tests.support.processes import free_port, run_ranks, wait_for_the_end_of_processes_with
 from tests.support.small import run_json, steps
 
 pytestmark = pytest.mark.slow
@@ -38,87 +37,56 @@ def test_the_documented_command(tmp_path, tiny_model):
     assert (folder / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--sharding_mode=fsdp_ful"], "--sharding_mode: invalid choice: 'fsdp_ful'"),
-        (["--model_name=/no/such"], "--model_name /no/such: no such folder."),
-    ],
-)
-def test_a_mistake_is_said_once(tmp_path, options, sentence):
-    done = launch(tmp_path, *torchrun(), SCRIPT, *options)
+def test_a_mistake_is_said_once_under_torchrun(tmp_path):
+    done = launch(tmp_path, *torchrun(), SCRIPT, "--sharding_mode=fsdp_ful")
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and sentence in said[0]
+    assert len(said) == 1 and "--sharding_mode: invalid choice: 'fsdp_ful'" in said[0]
     assert "exitcode  : 2" in done.stderr or "exitcode: 2" in done.stderr
     assert f'File "{SCRIPT}"' not in done.stderr, "no traceback of ours"
 
 
-def test_accelerate_launch_gives_the_mode_of_its_file(tmp_path, tiny_model, rows):
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"]
-    launcher += [
-        f"--config_file={ROOT / 'configs' / 'accelerate_bf16_fsdp.yaml'}",
-        f"--main_process_port={free_port()}",
-    ]
-    options = [
-        "--model_name",
-        tiny_model,
-        "--dataset_name",
-        rows,
-        "--max_seq_length=256",
-        "--max_steps=2",
-        "--no_export",
-    ]
-    done = launch(tmp_path, *launcher, SCRIPT, *options, "--output_dir", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert run_json(tmp_path / "run")["effective"]["sharding_mode"] == "fsdp_full"
-    assert run_json(tmp_path / "run")["precision"]["effective"] == "bf16"
+def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path):
+    with ForkedTorchrun(tmp_path / "log", "--model_name=/no/such", f"--output_dir={tmp_path / 'run'}") as run:
+        assert 2 in run.end().values()
+    (said,) = [line for line in run.printed().splitlines() if line.startswith("error: ")]
+    assert "--model_name /no/such: no such folder." in said
 
 
-def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
-    """The documented launcher, once for each host; both are this one."""
-    launch_script = str(ROOT / "scripts" / "launch_multi_node.sh")
-    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
-    options = ["--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256"]
-    options += ["--max_steps=3", "--no_export", "--output_dir", str(tmp_path / "run")]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    hosts = [
-        subprocess.Popen(
-            ["bash", launch_script, *options],
-            cwd=ROOT,
-            env=environment(**common, NODE_RANK=str(rank), PATH=path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [host.communicate(timeout=120)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], outputs
-    assert run_json(tmp_path / "run")["effective"]["num_processes"] == 2
-    assert len(steps(tmp_path / "run")) == 3
-
-
-def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows):
-    options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
-    kill_one_rank_and_restart(tmp_path, *options)
-
-
-def test_ranks_of_a_killed_launcher_save_and_end(tmp_path, tiny_model, rows):
-    folder = tmp_path / "run"
+def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_file(tmp_path, tiny_model, rows):
+    folder, file = tmp_path / "run", ROOT / "configs" / "accelerate_bf16_fsdp.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", f"--config_file={file}"]
     options = ["--model_name", tiny_model, "--dataset_name", rows, "--max_seq_length=256", "--max_steps=100000"]
+    options += ["--attn_implementation=eager"]  # PyTorch's bf16 attention needs AVX-512
     mark = {"LLM_FP8_TEST_LAUNCH": str(tmp_path)}
     with subprocess.Popen(
-        [*torchrun(), SCRIPT, *options, "--log_every=1", "--output_dir", str(folder)],
+        [*launcher, f"--main_process_port={free_port()}", SCRIPT, *options, "--log_every=1", f"--output_dir={folder}"],
         cwd=tmp_path,
         env=environment(**mark),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    ) as launcher:
+    ) as process:
         deadline = time.monotonic() + 120
         while not ((folder / "metrics.jsonl").is_file() and steps(folder)):
-            assert launcher.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
-        launcher.kill()
+        process.kill()
     wait_for_the_end_of_processes_with(*next(iter(mark.items())))
     assert any(folder.glob("checkpoints/step-*")), "stopped as by SIGTERM"
+    recorded = run_json(folder)
+    assert recorded["effective"]["sharding_mode"] == "fsdp_full" and recorded["precision"]["effective"] == "bf16"
+
+
+def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
+    options = ["--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256"]
+    run_ranks(
+        2, tmp_path / "run", *options, "--max_steps=3", "--no_export", f"--output_dir={tmp_path / 'run'}", hosts=2
+    )
+    assert run_json(tmp_path / "run")["effective"]["num_processes"] == 2
+    assert len(steps(tmp_path / "run")) == 3
+
+
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256")
+    kill_one_rank_and_restart(ForkedTorchrun, tmp_path, *options)
