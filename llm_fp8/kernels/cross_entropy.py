@@ -42,6 +42,7 @@ def linear_cross_entropy_sum(
     weight: Tensor,
     labels: Tensor,
     *,
+    softcap: float | None = None,
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -52,6 +53,7 @@ def linear_cross_entropy_sum(
         hidden: `[..., h]`, floating point, the output of the last norm.
         weight: `[V, h]`, the lm_head's; may be the embedding's (tied).
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
+        softcap: c of logits that are c tanh(z / c) of the GEMM's output z (Gemma).
         chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: of the GEMMs and the logits, whatever autocast says. Default: that of `hidden`.
     """
@@ -63,18 +65,20 @@ def linear_cross_entropy_sum(
         hidden, weight = hidden.detach(), weight.detach()  # so that no gradient is formed
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.shape[0] <= chunk_tokens and (hidden.requires_grad or weight.requires_grad):
-            return _OneChunk.apply(hidden, weight, labels, compute_dtype)
-        return _ManyChunks.apply(hidden, weight, labels, chunk_tokens, compute_dtype)
+            return _OneChunk.apply(hidden, weight, labels, softcap, compute_dtype)
+        return _ManyChunks.apply(hidden, weight, labels, softcap, chunk_tokens, compute_dtype)
 
 
 class _OneChunk(torch.autograd.Function):
     """All logits at once, overwritten by their gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compute_dtype: torch.dtype) -> Tensor:
-        ctx.dtypes = hidden.dtype, weight.dtype
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, compute_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.dtypes, ctx.softcap = (hidden.dtype, weight.dtype), softcap
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-        logits = hidden @ weight.t()
+        logits = softmax.cap_(hidden @ weight.t(), softcap)
         losses, statistics = softmax.losses(logits, labels)
         ctx.save_for_backward(hidden, weight, labels, logits, statistics)
         return losses.sum()
@@ -84,11 +88,13 @@ class _OneChunk(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, logits, statistics = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
+            slope = softmax.slope_of_cap(logits, ctx.softcap)
             softmax.to_gradient_(logits, statistics, labels, grad_output)
+            logits = logits if slope is None else logits.mul_(slope)
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
             grad_hidden = (logits @ weight).to(ctx.dtypes[0]) if needs_hidden else None
             grad_weight = (logits.t() @ hidden).to(ctx.dtypes[1]) if needs_weight else None
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 class _ManyChunks(torch.autograd.Function):
@@ -96,7 +102,13 @@ class _ManyChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        softcap: float | None,
+        chunk_tokens: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -109,11 +121,13 @@ class _ManyChunks(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
-            logits = rows @ compute_weight.t()
+            logits = softmax.cap_(rows @ compute_weight.t(), softcap)
             losses, statistics = softmax.losses(logits, labels[chunk])
             loss += losses.sum()
             if needs_hidden or needs_weight:
+                slope = softmax.slope_of_cap(logits, softcap)
                 softmax.to_gradient_(logits, statistics, labels[chunk], one)
+                logits = logits if slope is None else logits.mul_(slope)
             if grad_hidden is not None:
                 grad_hidden[chunk] = logits @ compute_weight
             if grad_weight is not None:
@@ -130,4 +144,4 @@ class _ManyChunks(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_output  # 0-dim: keeps the dtype
         if grad_weight is not None:
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None

@@ -66,6 +66,16 @@ def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output
     torch.autograd.graph.increment_version(logits)
 
 
+def cap_(logits: Tensor, cap: float | None) -> Tensor:
+    """Overwrite `logits` by cap tanh(logits / cap); None leaves them."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def slope_of_cap(logits: Tensor, cap: float | None) -> Tensor | None:
+    """The derivative of `cap_` from its results."""
+    return None if cap is None else 1 - (logits / cap).square_()
+
+
 def torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     losses, statistics = [], []
     for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):

@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.source import ModelSource, fp8_format_of, has_random_weights, load_generation_config, reading_model
+from llm_fp8.models.source import (
+    ModelSource,
+    fp8_format_of,
+    has_random_weights,
+    load_generation_config,
+    reading_model,
+    text_config,
+)
 from llm_fp8.models.weight_shards import initialize_shards_, stored_names
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
@@ -35,10 +42,9 @@ VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The attention of the Hugging Face decoder; `auto` is the fastest. `UserError` where another is missing."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
 
     def has(implementation: str) -> bool:
-        return model_class is None or supports_attention(model_class, implementation)  # None: building will fail
+        return supports_attention(auto_class(hf_config), hf_config, implementation)
 
     if requested == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
@@ -127,16 +133,49 @@ def build_structure(
     else:
         attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
         with init_empty_weights(include_buffers=False), torch.device(device):
-            model = _model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+            model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         model.tie_weights()  # undone by `init_empty_weights`
     stored = None if has_random_weights(options, source) else load_generation_config(options, source)
     model.generation_config = stored or model.generation_config
     return model
 
 
-def _model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+def model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The Hugging Face model of `hf_config`, of a multimodal one what text passes through."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
-        return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
+        model = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
+        return without_towers(model) if is_multimodal(hf_config) else model
+
+
+def is_multimodal(hf_config: PretrainedConfig) -> bool:
+    """Whether the checkpoint holds more than a language model: a tower for images or sound, and what joins them."""
+    return text_config(hf_config) is not hf_config
+
+
+def auto_class(hf_config: PretrainedConfig) -> Any:
+    """transformers' class that reads the whole checkpoint."""
+    return AutoModelForMultimodalLM if is_multimodal(hf_config) else AutoModelForCausalLM
+
+
+def without_towers(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with only the parts that text passes through, decoder and lm_head, whose tensors keep their names; the
+    names of those taken out are in its attribute `left_out`.
+    """
+    decoder, head = text_decoder(model), model.get_output_embeddings()
+    kept = {module for part in (decoder, head) if part is not None for module in part.modules()}
+    left_out: list[str] = []
+    for prefix, module in list(model.named_modules()):
+        if module in kept or kept.isdisjoint(module.modules()):
+            continue
+        for name, child in list(module.named_children()):
+            if child not in kept and kept.isdisjoint(child.modules()):
+                setattr(module, name, None)
+                left_out.append(f"{prefix}.{name}".lstrip("."))
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, None)
+            left_out.append(f"{prefix}.{name}".lstrip("."))
+    model.left_out = tuple(left_out)  # type: ignore[assignment]
+    return model
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
@@ -147,7 +186,7 @@ def count_parameters(hf_config: PretrainedConfig) -> int:
 def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """The Hugging Face model of `hf_config` without memory."""
     with torch.device("meta"):
-        return _model_from_config(copy.deepcopy(hf_config))  # which building would change
+        return model_from_config(copy.deepcopy(hf_config))  # which building would change
 
 
 def _load_by_transformers(
@@ -157,7 +196,7 @@ def _load_by_transformers(
     with reading_model("weights", options.model_name):
         if fp8_format_of(built_config) is not None:
             raise ValueError("a mixture of experts in fp8 is not dequantised here")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(built_config).from_pretrained(
             source.location,
             dtype=dtype,
             attn_implementation=chosen_attention(built_config),
@@ -169,12 +208,20 @@ def _load_by_transformers(
         model, info = loaded
         if wrong := [*info["missing_keys"], *info["unexpected_keys"]]:  # which transformers only warns of
             raise ValueError(f"missing or unexpected: {listed(sorted(map(str, wrong)))}")
-    return model
+    return without_towers(model) if is_multimodal(built_config) else model
+
+
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside of `model`, the innermost with the embedding: from input ids to the last hidden states."""
+    embedding = model.get_input_embeddings()
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [one for one in models if any(module is embedding for module in one.modules())][-1]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
-    layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
+    decoder = text_decoder(model)
+    layers = getattr(decoder, "layers", getattr(decoder, "h", None))
     if not isinstance(layers, nn.ModuleList):
         kind = type(model).__name__
         raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no list of decoder layers.")
@@ -185,7 +232,7 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     """The dimensions of a decoder of any architecture: of a mixture of experts the weights that compute a token, of a
     hybrid the layers with attention.
     """
-    model, decoder = model_on_meta(hf_config), hf_config.get_text_config(decoder=True)
+    model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model), 0.0
     for module in model.modules():
         weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
@@ -194,14 +241,22 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
         num_linear += share * sum(matrix.numel() for matrix in matrices)
     num_layers = len(decoder_layers(model))
     kinds = getattr(decoder, "layer_types", None) or getattr(decoder, "layers_block_type", None)
+    has_attention = [True] * num_layers
     if kinds is not None:
-        kinds = [kind for kind in kinds[:num_layers] if "linear" not in kind]
-        num_layers = sum("attention" in kind or kind == "hybrid" for kind in kinds)
-    num_heads = decoder.num_attention_heads
-    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
-    if (key_dim := getattr(decoder, "qk_head_dim", None)) and (value_dim := getattr(decoder, "v_head_dim", None)):
+        has_attention = [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
+    configs = getattr(decoder, "per_layer_config", None) or [decoder] * num_layers
+    widths = [attention_width(config) for config, has in zip(configs, has_attention, strict=False) if has]
+    width = sum(widths) // max(1, len(widths))
+    return DecoderSize(round(num_linear), len(widths), width, num_adapter_parameters)
+
+
+def attention_width(layer: Any) -> int:
+    """Heads times elements of a head, by the config of a layer; 0 where it has no heads."""
+    num_heads = getattr(layer, "num_attention_heads", 0)
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, num_heads)
+    if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):
         head_dim = (key_dim + value_dim) // 2  # latent attention, whose `head_dim` is that of the rotated part
-    return DecoderSize(round(num_linear), num_layers, num_heads * head_dim, num_adapter_parameters)
+    return num_heads * head_dim
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:

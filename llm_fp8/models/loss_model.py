@@ -6,6 +6,9 @@ The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call
 
 from __future__ import annotations
 
+import math
+from typing import Any, Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,8 +16,10 @@ from transformers import PreTrainedModel
 
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.kernels.softmax import cap_
+from llm_fp8.models.build import decoder_layers, text_decoder
 from llm_fp8.models.experts import router_loss
+from llm_fp8.models.source import text_config
 from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -22,17 +27,40 @@ from llm_fp8.utils.hf_internals import chosen_attention
 ROUTER_LOSS = "router_aux_loss"
 
 
+PackedForm = Literal["rows", "flash", "line"]
+"""How packed documents are given to a Hugging Face decoder: in rows of max_seq_length, each with a mask that transformers
+derives from position ids; in one line with flash attention's `cu_seq_lens_q` and the like; or in one line with those and
+`seq_idx`, for convolutions and recurrences. Which one keeps documents apart `llm_fp8.models.probe` finds out.
+"""
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Config entries that multiply the logits, or divide them."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+
 class TrainingModel(nn.Module):
     """A causal LM that returns the summed cross entropy of a `Batch`."""
 
-    def __init__(self, model: PreTrainedModel, max_seq_length: int, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_seq_length: int,
+        compute_dtype: torch.dtype,
+        packed_form: PackedForm | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()
         self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
+        has_flash = chosen_attention(model.config) == "flash_attention_2"
+        self.packed_form: PackedForm = packed_form or ("flash" if has_flash else "rows")
+        config = text_config(model.config)
+        factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
+        self.logit_scale = math.prod(f**power for f, power in zip(factors, _SCALES.values(), strict=True))
+        self.softcap: float | None = next(filter(None, (getattr(config, name, None) for name in _SOFTCAPS)), None)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             kind = type(model).__name__
@@ -44,8 +72,9 @@ class TrainingModel(nn.Module):
         An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them. There
         is none in evaluation.
         """
-        head = self.model.get_output_embeddings().weight
-        loss_sum = linear_cross_entropy_sum(self.hidden(batch), head, batch.labels, compute_dtype=self.compute_dtype)
+        hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
+        dtype = self.compute_dtype
+        loss_sum = linear_cross_entropy_sum(hidden, head, batch.labels, softcap=self.softcap, compute_dtype=dtype)
         if self.router_loss is None or not self.training:
             return loss_sum, {}
         logits, self._router_logits = self._router_logits, ()
@@ -56,20 +85,28 @@ class TrainingModel(nn.Module):
         """Name of each auxiliary loss -> its weight, by which `forward` has multiplied it."""
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the loss is the cross entropy of."""
+        return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
+
     def hidden(self, batch: Batch) -> Tensor:
         """The last hidden states, shape of `batch.input_ids` plus [h]."""
         if self.uses_te_decoder:
             return self._te_hidden(batch)
         if batch.cu_seqlens is None:
-            return self._decode(batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask)
-        if chosen_attention(self.model.config) == "flash_attention_2":
-            starts = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
-            lengths = dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
-            return self._decode(batch.input_ids, position_ids=batch.position_ids, **starts, **lengths)
-        # Without variable-length attention each sequence gets a mask, which transformers derives from position ids.
-        sequences = batch.input_ids.view(-1, self.max_seq_length)
-        hidden = self._decode(sequences, position_ids=batch.position_ids.view_as(sequences))
-        return hidden.view(*batch.input_ids.shape, -1)
+            return self.decode(batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask)
+        if self.packed_form == "rows":
+            sequences = batch.input_ids.view(-1, self.max_seq_length)
+            hidden = self.decode(sequences, position_ids=batch.position_ids.view_as(sequences))
+            return hidden.view(*batch.input_ids.shape, -1)
+        arguments: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
+        arguments |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
+        if self.packed_form == "line":
+            arguments["seq_idx"] = (batch.position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
+        return self.decode(batch.input_ids, position_ids=batch.position_ids, **arguments)
 
     def _te_hidden(self, batch: Batch) -> Tensor:
         cu_seqlens = batch.cu_seqlens
@@ -79,12 +116,13 @@ class TrainingModel(nn.Module):
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         # transformers passes a 4-D mask on unchanged: an empty one keeps it from building a [T, T] mask for nothing.
         no_mask = torch.empty(0, 0, 0, 0, device=batch.input_ids.device)
-        return self._decode(
+        return self.decode(
             batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen
         )
 
-    def _decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
-        output = self.model.base_model(input_ids=input_ids, use_cache=False, **arguments)
+    def decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
+        """The last hidden states of `input_ids`, with other arguments of the decoder."""
+        output = self._decoder[0](input_ids=input_ids, use_cache=False, **arguments)
         if self.router_loss is not None and self.training:
             self._router_logits = output.router_logits
         return output.last_hidden_state

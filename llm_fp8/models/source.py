@@ -18,15 +18,6 @@ from llm_fp8.utils.errors import UserError, reading
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
 
-# Config entries (transformers 5.23) that scale or cap logits, or scale the input of the lm_head.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_MIX_DOCUMENTS = frozenset(
-    "afmoe bailing_hybrid biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss inkling2_text inkling_text jamba "
-    "kimi_linear lfm3 mamba minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next "
-    "qwen4_exp_text recurrent_gemma xglm zaya".split()
-)
-"""Decoder types of transformers 5.23 that gave a document other hidden states after another one than alone."""
-
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -76,9 +67,14 @@ def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
     """The model's config; `UserError` where it cannot be read or describes an unknown quantisation."""
     with reading_model("model's config.json", options.model_name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
-        hf_config.get_text_config(decoder=True)
+        text_config(hf_config)
     fp8_format_of(hf_config)
     return hf_config
+
+
+def text_config(hf_config: PretrainedConfig) -> Any:
+    """The part of a model's config that describes its language model; the config itself where there is nothing else."""
+    return hf_config.get_text_config(decoder=True)
 
 
 def fp8_format_of(hf_config: PretrainedConfig) -> Fp8Format | None:
@@ -114,17 +110,10 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` where model, tokenizer and options do not go together."""
     flag = f"--model_name {config.model.model_name}"
-    decoder: Any = hf_config.get_text_config(decoder=True)
-    for entry in _LOGIT_CHANGES:
-        value = getattr(decoder, entry, None)
-        if value is not None and value != 1:
-            raise UserError(f"{flag} changes its logits ({entry} {value}), which the loss here does not; take another.")
-    if config.packing and not config.model.use_te and decoder.model_type in _MIX_DOCUMENTS:
-        kind = f"a model of type '{decoder.model_type}'"
-        raise UserError(f"{flag}: {kind} does not keep the documents of a packed sequence apart; drop --packing.")
+    decoder = text_config(hf_config)
     require_positions(hf_config, config.data.max_seq_length, config.model.model_name, "--max_seq_length")
-    if len(tokenizer) > hf_config.vocab_size:
-        sizes = f"{len(tokenizer)} tokens and the model's embedding {hf_config.vocab_size} rows"
+    if len(tokenizer) > decoder.vocab_size:
+        sizes = f"{len(tokenizer)} tokens and the model's embedding {decoder.vocab_size} rows"
         raise UserError(f"{flag}: the tokenizer has {sizes}; give the tokenizer that belongs to the model.")
     if config.model.use_te:
         import te_llama
@@ -141,6 +130,6 @@ def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
     """Raise `UserError`, which names `flag`, where rows are longer than the rotary table of the model `name`."""
-    limit = getattr(hf_config, "max_position_embeddings", None)
+    limit = getattr(text_config(hf_config), "max_position_embeddings", None)
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from llm_fp8.models.source import text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
-from llm_fp8.utils.hf_internals import ignored_on_load
+from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from llm_fp8.utils.parts import Part, UnsupportedArchitecture, random_
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
 
@@ -43,10 +44,12 @@ def name_without_adapter(name: str) -> str:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0."""
+    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0. A
+    0-d tensor is one row.
+    """
     remainder, start = remainder_of(tensor), 0
     if not isinstance(tensor, DTensor):
-        return LocalShard(tensor.detach(), start, remainder)
+        return LocalShard(torch.atleast_1d(tensor.detach()), start, remainder)
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard(0):
             rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
@@ -106,11 +109,11 @@ def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> No
     """Random weights by `random_`: this rank's shards of parameters that are each drawn whole on the generator's
     device, so they do not depend on the number of ranks. Every architecture gets these.
     """
-    std = getattr(model.config, "initializer_range", 0.02)
+    std = getattr(text_config(model.config), "initializer_range", 0.02)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
+        full = torch.empty(parameter.shape or 1, dtype=parameter.dtype, device=generator.device)
         random_(full, name, std, generator)
         shard = local_shard(parameter)
         shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
@@ -170,7 +173,7 @@ class WeightFiller:
         first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
         if first < last:
             with torch.no_grad():
-                values = rows[first - part.start : last - part.start]
+                values = rows[first - part.start : last - part.start] if shape else torch.atleast_1d(rows[...])
                 if shard.data.is_floating_point() and not values.is_floating_point():
                     raise UnsupportedArchitecture(f"'{hf_name}' holds {values.dtype} in the checkpoint, not floats")
                 shard.write(first, values)
@@ -200,10 +203,13 @@ def hf_filler(model: PreTrainedModel, names: Mapping[str, str], checkpoint_names
     tensors, prefix = saved_tensors(model), f"{model.base_model_prefix}."
     own_names = map(name_without_adapter, tensors)
     first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
-    passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
+    left_out = [rf"^{re.escape(name)}(\.|$)" for name in getattr(model, "left_out", ())]
+    passed_over = re.compile("|".join((*_PASSED_OVER, *left_out, *ignored_on_load(model))))
+    renamed = renaming_on_load(model)
 
     def known(checkpoint_name: str) -> str:
-        candidates = (checkpoint_name, f"{prefix}{checkpoint_name}", checkpoint_name.removeprefix(prefix))
+        name = renamed(checkpoint_name)
+        candidates = (checkpoint_name, name, f"{prefix}{name}", name.removeprefix(prefix))
         return next((name for name in candidates if name in first_names), checkpoint_name)
 
     stored = {known(name) for name in checkpoint_names}
@@ -212,7 +218,7 @@ def hf_filler(model: PreTrainedModel, names: Mapping[str, str], checkpoint_names
         name = known(hf_name)
         first_name = first_names.get(name)
         if first_name is None:
-            return None if passed_over.search(hf_name) else hf_name
+            return None if passed_over.search(hf_name) or passed_over.search(renamed(hf_name)) else hf_name
         return None if name != first_name and first_name in stored else first_name
 
     return WeightFiller(parts_of(model), {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)

@@ -16,6 +16,7 @@ from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
 from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
 from llm_fp8.models.build import count_parameters
+from llm_fp8.models.probe import probe
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.train.checkpoint import CheckpointManager
 from llm_fp8.train.train_state import total_steps
@@ -44,6 +45,8 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         config, lines = settle_memory(run, gpu_gib)
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
+    if not config.model.use_te:
+        probe(config, hf_config, torch.device("cpu"), torch.float32)
     size = config.parallel.context_parallel_size
     data = prepare_data(
         config,

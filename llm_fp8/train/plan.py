@@ -40,6 +40,7 @@ from llm_fp8.utils.te_import import require_te
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
+    from llm_fp8.models.loss_model import PackedForm
 
 Say = Callable[[str], None]  # prints a line on the main process
 
@@ -65,6 +66,8 @@ class RunPlan:
     export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
     stored_fp8: Fp8Format | None
     """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
+    packed_form: PackedForm | None
+    """How packed documents are given to transformers' decoder; None where it is TE's, or nothing is packed."""
     say: Say
     measures_precision: bool = False
     """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
@@ -135,6 +138,11 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         run = RunSize(config, hf_config, recipe, optimizer_kind, sharding.mode, ranks.world_size)
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib))
     _check_run(config, hf_config, sharding.mode, precision, ranks, on_gpu=device.type == "cuda")
+    packed_form = None
+    if not config.model.use_te:
+        from llm_fp8.models.probe import probe
+
+        packed_form = probe(config, hf_config, device, precision.compute_dtype)
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
     parameter_dtype = trained_dtype(optimizer_kind)
@@ -153,6 +161,7 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
         stored_fp8=None if has_random_weights(config.model, source) else fp8_format_of(hf_config),
+        packed_form=packed_form,
         say=functools.partial(print, flush=True) if accelerator.is_main_process else silent,
         measures_precision=measures_precision,
         notes=tuple(notes),

@@ -88,7 +88,8 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
-    training_model = TrainingModel(model, config.data.max_seq_length, plan.precision.compute_dtype)
+    dtype = plan.precision.compute_dtype
+    training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
     if training_model.router_note:
         plan.say(training_model.router_note)
     if config.parallel.fp8_params and plan.precision.backend == "te":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, Config
 from llm_fp8.data import PreparedData
-from llm_fp8.models.source import has_random_weights
+from llm_fp8.models.source import has_random_weights, text_config
 from llm_fp8.optim.optimizers import optimizer_scalars, optimizer_tensors
 from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
@@ -31,8 +31,10 @@ SCALES = "fp8."  # begins the names of delayed scaling's tensors
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
     config, precision, strategy = plan.config, plan.precision, plan.strategy
+    decoder = text_config(plan.hf_config)
+    entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
     return {
-        **{key: getattr(plan.hf_config, key, None) for key in ARCHITECTURE_KEYS},
+        **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": plan.optimizer_kind,
         # Every mode but DeepSpeed's saves tensors by their names, which all others can read.

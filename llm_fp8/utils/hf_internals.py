@@ -3,26 +3,39 @@
 name                                                          noticed by (else AttributeError)
 config._attn_implementation                                   tests/models/test_build.py
 model_class._supports_sdpa, ._supports_flash_attn             tests/models/test_build.py
+auto_class._model_mapping                                     tests/models/test_build.py
+get_model_conversion_mapping, apply_renamings                 tests/models/test_families.py
 model._keys_to_ignore_on_save,                                tests/models/test_weight_shards.py
   ._keys_to_ignore_on_load_unexpected
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
     """The attention implementation that a built model runs, by transformers' name."""
-    return str(config._attn_implementation)
+    return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
-def supports_attention(model_class: Any, implementation: str) -> bool:
-    """Whether a `PreTrainedModel` class has 'sdpa' or 'flash_attention_2'; others it has in any case."""
+def supports_attention(auto_class: Any, config: PretrainedConfig, implementation: str) -> bool:
+    """Whether the model class of `config` has 'sdpa' or 'flash_attention_2'; others it has in any case."""
+    model_class = auto_class._model_mapping.get(type(config), None)
     flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
-    return flag is None or bool(getattr(model_class, flag))
+    return flag is None or model_class is None or bool(getattr(model_class, flag))  # None: building will fail
+
+
+def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
+    """From a name in the files to the model's, where `from_pretrained` renames without changing the tensor."""
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    return functools.partial(apply_renamings, weight_renamings=renamings)
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:

@@ -173,7 +173,7 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(1, 96, (2, 16))
     with torch.no_grad():
-        hidden = TrainingModel(model, 16, torch.float32)._decode(ids, position_ids=torch.arange(16).expand(2, -1))
+        hidden = TrainingModel(model, 16, torch.float32).decode(ids, position_ids=torch.arange(16).expand(2, -1))
         assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
     size = decoder_size(config)
     embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}

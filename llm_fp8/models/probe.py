@@ -1,0 +1,134 @@
+"""What a small model of the same architecture shows before anything is loaded.
+
+It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
+
+1. Two documents that are packed must have the hidden states that each has alone. Attention that sees the other one,
+   a convolution or a recurrence that runs on from it, or positions that do not start anew are found out. The way of
+   packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
+2. transformers' logits must be those whose cross entropy the loss computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from llm_fp8.config.options import Config
+from llm_fp8.data.collate import PackedCollate
+from llm_fp8.data.tokenise import Document
+from llm_fp8.models.build import choose_attention, decoder_layers, model_from_config, text_decoder
+from llm_fp8.models.loss_model import PackedForm, TrainingModel
+from llm_fp8.models.source import text_config
+from llm_fp8.utils.errors import UserError
+
+LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
+MOST_LAYERS = 16
+VOCABULARY = 64
+WINDOW = 8  # sliding windows and chunks are this long, which a document must notice
+LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of a token's relative difference: rounding is 1e-6, mixing > 0.1
+
+
+def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
+    """How packed documents are given to the model of `hf_config`; None without --packing. `dtype` is the run's compute
+    dtype. Raises `UserError` where every way mixes them, or where the loss would not be the model's.
+    """
+    flag = f"--model_name {config.model.model_name}"
+    attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
+    dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
+    model, generator = small_model(hf_config, attention, device, dtype), torch.Generator().manual_seed(0)
+    documents = [torch.randint(VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
+    with torch.no_grad():
+        training_model = TrainingModel(model, sum(LENGTHS), dtype)
+        alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
+        if difference := _differs(training_model.logits(alone[-1]), _logits(model, documents[-1], device), dtype):
+            words = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
+            raise UserError(f"{flag} {words}; take another.")
+        if not config.packing:
+            return None
+        collate, reasons = PackedCollate(1, sum(LENGTHS), pad_token_id=0), list[str]()
+        batch = collate([[Document(ids, ids > -1, row_id=0) for ids in documents]]).to(device)
+        for form in ("flash", "line") if attention == "flash_attention_2" else ("rows", "line"):
+            training_model.packed_form = form
+            try:
+                packed = training_model.hidden(batch)
+            except (ValueError, ImportError, RuntimeError) as error:  # what transformers says of a missing package
+                reasons.append(" ".join(str(error).split()))
+                continue
+            if not _differs(packed, torch.cat(alone, dim=1), dtype):
+                return form
+    kind = f"a model of type '{text_config(hf_config).model_type}' with {attention} attention"
+    why = f" ({reasons[0]})" if reasons else ""
+    raise UserError(f"{flag}: {kind} does not keep the documents of a packed sequence apart{why}; drop --packing.")
+
+
+def small_model(
+    hf_config: PretrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The first layers of the model of `hf_config`, at least one of each kind, with random weights."""
+    hf_config = copy.deepcopy(hf_config)
+    narrow = text_config(hf_config)
+    for name, value in vars(narrow).items():
+        if re.search("intermediate_size|ffn_dim", name) and value:
+            setattr(narrow, name, [16] * len(value) if isinstance(value, list) else 16)
+        elif re.fullmatch("sliding_window|attention_chunk_size|compress_rates?", name) and value:
+            shorter = {key: min(one, WINDOW) for key, one in value.items()} if isinstance(value, dict) else WINDOW
+            setattr(narrow, name, shorter)
+    with no_init_weights(), init_empty_weights(include_buffers=False), torch.device(device):
+        model = model_from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    layers = decoder_layers(model)
+    kinds = [_kind(layer) for layer in layers]
+    depth = max(kinds.index(kind) for kind in kinds) + 1
+    decoder: Any = text_decoder(model)
+    setattr(decoder, "layers" if hasattr(decoder, "layers") else "h", layers[: min(depth, MOST_LAYERS)])
+    head: Any = model.get_output_embeddings()
+    for table in [module for module in model.modules() if isinstance(module, nn.Embedding)] + [head]:
+        if len(table.weight) > VOCABULARY:
+            table.weight = nn.Parameter(table.weight[: max(VOCABULARY, sum(LENGTHS) + 8)])
+            table.padding_idx = None
+    numbers = torch.randn(2**16 + 1, generator=torch.Generator().manual_seed(1)).to(device)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_numbers(parameter, numbers)))
+    return model.eval()
+
+
+def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
+    """Random values of the shape of `like`: of a matrix such that norms are kept, of a vector in [0.2, 0.8]."""
+    repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
+    values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
+    return values.to(like.dtype)
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What tells layers apart: their modules and these modules' plain attributes, the layer's number left out."""
+    simple = (bool, int, float, str, type(None))
+    return tuple(
+        (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)
+         and not re.search("idx|index|layer_id|layer_number", key)))
+        for name, module in layer.named_modules()
+    )  # fmt: skip
+
+
+def _alone(model: TrainingModel, ids: Tensor) -> Tensor:
+    """Hidden states [1, n, h] of one document."""
+    return model.decode(ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None])
+
+
+def _logits(model: PreTrainedModel, ids: Any, device: torch.device) -> Tensor:
+    return model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits
+
+
+def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
+    """The third-largest relative difference of a token, where it is beyond rounding; else 0. Rounding may send a token
+    to another expert; what mixes documents changes more of them.
+    """
+    errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
+    third = float(errors.flatten().nan_to_num(torch.inf).topk(3).values[-1])
+    return 0.0 if third < LIMIT[dtype] else third
