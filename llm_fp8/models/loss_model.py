@@ -28,9 +28,9 @@ ROUTER_LOSS = "router_aux_loss"
 
 
 PackedForm = Literal["rows", "flash", "line"]
-"""How packed documents are given to a Hugging Face decoder: in rows of max_seq_length, each with a mask that transformers
-derives from position ids; in one line with flash attention's `cu_seq_lens_q` and the like; or in one line with those and
-`seq_idx`, for convolutions and recurrences. Which one keeps documents apart `llm_fp8.models.probe` finds out.
+"""How packed documents are given to a Hugging Face decoder. rows: rows of max_seq_length, each with a mask that
+transformers derives from position ids. flash: one line with flash attention's `cu_seq_lens_q` and the like. line: the
+same with `seq_idx` besides, for convolutions and recurrences. `llm_fp8.models.probe` finds out which keeps them apart.
 """
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Config entries that multiply the logits, or divide them."""

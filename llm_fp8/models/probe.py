@@ -26,7 +26,7 @@ from llm_fp8.data.tokenise import Document
 from llm_fp8.models.build import choose_attention, decoder_layers, model_from_config, text_decoder
 from llm_fp8.models.loss_model import PackedForm, TrainingModel
 from llm_fp8.models.source import text_config
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 
 LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
 MOST_LAYERS = 16
@@ -42,17 +42,20 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
     dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
-    model, generator = small_model(hf_config, attention, device, dtype), torch.Generator().manual_seed(0)
+    generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
-        training_model = TrainingModel(model, sum(LENGTHS), dtype)
-        alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
-        if difference := _differs(training_model.logits(alone[-1]), _logits(model, documents[-1], device), dtype):
+        with reading("--model_name", config.model.model_name, "its config into a small model", "Correct config.json."):
+            model = small_model(hf_config, attention, device, dtype)
+            training_model = TrainingModel(model, sum(LENGTHS), dtype)
+            alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
+            logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
+        if difference := _differs(training_model.logits(alone[-1]), logits, dtype):
             words = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
             raise UserError(f"{flag} {words}; take another.")
         if not config.packing:
             return None
-        collate, reasons = PackedCollate(1, sum(LENGTHS), pad_token_id=0), list[str]()
+        collate = PackedCollate(1, sum(LENGTHS), pad_token_id=0)
         batch = collate([[Document(ids, ids > -1, row_id=0) for ids in documents]]).to(device)
         for form in ("flash", "line") if attention == "flash_attention_2" else ("rows", "line"):
             training_model.packed_form = form
@@ -119,10 +122,6 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 def _alone(model: TrainingModel, ids: Tensor) -> Tensor:
     """Hidden states [1, n, h] of one document."""
     return model.decode(ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None])
-
-
-def _logits(model: PreTrainedModel, ids: Any, device: torch.device) -> Tensor:
-    return model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits
 
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:

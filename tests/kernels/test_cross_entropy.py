@@ -20,10 +20,12 @@ def make_inputs(dtype=torch.float64, tokens=TOKENS, ignored=(0, 5, 6, 36), scale
     return hidden, weight, labels
 
 
-def reference(hidden, weight, labels):
+def reference(hidden, weight, labels, softcap=None):
     """Loss and gradients in fp64 from torch's cross entropy."""
     hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    loss = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
@@ -48,6 +50,15 @@ def test_matches_torch_for_every_chunking(dtype, tolerance, chunk_tokens):
         assert error < tolerance, f"{name}: relative error {error:.1e}"
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     assert not hidden.grad[labels == IGNORE_INDEX].any()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+def test_capped_logits(chunk_tokens):
+    hidden, weight, labels = make_inputs(scale=3.0)
+    loss = linear_cross_entropy_sum(hidden, weight, labels, softcap=5.0, chunk_tokens=chunk_tokens)
+    loss.backward()
+    for got, want in zip((loss, hidden.grad, weight.grad), reference(hidden, weight, labels, 5.0), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.slow

@@ -19,11 +19,13 @@ from transformers import (
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
+from llm_fp8.data.collate import Batch
 from llm_fp8.models import bundled_architectures
 from llm_fp8.models.build import build_model, build_structure, choose_attention, decoder_layers, decoder_size
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.probe import probe
+from llm_fp8.models.source import load_config, load_tokenizer, resolve_source, stored_dtype
 from llm_fp8.utils.errors import UserError
 from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
@@ -135,8 +137,8 @@ def another_family(model_type: str, **changes: object) -> PretrainedConfig:
     "model_type",
     ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"],
 )
-def test_which_families_keep_packed_documents_apart(model_type):
-    hf_config = another_family(model_type, **({"final_logit_softcapping": None} if model_type == "gemma2" else {}))
+def test_packing_is_refused_where_documents_mix(model_type):
+    hf_config = another_family(model_type)
     torch.manual_seed(0)
     decoder = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().base_model
     with torch.no_grad():
@@ -146,18 +148,17 @@ def test_which_families_keep_packed_documents_apart(model_type):
         packed = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 5:]
         alone = decoder(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).last_hidden_state
     keeps_apart = torch.allclose(packed, alone, atol=1e-4)
-    config, tokenizer = parse_config(["--packing", "--max_seq_length=64"]), ["token"]
     if keeps_apart:
-        check_model(config, hf_config, tokenizer)
+        assert probe(parse_config(["--packing"]), hf_config, CPU, torch.float32) == "rows"
     else:
-        with pytest.raises(UserError, match="does not keep the documents of a packed sequence apart; drop --packing"):
-            check_model(config, hf_config, tokenizer)
-        check_model(parse_config(["--max_seq_length=64"]), hf_config, tokenizer)
+        with pytest.raises(UserError, match="drop --packing"):
+            probe(parse_config(["--packing"]), hf_config, CPU, torch.float32)
+        assert probe(parse_config([]), hf_config, CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}), ("phi", {"intermediate_size": 64})],
+    [("roberta", {"is_decoder": True, "intermediate_size": 64}), ("phi", {"intermediate_size": 64})],
     ids=["no list of layers", "a head with a bias"],
 )
 def test_a_model_that_cannot_be_trained_is_refused(kind, sizes):
@@ -185,16 +186,31 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "entry", "value"),
+    ("model_type", "changes"),
     [
-        ("granite", "logits_scaling", 8.0),
-        ("cohere", "logit_scale", 0.0625),
-        ("gemma2", "final_logit_softcapping", 30.0),
-        ("falcon_h1", "lm_head_multiplier", 0.5),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.0625}),
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("falcon_h1", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
     ],
 )
-def test_a_model_whose_logits_are_more_than_its_heads_is_refused(model_type, entry, value):
-    options, tokenizer = parse_config(["--max_seq_length=64"]), ["token"]
-    check_model(options, another_family(model_type, **{entry: None if model_type == "gemma2" else 1.0}), tokenizer)
-    with pytest.raises(UserError, match=entry):
-        check_model(options, another_family(model_type, **{entry: value}), tokenizer)
+def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, changes):
+    hf_config = another_family(model_type, **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config)
+    model.get_output_embeddings().weight.data.mul_(10)
+    ids, labels = torch.randint(3, 1024, (2, 24)), torch.randint(3, 1024, (2, 24))
+    logits = model(input_ids=ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    want = torch.autograd.grad(expected, model.get_input_embeddings().weight)[0]
+    batch = Batch(ids, labels, torch.arange(24).expand(2, -1), torch.ones_like(ids), None, 24, 48, 48, 48, 1152, (0, 1))
+    loss, _ = TrainingModel(model, 24, torch.float32)(batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(loss, model.get_input_embeddings().weight)[0], want)
+    assert probe(parse_config([]), hf_config, CPU, torch.float32) is None
+
+
+def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
+    monkeypatch.setattr("llm_fp8.models.loss_model._SOFTCAPS", ())
+    with pytest.raises(UserError, match="--model_name"):
+        probe(parse_config([]), another_family("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)
