@@ -9,9 +9,12 @@ Precedence, lowest first: the field's default, the YAML file, the command line.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
+
+from llm_fp8.utils.errors import reading
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset in this repository."""
@@ -26,7 +29,7 @@ DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 
 COLUMN_NAMES = (
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
-    "output", "prompt", "completion", "text",
+    "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
 )  # fmt: skip
 """Columns of a dataset that are understood (`llm_fp8.data.rows`), which --columns gives other names."""
 
@@ -72,6 +75,7 @@ class ModelConfig:
         "Attention; auto: flash-attn 2 if installed, else sdpa.",
         excludes={"use_te": "it has its own attention"},
     )
+    chat_template: str | None = option(None, "Chat template, a file or its text (default: the tokenizer's).")
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: int = option(0, "Recompute every n-th layer (no number: all).", bare=1, at_least=0)
     cuda_graphs: bool = option(
@@ -157,12 +161,21 @@ class DataConfig:
     packing: bool | None = option(None, "Pack whole samples into full sequences (default: on with --use_te).")
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
+    chat_template_kwargs: str | None = option(
+        None, "JSON of what the chat template is given, as in '{\"enable_thinking\": false}'; a row's column wins."
+    )
     preprocessing_workers: int = option(1, "Processes for tokenisation.", at_least=1)
 
     @property
     def weights(self) -> list[float] | None:
         """The numbers in --dataset_weights."""
         return None if self.dataset_weights is None else [float(word) for word in self.dataset_weights.split(",")]
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The object in --chat_template_kwargs; `UserError` where it is none."""
+        with reading("--chat_template_kwargs", self.chat_template_kwargs, "JSON", "Give an object."):
+            return dict(json.loads(self.chat_template_kwargs or "{}").items())
 
     @property
     def column_names(self) -> dict[str, str]:

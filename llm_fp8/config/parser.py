@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -128,7 +129,8 @@ def _yaml_arguments(path: str) -> list[str]:
     """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
     with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
         entries = yaml.safe_load(Path(path).expanduser().read_bytes()) or {}
-        return [f"--{name}={value}" for name, value in entries.items() if value is not None]
+        texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in entries.items()}
+        return [f"--{name}={value}" for name, value in texts.items() if value is not None]
 
 
 def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:

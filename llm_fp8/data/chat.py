@@ -6,7 +6,9 @@ its end (`trained_eos`), once, as the last token of every document; what a templ
 at the front once.
 
 Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
-the template adds to the conversation before it: it begins where the generation prompt ends.
+the template adds to the conversation before it: it begins where the generation prompt ends. What the template does not
+show cannot be learnt, and is counted with what else of a row is not used; where that is an answer or a call, the row is
+refused.
 
 A document is tokenised as one text, so that the prompt's tokens are those that generation starts from. Where a token
 would straddle the beginning of a supervised range, both sides are tokenised separately.
@@ -14,17 +16,28 @@ would straddle the beginning of a supervised range, both sides are tokenised sep
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import date
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, CONVERSATIONS, ColumnForm, Conversation, conversation_of, text_of
+from llm_fp8.data.json_rows import read_row
+from llm_fp8.data.rows import (
+    AS_THEY_STAND,
+    COLUMNS,
+    REASONING,
+    ColumnForm,
+    Conversation,
+    Unused,
+    conversation_of,
+    text_of,
+)
 from llm_fp8.data.rows import shown as repr_of
 from llm_fp8.utils.errors import UserError, reading
 
@@ -34,7 +47,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -67,14 +80,15 @@ def encode_batch(
     form: ColumnForm,
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
+    template_kwargs: Mapping[str, Any] = {},
+    unused: Sequence[Unused] | None = None,
 ) -> list[Encoded]:
-    """The documents of `rows`; one tokenizer call, which runs in parallel."""
-    eos = trained_eos(tokenizer, form)
-    if form not in AS_THEY_STAND and _GENERATION_BLOCK.search(str(tokenizer.chat_template or "")):
-        encoded = [_encode_marked(_conversation(row, form, tokenizer), tokenizer) for row in rows]
-    else:
-        encoded = _encode_spans([render(row, form, tokenizer) for row in rows], tokenizer)
-    documents = [_end_turns(each, tokenizer, form, eos) for each in encoded]
+    """The documents of `rows`; one tokenizer call, which runs in parallel. `unused` has a counter for each row, to
+    which is added what of it is not used.
+    """
+    eos, counters = trained_eos(tokenizer, form), [Unused() for _ in rows] if unused is None else unused
+    rendered = [render(row, form, tokenizer, template_kwargs, each) for row, each in zip(rows, counters, strict=True)]
+    documents = [_end_turns(each, tokenizer, form, eos) for each in _encode_spans(rendered, tokenizer)]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 
@@ -94,22 +108,31 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
     return eos
 
 
-def render(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def render(
+    row: Mapping[str, Any],
+    form: ColumnForm,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    unused: Unused,
+) -> Rendered:
     """The text of a row and what to supervise in it."""
     if form in AS_THEY_STAND:
         prompt = "" if form == "text" else text_of(row, "prompt")
-        answer = text_of(row, COLUMNS[form][-1])
-    else:
-        conversation = _conversation(row, form, tokenizer)
-        if not conversation.messages:
-            return Rendered()
-        if tokenizer.chat_template is not None:
-            text = _apply_template(tokenizer, conversation)
-            return Rendered(text, list(_turn_spans(text, conversation, tokenizer)), from_template=True)
-        if form in CONVERSATIONS:
-            return _render_plain(conversation, str(tokenizer.eos_token))
+        return _answered(prompt, text_of(row, COLUMNS[form][-1]))
+    conversation = conversation_of(row, form, unused)
+    conversation = conversation._replace(template_kwargs={**template_kwargs, **conversation.template_kwargs})
+    if not conversation.messages:
+        return Rendered()
+    if tokenizer.chat_template is not None:
+        return _render_template(conversation, tokenizer, unused)
+    unused.update({f"entry '{name}'": number for name, number, _ in _further(conversation)})
+    if form in ("problem_solution", "alpaca") and len(conversation.messages) == 2:
         problem, answer = (message["content"] for message in conversation.messages)
-        prompt = PROMPT_FORM.format(problem=problem)
+        return _answered(PROMPT_FORM.format(problem=problem), answer)
+    return _render_plain(conversation, str(tokenizer.eos_token))
+
+
+def _answered(prompt: str, answer: str) -> Rendered:
     return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) if answer.strip() else Rendered()
 
 
@@ -120,63 +143,119 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
         text += PLAIN_TURN.format(role=message["role"].capitalize())
         content += eos if message["role"] == "assistant" and content else ""
         if turn in learnt:
-            _check_shown(message, content)
+            _check_shown(message, content, "", Unused())
             spans.append((len(text), len(text) + len(content)))
         text += content + "\n\n"
     return Rendered(text, spans)
 
 
-def _conversation(row: Mapping[str, Any], form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    """The row's conversation as the template takes it; `UserError` where that would leave out tools or calls.
+def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, unused: Unused) -> Rendered:
+    template = str(tokenizer.chat_template)
+    conversation = _as_the_template_takes_it(conversation, tokenizer)
+    text = _apply_template(tokenizer, conversation)
+    locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
+    spans = locate(text, conversation, tokenizer)
 
-    Arguments of calls are objects where they are JSON text, as OpenAI's API has them: most templates write the JSON
-    themselves, and text would come out quoted. A template that fails on objects gets the text.
+    def same(other: Conversation) -> bool:
+        with suppress(UserError):  # what fails without something needs that
+            return _apply_template(tokenizer, other) == text
+        return False
+
+    learnt = conversation.learnt_turns()
+    for turn, message in enumerate(conversation.messages):
+        start, end = spans.get(turn, (0, len(text)))
+        unshown = [each for each in _thoughts(message) if each.strip() not in text[start:end]]
+        unused["reasoning that the chat template does not show"] += len(unshown)
+        if turn in learnt:
+            _check_shown(message, text[start:end], template, unused)
+        elif message["content"].strip() not in text:  # it may be quoted there
+            rest = [*conversation.messages[:turn], {**message, "content": ""}, *conversation.messages[turn + 1 :]]
+            unused[f"content of a turn of the role '{message['role']}'"] += same(conversation._replace(messages=rest))
+    for name, number, without in _further(conversation):
+        if name not in REASONING and not (without is conversation and name in template):
+            unused[f"entry '{name}'"] += number * same(without)
+    return Rendered(text, list(spans.values()), from_template=True)
+
+
+def _further(conversation: Conversation) -> Iterator[tuple[str, int, Conversation]]:
+    """What a template may show beside roles and contents: its name, how often it is there, and the conversation
+    without it, or as it is where the template has the name if it shows it.
     """
-    conversation = conversation_of(row, form)
-    calls = any(message.get("tool_calls") for message in conversation.messages)
-    for name, there in (("tools", conversation.messages and conversation.tools), ("tool_calls", calls)):
-        if there and name not in str(tokenizer.chat_template or ""):
-            raise UserError(f"--dataset_name: a conversation has '{name}', and the chat template never shows that.")
+    messages = conversation.messages
+    for name, number in Counter(name for message in messages for name in message).items():
+        if name not in ("role", "content"):
+            without = [{key: value for key, value in message.items() if key != name} for message in messages]
+            yield name, number, conversation._replace(messages=without)
+    for name in (*(["tools"] if conversation.tools else []), *conversation.template_kwargs):
+        yield name, 1, conversation
+
+
+def _as_the_template_takes_it(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    """The conversation with `developer` under the name that the template knows, and arguments of calls as objects where
+    they are JSON text, as OpenAI's API has them: most templates write the JSON themselves, and text would come out
+    quoted. A template that fails on objects gets the text.
+    """
     messages = [dict(message) for message in conversation.messages]
     for message in messages:
-        if isinstance(message.get("tool_calls"), list):
-            message["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
-    parsed = Conversation(messages, conversation.tools)
-    if parsed != conversation:
-        try:
-            _apply_template(tokenizer, parsed)
-        except UserError:
-            return conversation
-    return parsed
+        if message["role"] == "developer" and "developer" not in str(tokenizer.chat_template):
+            message["role"] = "system"
+    given = conversation._replace(messages=messages)
+    parsed = [
+        {**message, "tool_calls": [_parsed_call(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+    if parsed != messages:
+        with suppress(UserError):
+            _apply_template(tokenizer, given._replace(messages=parsed))
+            return given._replace(messages=parsed)
+    return given
 
 
-def _check_shown(message: Mapping[str, Any], shown: str) -> None:
-    """Raise `UserError` where a template does not show all of an assistant's message at the end of a conversation:
-    Llama 3's leaves out the content beside calls, DeepSeek-R1's what stands before </think>, many all reasoning.
+def _thoughts(message: Mapping[str, Any]) -> list[str]:
+    """The parts of an assistant's reasoning, without the tags, around which some templates write white space."""
+    given = {str(message[name]) for name in REASONING if name in message}
+    return [*given, *(_THINK_TAGS.split(message["content"])[:-1] if message["role"] == "assistant" else ())]
+
+
+def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
+    """Count the text of a learnt turn that a template leaves out beside a call, as Llama 3's does; `UserError` where it
+    leaves out a call, or an answer.
     """
-    for name in ("content", "reasoning_content", "reasoning", "thinking"):
-        # Some templates write white space of their own around the tags.
-        for part in _THINK_TAGS.split(str(message.get(name, ""))):
-            if part.strip() not in shown:
-                text = repr_of(part.strip())
-                raise UserError(f"--dataset_name: the chat template does not show an assistant's '{name}' {text}.")
+    calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
+    if calls and ("tool_calls" not in template or any(str(call) not in shown for call in calls)):
+        raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
+    answer = _THINK_TAGS.split(message["content"])[-1].strip()
+    if answer not in shown:
+        if not calls:
+            raise UserError(f"--dataset_name: the chat template does not show an assistant's turn {repr_of(answer)}.")
+        unused["text beside a call that the chat template does not show"] += 1
 
 
-def _parsed_call(call: Any) -> Any:
+def _parsed_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """A call, or what stands under its `function`, with its arguments as an object where their text is that of one."""
-    if isinstance(call, Mapping) and "function" in call:
+    if "function" in call:
         return {**call, "function": _parsed_call(call["function"])}
     try:
-        arguments = json.loads(call["arguments"])
+        arguments = read_row(call["arguments"])
     except (TypeError, KeyError, ValueError):
         return call  # an object, or any other text, which the template shows as it is
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _apply_template(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tokenize: bool = False, **options: Any
-) -> Any:
-    """`apply_chat_template`; a template is a program of the model's, and may raise anything."""
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
+) -> str:
+    """The text that the chat template makes of a conversation; a template is a program, and may raise anything."""
+    with _applying(tokenizer, conversation) as options:
+        options |= {"add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(conversation.messages, tokenize=False, **options))
+
+
+@contextmanager
+def _applying(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Iterator[dict[str, Any]]:
+    """`reading` around what is done with the chat template; yields what it is given besides the messages."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, what, "Correct it, or leave such conversations out."):
@@ -185,63 +264,71 @@ def _apply_template(
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
         if "strftime_now(" in template:
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
-        options |= {"tools": conversation.tools, "chat_template": template, "tokenize": tokenize}
-        return tokenizer.apply_chat_template(conversation.messages, **options)
+        yield {**conversation.template_kwargs, "tools": conversation.tools, "chat_template": template}
 
 
-def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
+Spans = dict[int, tuple[int, int]]
+"""Number of a turn -> where in the text what is learnt of it stands."""
+
+
+def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
+    """What the template marks, but for turns that are excluded."""
+    with _applying(tokenizer, conversation) as options:
+        options |= {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+        _, found = cast(Any, render_jinja_template)([conversation.messages], **options)
+    turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if len(turns) != len(found[0]) and conversation.excluded.intersection(turns):
+        what = f"{len(found[0])} parts of {len(turns)} assistant's turns, of which some are not to be learnt"
+        raise UserError(f"--dataset_name: the chat template marks {what}; leave such conversations out.")
+    turns = turns if len(turns) == len(found[0]) else [-1 - part for part in range(len(found[0]))]
+    return {turn: span for turn, span in zip(turns, found[0], strict=True) if turn not in conversation.excluded}
+
+
+def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """Where in `text` each learnt turn stands: from the end of its generation prompt to the end of the turn.
 
     The conversation is rendered up to each turn, and that has to stand in `text`, from the beginning or from the end of
     the turn before. Only reasoning may be missing there: some templates (Qwen3's) show it until the next question.
     """
+    spans: Spans = {}
     seen, end = "", 0  # the conversation up to the last turn, and where that ends in `text`
     for turn in conversation.learnt_turns():
         message = conversation.messages[turn]
-        # Phi-3's template has an EOS after the last turn.
-        until = _apply_template(tokenizer, conversation.until(turn + 1)).removesuffix(str(tokenizer.eos_token))
-        if turn:
-            before = _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
-        else:  # templates have no prompt for a first turn: it begins with its content
-            before = until[: until.rfind(message["content"].strip() or until)]
-        shown = until.removeprefix(before)
-        _check_shown(message, shown if turn else until)
-        begins = [
-            at + len(prompt) - len(same)
-            for prompt in (before, _OPEN_THINKING.sub("", before))
-            for same, at in (("", 0), (seen, end))
-            if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
-        ]
         answer = message["content"].rpartition("</think>")[2].strip()
         calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
         essence = answer or str(calls[0] if calls else "")
+        # Phi-3's template has an EOS after the last turn.
+        until = _apply_template(tokenizer, conversation.until(turn + 1)).removesuffix(str(tokenizer.eos_token))
+        if turn:
+            whole = _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
+        else:  # templates have no prompt for a first turn: it begins with its content
+            content = message["content"].strip()
+            whole = until[: until.rfind(content if content and content in until else essence or until)]
+        prompts = (whole, _OPEN_THINKING.sub("", whole))
+        before = next(filter(until.startswith, prompts), None)
+        shown = until[len(before or "") :]
+        begins = [
+            at + len(prompt) - len(same)
+            for prompt in prompts
+            for same, at in (("", 0), (seen, end))
+            if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
+        ]
         starts = range(1 + max(0, shown.rfind(essence))) if essence else range(1)
-        spans = ((at, at + len(shown) - cut) for at in begins for cut in starts if text.startswith(shown[cut:], at))
-        span = next(spans, None)
-        if span is None or not until.startswith(before):
+        found = ((at, at + len(shown) - cut) for at in begins for cut in starts if text.startswith(shown[cut:], at))
+        span = next(found, None)
+        if span is None or before is None:
             raise UserError(
                 "--dataset_name: the chat template changes the beginning of a conversation as it goes on, and later "
                 f"has no turn {repr_of(shown)}; mark turns with {{% generation %}} in it, or give single questions."
             )
-        yield span
+        spans[turn] = span
         seen, end = until, span[1]
+    return spans
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text with nothing added; transformers 5.23 fails where there is none."""
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
-
-
-def _encode_marked(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """A conversation through a chat template that marks the assistant's text with `{% generation %}`."""
-    if not conversation.messages:
-        return Encoded([], [])
-    if any(message.get("weight") == 0 for message in conversation.messages):
-        raise UserError("--dataset_name: a message has weight 0, and the chat template itself marks what is learnt.")
-    for turn in conversation.learnt_turns():
-        _check_shown(conversation.messages[turn], _apply_template(tokenizer, conversation.until(turn + 1)))
-    output = _apply_template(tokenizer, conversation, True, return_dict=True, return_assistant_tokens_mask=True)
-    return Encoded(list(output["input_ids"]), [bool(mark) for mark in output["assistant_masks"]])
 
 
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:

@@ -9,13 +9,15 @@
     any of these,another        several datasets; --dataset_weights says how many rows of each
 
 Only the files of the requested split are downloaded and converted, however large the other splits are. Cells of CSV
-files stay text.
+files stay text, rows of JSON files what they are in the file (json_rows.py). Copies that editors and downloads leave in
+a folder are not read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import glob
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,7 @@ from pyarrow import csv
 
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.data.json_rows import ROW, JsonRows, read_row
 from llm_fp8.utils.errors import UserError, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -40,6 +43,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 DEFAULT_SPLITS = ("train_1M", "train")
 """`--split_name` defaults to the first of these that the dataset has."""
 VALIDATION_SPLIT = "validation"
+LEFTOVERS = (".bak", ".tmp", ".part", ".partial", ".crdownload", ".orig", ".old", ".swp", "~")
+FIRST_ROWS = 1000
+"""Rows of a JSON file whose columns decide how the file is read."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,12 @@ class DatasetSource:
     path: str
     """What `datasets.load_dataset` takes."""
     files: dict[str, list[str]] = field(default_factory=dict)
-    """Split -> its data files, absolute or relative to the hub's repository; none where they are not known."""
+    """Split -> its data files, absolute or addresses of the hub; none where they are not known."""
     config: str | None = None
     flag: str = "--dataset_name"
+    is_json: bool = False
+    left_out: tuple[str, ...] = ()
+    """Names of files that are not read."""
 
     def split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> str:
         """`wanted`, which `flag` names, or the first of `defaults` that there is."""
@@ -147,23 +156,31 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
     if builder.config.data_files is None:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
-    # A file of the hub is hf://datasets/owner/name@revision/path.
-    files = {
-        str(split): [re.sub("^hf://[^@]*@[^/]*/", "", file) for file in found]
-        for split, found in builder.config.data_files.items()
-    }
+    found = {str(split): list(names) for split, names in builder.config.data_files.items()}
+    files = {split: [name for name in names if not name.endswith(LEFTOVERS)] for split, names in found.items()}
     if not any(files.values()):
         raise FileNotFoundError("no file matches")
-    return dataclasses.replace(source, files=files)
+    left_out = {Path(name).name for names in found.values() for name in names if name.endswith(LEFTOVERS)}
+    is_json = builder.name == "json"
+    return dataclasses.replace(source, files=files, is_json=is_json, left_out=tuple(sorted(left_out)))
 
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False) -> Any:
     """One split as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read within `reading_of`."""
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     # They are patterns to it, and names may hold [ and *.
-    data_files = {split: list(map(glob.escape, source.files[split]))} if source.files[split] else None
-    options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
+    patterns = list(map(glob.escape, source.files[split]))
     first = next((file for file in source.files[split] if os.path.isabs(file)), "")
+    if source.is_json:
+        with reading_of(source):
+            rows = JsonRows(dataset_name="json_rows", data_files={split: patterns})
+            if streaming:
+                return rows.as_streaming_dataset(split=split)
+            rows.download_and_prepare()
+            return rows.as_dataset(split=split)
+    # A file of the hub is hf://datasets/owner/name@revision/path.
+    data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", pattern) for pattern in patterns]} if patterns else None
+    options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
     with reading_of(source):
         if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
             # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
@@ -171,3 +188,10 @@ def load_split(source: DatasetSource, split: str, streaming: bool = False) -> An
             names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
             options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
         return datasets.load_dataset(source.path, source.config, **options)
+
+
+def beginning_of(dataset: Any) -> tuple[list[str], dict[str, Any]] | None:
+    """The columns of a dataset or stream, and a row; None where there is no row."""
+    first = list(itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1))
+    rows = [read_row(row[ROW]) if ROW in row else row for row in first]
+    return (list(dict.fromkeys(name for row in rows for name in row)), rows[0]) if rows else None

@@ -26,12 +26,12 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
-from llm_fp8.data.load import SourceSplit, find_splits, load_split, reading_of
+from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.rows import detect_columns
 from llm_fp8.data.sequences import MapSequences, Reader, Sequences, StreamSequences, sequence_readers
-from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
+from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask
 from llm_fp8.data.tokenise import (
     DataReport,
     Document,
@@ -42,6 +42,7 @@ from llm_fp8.data.tokenise import (
     document_reader,
     figures_of,
     tokenise,
+    unused_of,
 )
 from llm_fp8.utils.errors import UserError
 
@@ -108,20 +109,30 @@ class _Job:
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
         self.eos_ids: tuple[int, ...] = ()
 
-    def options(self, parts: Sequence[SourceSplit], columns: Sequence[Sequence[str]]) -> list[TokeniseOptions]:
-        """How rows of each dataset, which has these columns, are tokenised; --columns may be meant for one of them."""
-        data, options = self.config.data, []
+    def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[tuple[list[str], TokeniseOptions]]:
+        """The columns of each dataset and how its rows are tokenised; --columns may be meant for one of them."""
+        data, kwargs, options = self.config.data, self.config.data.template_kwargs, []
+        begun = []
+        for part, dataset in zip(parts, datasets, strict=True):
+            with reading_of(part[0]):
+                found = beginning_of(dataset)
+            if found is None:
+                raise _nothing([part], "read", "there is none")
+            begun.append(found)
+        columns = [names for names, _ in begun]
         for ours, theirs in data.column_names.items():
             if parts == self.train and not any(theirs in names for names in columns):
                 there = ", ".join(name for names in columns for name in names)
                 raise UserError(f"--columns {ours}={theirs}: there is no column '{theirs}' among {there}.")
-        for (source, _), names in zip(parts, columns, strict=True):
+        for (source, _), (names, row) in zip(parts, begun, strict=True):
             renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
-            others = [name for name in names if name not in renames.values()]
-            form = detect_columns([*others, *renames], list(renames), f"{source.flag} {source.name}")
-            options.append(TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt, renames))
+            ours_of = {theirs: ours for ours, theirs in renames.items()}
+            first = {ours_of.get(name, name): row.get(name) for name in names if name not in {*renames} - {*ours_of}}
+            form = detect_columns(list(first), list(renames), f"{source.flag} {source.name}", first)
+            how = TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt, renames, kwargs)
+            options.append((names, how))
         if parts == self.train:
-            self.eos_ids = tuple(dict.fromkeys(trained_eos(self.tokenizer, each.form) for each in options))
+            self.eos_ids = tuple(dict.fromkeys(trained_eos(self.tokenizer, each.form) for _, each in options))
         return options
 
     def plan(self, lengths: Any, chosen: Any = None) -> PackingPlan:
@@ -132,6 +143,12 @@ class _Job:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.config.data.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
+
+    def nothing_held_out(self, report: DataReport, why: str) -> None:
+        """Say why there is nothing to evaluate on: `UserError` where a share was asked for."""
+        report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
+        if self.config.data.validation_fraction is not None:
+            raise UserError(f"--validation_fraction: no row can be held out: {report.nothing_held_out}.")
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
@@ -159,7 +176,7 @@ class _Job:
             f"data: {config.data.dataset_name}, {kind} sequences of {config.data.max_seq_length} tokens",
             *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)),
             f"  evaluated on {evaluated or 'rows held out'}",
-            *report.describe(),
+            *report.describe([file for source, _ in (*self.train, *self.evaluation) for file in source.left_out]),
             "  a sample, >>>supervised<<<:",
             textwrap.indent(sample, "    "),
         ]
@@ -194,6 +211,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         eval_rows = _tokenise(job, job.evaluation, [load_split(*part) for part in job.evaluation])
         eval_figures = figures_of(eval_rows)
         eval_used = eval_figures["length"] > 0
+        report.count_unused(unused_of(eval_rows))
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
         eval_set = np.flatnonzero(eval_used & ~seen)
         report.num_eval_rows_seen_in_training = int(seen.sum())
@@ -201,9 +219,12 @@ def _prepare_map(job: _Job) -> PreparedData:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
             raise _nothing(job.evaluation, "evaluated on", why)
     else:
-        held_out[used] = held_out_mask(figures["problem_key"][used], data.validation_fraction)
+        keys = figures["problem_key"][used]
+        held_out[used] = held_out_mask(keys, data.validation_fraction)
         eval_set = np.flatnonzero(held_out)
-    report.count(figures, held_out)
+        if len(keys) and not len(eval_set) and data.validation_fraction != 0:
+            job.nothing_held_out(report, f"all {len(keys)} usable rows ask the same")
+    report.count(figures, held_out, unused_of(rows))
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
@@ -223,11 +244,10 @@ def _prepare_map(job: _Job) -> PreparedData:
 
 def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> Dataset:
     """The tokenised rows of `datasets`, one after the other."""
-    options = job.options(parts, [dataset.column_names for dataset in datasets])
     workers, tokenised = job.config.data.preprocessing_workers, []
-    for (source, _), dataset, each in zip(parts, datasets, options, strict=True):
+    for (source, _), dataset, (names, how) in zip(parts, datasets, job.options(parts, datasets), strict=True):
         with reading_of(source):
-            tokenised.append(tokenise(dataset, dataset.column_names, job.tokenizer, each, workers))
+            tokenised.append(tokenise(dataset, names, job.tokenizer, how, workers))
     return concatenate_datasets(tokenised)
 
 
@@ -239,28 +259,32 @@ def _prepare_stream(job: _Job) -> PreparedData:
     open_stream, options = _tokenised_stream(job, job.train, job.shares, data.num_of_samples)
     given = 0.0 if job.evaluation else data.validation_fraction
     fraction = DEFAULT_FRACTION if given is None else given
-    example, held_out = None, list[Document]()
+    example, held_out, report = None, list[Document](), DataReport(data.max_seq_length)
     with reading_of(*sources):
         for row in islice(open_stream(), STREAMED_EVAL_SCAN_ROWS):
-            if row["length"] and is_held_out(row["problem_key"], fraction):
+            _, is_out = report.count_rows([row], fraction)
+            if row["length"] and is_out[0]:
                 held_out.append(Document.of(**row))
             elif row["length"] and example is None:
                 example = Document.of(**row)
             if example and (fraction == 0 or len(held_out) >= STREAMED_EVAL_ROWS):
                 break
     if example is None:
-        raise _nothing(job.train, "trained on", "all that were read are empty, too long or held out")
+        raise _nothing(job.train, "trained on", f"of the beginning, {report.summary()}")
+    if fraction and not held_out:
+        job.nothing_held_out(report, f"none of the first {report.num_rows_read} rows falls into the share")
     held_out = held_out[:STREAMED_EVAL_ROWS]
     if job.evaluation:
         number = len(job.evaluation)  # each gives its part
         for part in job.evaluation:
             open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
             with reading_of(part[0]):
-                rows = (row for row in open_evaluation() if row["length"])
-                held_out += [Document.of(**row) for row in islice(rows, STREAMED_EVAL_ROWS // number)]
+                rows = list(islice((row for row in open_evaluation() if row["length"]), STREAMED_EVAL_ROWS // number))
+            held_out += [Document.of(**row) for row in rows]
+            report.count_unused((row["unused"], 1) for row in rows)
         if not held_out:
             raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
-    report = DataReport(data.max_seq_length, num_eval_rows=len(held_out))
+    report.num_eval_rows = len(held_out)
     keys = [cache_key("", job.tokenizer, each) for each in options]
     splits = [[source.path, source.config, split] for source, split in job.train]
     identity = job.identify(splits, job.shares, keys, data.num_of_samples, fraction)
@@ -279,23 +303,19 @@ def _tokenised_stream(
     job: _Job, parts: Sequence[SourceSplit], shares: list[float] | None, num_rows: int | None
 ) -> tuple[Callable[[], IterableDataset], list[TokeniseOptions]]:
     """Opens the tokenised first `num_rows` of each split, drawn by `shares`; and how each split is tokenised."""
-    names = []
+    begun = []
     for source, split in parts:
         with reading_of(source):
-            # Of some formats `datasets` knows the columns only from a row.
-            first = next(iter(load_split(source, split, streaming=True)), None)
-        if first is None:
-            raise _nothing([(source, split)], "read", "there is none")
-        names.append(list(first))
-    options = job.options(parts, names)
+            begun.append(load_split(source, split, streaming=True))
+    options = job.options(parts, begun)
 
     def open_stream() -> IterableDataset:
         streams = []
-        for part, columns, how in zip(parts, names, options, strict=True):
+        for part, (names, how) in zip(parts, options, strict=True):
             with reading_of(part[0]):
                 stream = load_split(*part, streaming=True)
                 stream = stream if num_rows is None else stream.take(num_rows)
-                streams.append(tokenise(stream, columns, job.tokenizer, how))
+                streams.append(tokenise(stream, names, job.tokenizer, how))
         return interleave_datasets(streams, shares, job.config.optim.seed) if shares else streams[0]
 
-    return open_stream, options
+    return open_stream, [how for _, how in options]

@@ -3,104 +3,150 @@
 Forms of rows by their columns, the first that fits:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
-    messages                        a conversation: a list of {role, content}; every assistant turn is learnt, its calls
-                                    of the tools in the column `tools` too, but none whose `weight` is 0
+    messages                        a conversation: a list of {role, content}; every assistant's turn is learnt
     conversations                   the same as ShareGPT writes it: a list of {from, value}
     instruction + output            Alpaca; a column `input` follows the instruction after a blank line
-    prompt + completion             concatenated as they stand: no template, no prompt form
-    text                            all of it learnt
+    prompt + completion             lists of messages: the completion is learnt; text: it is concatenated as it stands
+    text                            all of it learnt, as it stands
+
+A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. In every form
+that a chat template may touch, `CONTEXT` names further columns. What of a row is not used is counted.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.data.json_rows import read_row
+from llm_fp8.utils.errors import UserError
 
-ColumnForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+ColumnForm = Literal[
+    "problem_solution", "messages", "sharegpt", "alpaca", "prompt_messages", "prompt_completion", "text"
+]
 
 COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
     "problem_solution": ("problem", "generated_solution"),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
+    "prompt_messages": ("prompt", "completion"),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-OPTIONAL_COLUMNS: dict[ColumnForm, tuple[str, ...]]
-OPTIONAL_COLUMNS = {"messages": ("tools",), "sharegpt": ("tools",), "alpaca": ("input",)}
-CONVERSATIONS: tuple[ColumnForm, ...] = ("messages", "sharegpt")
+CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
+"""A system prompt, earlier questions and answers, JSON schemas of tools, and what the chat template is given."""
 AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
 """Forms that no template touches."""
+OPTIONAL_COLUMNS = {form: () if form in AS_THEY_STAND else CONTEXT for form in COLUMNS} | {
+    "alpaca": ("input", *CONTEXT)
+}
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""ShareGPT's `from` -> `role`."""
-SHAREGPT_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
+"""ShareGPT's `from` -> `role`; a function's call is the JSON text of one call or of several."""
+ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
+"""Entries of a turn -> the value with which it is learnt."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+Unused = Counter[str]
+"""What of a row is not used -> how often."""
 
 
 class Conversation(NamedTuple):
-    """Messages, and the tools that they may call."""
+    """Messages, those of them (by number) that are left out of the loss, and what else the template is given."""
 
     messages: list[dict[str, Any]]
+    excluded: frozenset[int] = frozenset()
     tools: list[Any] | None = None
+    template_kwargs: Mapping[str, Any] = {}
 
     def until(self, turn: int) -> Conversation:
         """The messages before this one."""
-        return Conversation(self.messages[:turn], self.tools)
+        return self._replace(messages=self.messages[:turn])
 
     def learnt_turns(self) -> list[int]:
-        """The numbers of the messages that are learnt."""
-        return [number for number, message in enumerate(self.messages) if _is_learnt(message)]
+        """The numbers of the messages that are learnt: an assistant's, unless excluded, that say something."""
+        return [
+            turn
+            for turn, message in enumerate(self.messages)
+            if message["role"] == "assistant" and turn not in self.excluded
+            if message["content"].strip() or message.get("tool_calls") or any(map(message.get, REASONING))
+        ]
 
 
 def detect_columns(
-    columns: Sequence[str], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
+    columns: Sequence[str],
+    mapped: Collection[str] = (),
+    of: str = "--dataset_name: the dataset",
+    first: Mapping[str, Any] = {},
 ) -> ColumnForm:
-    """The first form of these columns that uses all that --columns names (`mapped`); `UserError` for none."""
+    """The first form of these columns that uses all that --columns names (`mapped`); `first` is a row. `UserError` for
+    none.
+    """
     for form, needed in COLUMNS.items():
-        if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS.get(form, ())}:
+        if form == "prompt_messages" and not any(isinstance(first.get(name), list) for name in needed):
+            continue
+        if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
-    understood = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
+    understood = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
     raise UserError(f"{of} has the columns {', '.join(columns)}; understood are: {understood}. Use --columns.")
 
 
-def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
+def conversation_of(row: Mapping[str, Any], form: ColumnForm, unused: Unused) -> Conversation:
     """The row's messages up to the last learnt turn, of a form that a template may touch."""
-    if form not in CONVERSATIONS:
-        problem = problem_of(row, form).strip()
-        solution = text_of(row, COLUMNS[form][-1]).strip()
-        turns = [{"role": "user", "content": problem}, {"role": "assistant", "content": solution}]
-        return Conversation(turns if problem and solution else [])
-    messages = _messages_of(row, form)
-    while messages and not _is_learnt(messages[-1]):
-        messages.pop()
-    return Conversation(messages, _tools_of(row))
+    given = [turn for entry in _structured(row, "history") for turn in _both(entry)]
+    if form in ("messages", "sharegpt"):
+        given += _structured(row, COLUMNS[form][0])
+    elif form == "prompt_messages":
+        given += [{**turn, "weight": 0} for turn in _structured(row, "prompt", "user")]
+        given += _structured(row, "completion", "assistant")
+    else:
+        question, answer = _question(row, form), text_of(row, COLUMNS[form][-1]).strip()
+        pair = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        given = [*given, *pair] if question and answer else []
+    read = [_message(turn, unused) for turn in given]
+    messages, excluded = [message for message, _ in read], {turn for turn, (_, learnt) in enumerate(read) if not learnt}
+    for column in ("system", "system_prompt"):
+        if not (system := text_of(row, column)).strip() or not messages:
+            continue
+        if messages[0]["role"] in ("system", "developer"):
+            unused[f"column '{column}' beside another system prompt"] += 1
+        else:
+            messages.insert(0, {"role": "system", "content": system})
+            excluded = {turn + 1 for turn in excluded}
+    tools = [_json(tool, "a tool") if isinstance(tool, str) else tool for tool in _structured(row, "tools")]
+    functions = [{"type": "function", "function": function} for function in _structured(row, "functions")]
+    unused["column 'functions' beside 'tools'"] += bool(tools and functions)
+    kwargs = _structured(row, "chat_template_kwargs") or {}
+    whole = Conversation(messages, frozenset(excluded), tools or functions or None, kwargs)
+    learnt = whole.learnt_turns()
+    end = learnt[-1] + 1 if learnt else 0
+    if learnt:
+        unused["turn after the last that is learnt"] += len(messages) - end
+        silent = set(range(end)) - set(learnt) - excluded
+        unused["assistant's turn that says nothing"] += sum(messages[i]["role"] == "assistant" for i in silent)
+    return whole.until(end)
 
 
 def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
-    """The text by which two rows are the same problem: the question, whatever the answer and the system prompt."""
-    if form == "alpaca":
-        parts = [text_of(row, "instruction"), text_of(row, "input") if "input" in row else ""]
-        return "\n\n".join(part.strip() for part in parts if part.strip())
-    if form not in CONVERSATIONS:
+    """The text by which two rows are the same problem: all that is not the assistant's, whatever the answers."""
+    if form in AS_THEY_STAND:
         return text_of(row, COLUMNS[form][0])
-    messages = _messages_of(row, form)
-    first = takewhile(lambda message: message["role"] != "assistant", messages)
-    question = [message for message in first if message["role"] not in ("system", "developer")]
-    # A conversation that the assistant begins is known by all of it.
-    return "\n".join(message["content"] for message in question or messages)
+    messages = conversation_of(row, form, Unused()).messages
+    asked = [message for message in messages if message["role"] != "assistant"]
+    # A system prompt alone, which many rows share, asks nothing: such a conversation is known by all of it.
+    is_question = any(message["role"] not in ("system", "developer") for message in asked)
+    return "\n".join(message["content"] for message in (asked if is_question else messages))
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """The text of a column: nothing for null, and a number as Python writes it."""
-    value = row[column]
-    if not isinstance(value, (str, int, float, type(None))):
-        raise UserError(f"--dataset_name: the column '{column}' must hold text, and a row has {shown(value)}.")
-    return "" if value is None else str(value)
+    """The text of a column: nothing for null, a number or a date as the file has it."""
+    return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
 
 
 def shown(value: Any) -> str:
@@ -108,41 +154,97 @@ def shown(value: Any) -> str:
     return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
-def _messages_of(row: Mapping[str, Any], form: ColumnForm) -> list[dict[str, Any]]:
-    """The row's messages, each with `role` and `content`, both text; a tool call needs no content."""
-    column = COLUMNS[form][0]
-    messages = []
-    for message in row[column] or []:
-        turn = {"content": "", **_without_none(message)} if isinstance(message, Mapping) else {}
-        if form == "sharegpt" and "from" in turn:
-            turn = {"role": SHAREGPT_ROLES.get(turn["from"]), "content": turn.get("value", "")}
-        whole = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        if not whole or turn.get("weight", 1) not in (0, 1):
-            raise UserError(
-                f"--dataset_name: '{column}' must list messages with 'role' and 'content' (or 'from' and 'value') "
-                f"of text, and 'weight' 0, 1 or none; a row has {shown(message)}."
-            )
-        messages.append(turn)
-    return messages
+def _text(value: Any, what: str) -> str:
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if not isinstance(value, (str, int, float, decimal.Decimal, datetime.date, datetime.time, type(None))):
+        raise UserError(f"--dataset_name: {what} {shown(value)}.")
+    return "" if value is None else str(value)
 
 
-def _is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether a message is an assistant's, says something and is not excluded."""
-    says_something = message["content"].strip() or message.get("tool_calls")
-    return bool(message["role"] == "assistant" and message.get("weight", 1) and says_something)
+def _question(row: Mapping[str, Any], form: ColumnForm) -> str:
+    parts = [text_of(row, column).strip() for column in (COLUMNS[form][0], *(["input"] if form == "alpaca" else []))]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The column `tools`: a list of JSON schemas, or its JSON text."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        with reading("--dataset_name", shown(tools), "a row's 'tools'", "Give a list, or the JSON text of one."):
-            tools = json.loads(tools)
-    return _without_none(tools) or None
+def _structured(row: Mapping[str, Any], column: str, role: str | None = None) -> Any:
+    """A column that holds a list or an object, or the JSON text of one; with a `role`, text is a message of it."""
+    value = row.get(column)
+    if isinstance(value, str) and role is not None:
+        value = [{"role": role, "content": value}]
+    elif isinstance(value, str) and value.strip():
+        value = _json(value, f"'{column}'")
+    wanted = Mapping if column == "chat_template_kwargs" else list
+    if value and not isinstance(value, wanted):
+        kind = "an object" if wanted is Mapping else "a list"
+        raise UserError(f"--dataset_name: '{column}' must be {kind}, and a row has {shown(value)}.")
+    return value if wanted is Mapping else list(value or [])
 
 
-def _without_none(value: Any) -> Any:
-    """Without the fields that Arrow fills with None, where rows differ."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+def _json(text: Any, what: str) -> Any:
+    try:
+        return read_row(text)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--dataset_name: {what} must be JSON, and a row has {shown(text)}.") from error
+
+
+def _both(entry: Any) -> Sequence[Any]:
+    """The messages of an entry of `history`: a question and its answer, or a message."""
+    roles = ("user", "assistant")
+    is_pair = isinstance(entry, list) and len(entry) == 2
+    return [{"role": r, "content": text} for r, text in zip(roles, entry, strict=True)] if is_pair else [entry]
+
+
+def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
+    """A message with `role` and `content`, both text, and whether it may be learnt."""
+    if not isinstance(given, Mapping):
+        raise _refused(given)
+    turn = {name: value for name, value in given.items() if value is not None}
+    role = turn.pop("role" if "role" in turn else "from", None)
+    content = turn.pop("content" if "content" in turn else "value", "")
+    if not isinstance(role, str) or ("from" in given and role not in ROLES):
+        raise _refused(given)
+    if role == "function_call":
+        read = _json(content, "a function's call")
+        calls, content = read if isinstance(read, list) else [read], ""
+        turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    if "function_call" in turn and "tool_calls" not in turn:  # OpenAI's API of 2023
+        turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
+    calls = _structured(turn, "tool_calls")
+    if not calls:
+        turn.pop("tool_calls", None)
+    elif not all(isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls):
+        raise _refused(given)
+    else:
+        turn["tool_calls"] = calls
+    flags = {name: turn.pop(name) for name in FLAGS if name in turn}
+    if any(value not in (0, 1) for value in flags.values()):
+        raise _refused(given)
+    role = ROLES.get(role, role)
+    wanted = [name for name, value in flags.items() if bool(value) == FLAGS[name]]
+    if role != "assistant":
+        unused.update(f"'{name}' on a turn that is not the assistant's" for name in wanted)
+    return {"role": role, "content": _content(content, unused), **turn}, len(wanted) == len(flags)
+
+
+def _content(content: Any, unused: Unused) -> str:
+    """Text, or the text of a list of parts."""
+    if not isinstance(content, list):
+        return _text(content, "the content of a message must be text, and one has")
+    texts = []
+    for part in content:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise UserError(f"--dataset_name: only text is trained on, and a message has the part {shown(part)}.")
+        unused.update(f"entry '{name}' of a part" for name in part if name not in ("type", "text"))
+        texts.append(text)
+    return "".join(texts)
+
+
+def _refused(given: Any) -> UserError:
+    flags = ", ".join(f"'{name}'" for name in FLAGS)
+    return UserError(
+        "--dataset_name: a message must have 'role' and 'content' (or 'from' and 'value') of text, calls with a "
+        f"function, and {flags} of 0, 1 or none; a row has {shown(given)}."
+    )

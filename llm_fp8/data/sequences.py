@@ -27,8 +27,7 @@ from datasets import IterableDataset
 
 from llm_fp8.data.load import DatasetSource, reading_of
 from llm_fp8.data.pack import PackingPlan
-from llm_fp8.data.split import is_held_out
-from llm_fp8.data.tokenise import FIGURES, DataReport, Document, content_key
+from llm_fp8.data.tokenise import DataReport, Document, content_key
 from llm_fp8.utils.errors import UserError
 
 Position = dict[str, Any]
@@ -118,6 +117,7 @@ class StreamSequences:
     def _sequences(self, position: Position) -> Iterator[tuple[Documents, Position]]:
         """Every sequence from `position` on, each with the position after it."""
         begin = dict(position)
+        self.report.forget_rows()
         while True:
             whole, num_sequences, ended = begin["source"] is None, 0, False
             stream = self.open_stream()
@@ -142,11 +142,9 @@ class StreamSequences:
 
     def _sequences_of(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Documents], str]:
         """The sequences of the rows of this buffer, and what identifies the rows."""
-        figures = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in FIGURES}
-        held_out = is_held_out(figures["problem_key"], self.fraction)
+        figures, held_out = self.report.count_rows(rows, self.fraction)
         documents = [Document.of(**rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out).tolist()]
         plan = self.plan([len(document.input_ids) for document in documents])
-        self.report.count(figures, held_out)
         self.report.num_rows_of_batches += len(plan)
         sequences = [[documents[i] for i in plan[each]] for each in range(len(plan))]
         return sequences, content_key(figures["document_key"])

@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -21,13 +22,15 @@ from typing import Any, Literal
 import datasets
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Dataset, Features, IterableDataset, Json, Value
 from datasets import Sequence as ListOf
+from pyarrow import compute
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
-from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, problem_of
-from llm_fp8.data.split import problem_key
+from llm_fp8.data.json_rows import ROW, read_row
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, problem_of
+from llm_fp8.data.split import is_held_out, problem_key
 from llm_fp8.utils.subprocesses import end_with_parent
 
 FEATURES = Features(
@@ -40,6 +43,7 @@ FEATURES = Features(
         "problem_key": Value("int64"),  # hash of the problem, by which the held-out share is cut
         "document_key": Value("int64"),  # hash of input_ids and supervised
         "row_id": Value("int64"),  # index of the row in the dataset's split
+        "unused": Value("string"),  # JSON of what of the row is not used -> how often; few different ones
     }
 )
 FIGURES = ("length", "num_supervised", "outcome", "problem_key", "document_key")
@@ -74,6 +78,10 @@ class DataReport:
     num_eval_rows: int = 0
     num_eval_rows_seen_in_training: int = 0
     """Rows left out because their problem is trained on."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """What of the rows is not used -> how often."""
+    nothing_held_out: str = ""
+    """Why there is no row to evaluate on, though a share was to be held out."""
 
     @property
     def padding_efficiency(self) -> float | None:
@@ -81,8 +89,8 @@ class DataReport:
         positions = self.num_rows_of_batches * self.max_seq_length
         return self.num_tokens / positions if positions else None
 
-    def count(self, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add rows of the training split by their `figures`."""
+    def count(self, figures: Figures, held_out: npt.NDArray[np.bool_], unused: Iterable[tuple[str, int]]) -> None:
+        """Add rows of the training split by their `figures`; `unused` has each text of that column and its number."""
         outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
         filled = figures["length"] > 0
         used = filled & ~held_out
@@ -94,6 +102,24 @@ class DataReport:
         self.num_empty += outcomes[Outcome.EMPTY]
         self.num_tokens += int(figures["length"][used].sum())
         self.num_supervised_tokens += int(figures["num_supervised"][used].sum())
+        self.count_unused(unused)
+
+    def count_unused(self, unused: Iterable[tuple[str, int]]) -> None:
+        for text, number in unused:
+            for what, times in json.loads(text).items():
+                self.unused[what] += times * number
+
+    def count_rows(self, rows: Sequence[dict[str, Any]], fraction: float) -> tuple[Figures, npt.NDArray[np.bool_]]:
+        """Add rows of a stream, of whose problems `fraction` are held out; their figures, and which are held out."""
+        figures = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in FIGURES}
+        held_out = is_held_out(figures["problem_key"], fraction)
+        self.count(figures, held_out, ((row["unused"], 1) for row in rows))
+        return figures, held_out
+
+    def forget_rows(self) -> None:
+        """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
+        kept = {name: getattr(self, name) for name in ("max_seq_length", "num_eval_rows", "nothing_held_out")}
+        vars(self).update(vars(DataReport(**kept)))
 
     def summary(self) -> str:
         return (
@@ -102,14 +128,22 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
-    def describe(self) -> list[str]:
-        """Lines to print, with a warning where more than one of 20 rows is not used."""
+    def describe(self, left_out: Sequence[str] = ()) -> list[str]:
+        """Lines to print, with a warning where more than one of 20 rows is not used; `left_out` are files."""
         seen = f"without {self.num_eval_rows_seen_in_training} whose problem is trained on"
-        lines = [f"  evaluation: {self.num_eval_rows} rows, {seen}"]
-        if self.padding_efficiency is not None:  # a stream has not been read yet
+        lines = [f"  {self.summary()}", f"  evaluation: {self.num_eval_rows} rows, {seen}"]
+        if self.padding_efficiency is not None:  # else it is the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
-            filled = f"{self.padding_efficiency:.1%} of {self.num_rows_of_batches} sequences filled"
-            lines = [f"  {self.summary()}", f"  {tokens}: {filled}", *lines]
+            lines.insert(1, f"  {tokens}: {self.padding_efficiency:.1%} of {self.num_rows_of_batches} sequences filled")
+        if self.unused or left_out:
+            what = [
+                *(f"{what} ({number})" for what, number in self.unused.most_common()),
+                *map("file {}".format, left_out),
+            ]
+            mild = all(each.startswith("column ") for each in what)
+            lines.append(f"  {'' if mild else 'WARNING: '}not used: {', '.join(what)}")
+        if self.nothing_held_out:
+            lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
             lines.append("  WARNING: many rows are not trained on; see --max_seq_length and --overlong")
         return lines
@@ -128,6 +162,8 @@ class TokeniseOptions:
     train_on_prompt: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
     """Our name of a column -> the dataset's, where they differ (--columns)."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given where a row says nothing else (--chat_template_kwargs)."""
 
 
 @dataclass(frozen=True)
@@ -158,19 +194,30 @@ def _tokenise_batch(
     batch: dict[str, list[Any]],
     row_ids: list[int],
     columns: Mapping[str, str],
+    others: Sequence[str],
+    features: Any,
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
     main_pid: int | None = None,
 ) -> dict[str, list[Any]]:
-    """The columns of `FEATURES` for rows whose `columns` (our name -> theirs) a batch holds."""
+    """The columns of `FEATURES` for rows of these `columns` (our name -> theirs); `others` are not used."""
     if main_pid not in (None, os.getpid()):
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
-    rows = [{ours: batch[theirs][i] for ours, theirs in columns.items()} for i in range(len(row_ids))]
-    encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt)
+    unused, rows = [Unused() for _ in row_ids], list[dict[str, Any]]()
+    for i, counter in enumerate(unused):
+        if ROW in batch:
+            row = read_row(batch[ROW][i])
+            names = [name for name, value in row.items() if value not in (None, "", [], {})]
+        else:
+            row = {name: _as_stored(batch[name][i], (features or {}).get(name), counter) for name in columns.values()}
+            names = [*columns.values(), *others]
+        counter.update(f"column '{name}'" for name in names if name not in columns.values())
+        rows.append({ours: row.get(theirs) for ours, theirs in columns.items()})
+    encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt, options.template_kwargs, unused)
     made: list[Sequence[Any]] = []
-    for row, row_id, (ids, supervised) in zip(rows, row_ids, encoded, strict=True):
+    for row, row_id, counter, (ids, supervised) in zip(rows, row_ids, unused, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
             outcome = Outcome.TRUNCATED if options.overlong == "truncate" else Outcome.OVERLONG
@@ -180,8 +227,27 @@ def _tokenise_batch(
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
         keys = problem_key(problem_of(row, options.form)), document_key(ids, supervised)
-        made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id))
+        told = json.dumps(+counter, sort_keys=True)
+        made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id, told))
     return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
+
+
+def _as_stored(value: Any, feature: Any, unused: Unused, in_arguments: bool = False) -> Any:
+    """A value without the fields that Arrow fills with None where rows differ; its type JSON has none of those."""
+    if isinstance(feature, Json):
+        return value
+    if isinstance(value, Mapping):
+        inner: Any = feature if isinstance(feature, Mapping) else {}
+        unused["null in a call's arguments, which Parquet and Arrow cannot tell from none"] += in_arguments * sum(
+            each is None for each in value.values()
+        )
+        return {
+            name: _as_stored(each, inner.get(name), unused, in_arguments or name == "arguments")
+            for name, each in value.items()
+            if each is not None
+        }
+    inner = getattr(feature, "feature", None)
+    return [_as_stored(each, inner, unused, in_arguments) for each in value] if isinstance(value, list) else value
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
@@ -205,12 +271,16 @@ def tokenise(
     num_workers: int = 1,
 ) -> Any:
     """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
-    wanted = [*COLUMNS[options.form], *OPTIONAL_COLUMNS.get(options.form, ())]
-    columns = {ours: theirs for ours in wanted if (theirs := options.renames.get(ours, ours)) in names}
-    arguments: dict[str, Any] = {"columns": columns, "tokenizer": tokenizer, "options": options}
+    wanted = [*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form]]
+    is_json = dataset.column_names == [ROW]  # whose rows may have other columns than the first ones
+    columns = {ours: theirs for ours in wanted if (theirs := options.renames.get(ours, ours)) in names or is_json}
+    read = [ROW] if is_json else list(columns.values())
+    selected = dataset.select_columns(read)
+    others = [name for name in names if name not in columns.values()]
+    arguments: dict[str, Any] = {"columns": columns, "others": others, "features": selected.features}
+    arguments |= {"tokenizer": tokenizer, "options": options}
     how: dict[str, Any] = {"batched": True, "with_indices": True, "features": FEATURES, "fn_kwargs": arguments}
-    how["remove_columns"] = list(columns.values())
-    selected = dataset.select_columns(list(columns.values()))
+    how["remove_columns"] = read
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)
@@ -224,6 +294,12 @@ def tokenise(
 def figures_of(tokenised: Dataset) -> Figures:
     columns = tokenised.with_format("numpy", columns=list(FIGURES))[:]
     return {name: np.asarray(columns[name], dtype=np.int64) for name in FIGURES}
+
+
+def unused_of(tokenised: Dataset) -> list[tuple[str, int]]:
+    """Each text of the column `unused` and its number."""
+    counted = compute.value_counts(tokenised.data.column("unused"))
+    return [(each["values"].as_py(), each["counts"].as_py()) for each in counted]
 
 
 def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Document]]:

@@ -99,12 +99,19 @@ def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dty
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """The model's tokenizer and, where it is not the model's own, a sentence that says so."""
+    """The model's tokenizer, with --chat_template, and a sentence that says so where it is not the model's own."""
+    note, location = None, source.location
     if source.architecture_only and source.location.endswith(".json"):
         note = f"--random_init {source.name}: the embedded tokenizer is used, which random weights do not mind."
-        return AutoTokenizer.from_pretrained(EMBEDDED_MODEL), note
+        location = str(EMBEDDED_MODEL)
     with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
-        return AutoTokenizer.from_pretrained(source.location, trust_remote_code=False), None
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+    if (template := options.chat_template) is not None:
+        if "{" not in template:  # which every template has that shows anything
+            with reading("--chat_template", template, "the file", "Give a file, or the template itself."):
+                template = Path(template).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = template
+    return tokenizer, note
 
 
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -63,8 +63,9 @@ def test_columns() -> None:
 
 def test_the_problem_of_a_row() -> None:
     system, first = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
-    assert problem_of({"messages": [system, *CHAT["messages"]]}, "messages") == "2 + 2?"
-    assert problem_of({"messages": [first, *CHAT["messages"]]}, "messages").startswith("Hi\n2 + 2?")
+    assert problem_of({"messages": [system, *CHAT["messages"]]}, "messages") == "Be brief.\n2 + 2?"
+    assert problem_of({"messages": [first, *CHAT["messages"]]}, "messages") == "2 + 2?"
+    assert problem_of({"messages": [system, first]}, "messages") == "Be brief.\nHi"
     assert problem_of({"prompt": "p", "completion": "c"}, "prompt_completion") == "p"
     assert problem_of({"text": None}, "text") == ""
     assert problem_of({"instruction": "Add.\n", "input": "2 and 3", "output": "5"}, "alpaca") == "Add.\n\n2 and 3"

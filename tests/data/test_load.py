@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
+from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source
 from llm_fp8.utils.errors import UserError
 
@@ -31,7 +32,7 @@ def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
     source = open_source(str(name))
     rows = list(load_split(source, split))
     assert list(load_split(source, split, streaming=True)) == rows
-    return rows
+    return [read_row(row[ROW]) if ROW in row else row for row in rows]
 
 
 def test_files(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_of_a_hub_dataset_only_the_files_of_the_split_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {split: [f"hf://datasets/own/math@0a1b/data/{split}-00000.parquet"] for split in ("train", "train_1M")}
-    builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
+    builder = SimpleNamespace(name="parquet", config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, config: builder)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: (names, options["data_files"]))
     source = open_source("own/math:main")

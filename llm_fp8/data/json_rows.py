@@ -1,0 +1,89 @@
+"""JSON files become rows of text: every row is the JSON text that it is in the file.
+
+`datasets` would read it into Arrow's types, where text that looks like a date becomes one, and a field that is null in
+the file cannot be told from one that only other rows have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import ArrowBasedBuilder, DatasetInfo, Features, SplitGenerator, Value
+from datasets.builder import Key
+
+ROW = "row of a JSON file"
+"""The only column."""
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+class JsonRows(ArrowBasedBuilder):
+    """One object a line, or files that are a list of objects; compressed ones too, and streams."""
+
+    VERSION = "1.0.0"
+
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo(features=Features({ROW: Value("string")}))
+
+    def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
+        found = dl_manager.download_and_extract(self.config.data_files).items()
+        parts = {split: [file for place in places for file in dl_manager.iter_files(place)] for split, places in found}
+        return [SplitGenerator(name=split, gen_kwargs={"files": files}) for split, files in parts.items()]
+
+    def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
+        for number, file in enumerate(files):
+            with open(file, encoding="utf-8-sig") as stream:
+                rows = _rows(stream, Path(file).name)
+                for batch in itertools.count():
+                    if not (texts := list(itertools.islice(rows, 1000))):
+                        break
+                    yield Key(number, batch), pa.table({ROW: texts})
+
+
+def read_row(text: str) -> Any:
+    """The row; a number that is no integer keeps its text for columns that hold text."""
+    return json.loads(text, parse_float=_Number)
+
+
+class _Number(float):
+    def __new__(cls, text: str) -> _Number:
+        number = super().__new__(cls, text)
+        number.text = text  # type: ignore[attr-defined]
+        return number
+
+    def __str__(self) -> str:
+        return str(self.text)  # type: ignore[attr-defined]
+
+
+def _rows(stream: Any, name: str) -> Iterator[str]:
+    """The text of each row; `ValueError` that names the line for one that is none."""
+    lines = ((number, line) for number, line in enumerate(stream, 1) if line.strip())
+    for position, (number, line) in enumerate(lines):
+        try:
+            if position == 0 and line.lstrip().startswith("["):
+                yield from _items(line.lstrip() + stream.read())
+            else:
+                yield _object(json.loads(line), line.strip())
+        except ValueError as error:
+            raise ValueError(f"{name}, from line {number}: {error}") from error
+
+
+def _items(text: str) -> Iterator[str]:
+    at, decoder = _BETWEEN.match(text, 1).end(), json.JSONDecoder()  # type: ignore[union-attr]
+    while text[at : at + 1] != "]":
+        value, end = decoder.raw_decode(text, at)
+        yield _object(value, text[at:end])
+        at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+
+
+def _object(value: Any, text: str) -> str:
+    if isinstance(value, str):
+        return json.dumps({"text": value})
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be an object, and one is {text[:80]}")
+    return text
