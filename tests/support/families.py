@@ -40,11 +40,11 @@ FAMILIES = {
 """3 layers, head_dim 64 unless said."""
 
 
-def family_config(name: str):
-    """The transformers config of an entry of `FAMILIES`."""
+def family_config(name: str, **sizes: int):
+    """The transformers config of an entry of `FAMILIES`, with other `sizes` where they are given."""
     shape = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, rms_norm_eps=1e-5)
     heads = dict(num_attention_heads=8, num_key_value_heads=2)
-    return tiny_config(**{**shape, **heads, **FAMILIES[name]})
+    return tiny_config(**{**shape, **heads, **FAMILIES[name], **sizes})
 
 
 def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -53,7 +53,8 @@ def call(monkeypatch):
 def run(tmp_path_factory) -> Path:
     """A short run on the embedded problems."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    assert train("--max_steps=20", "--max_seq_length=256", "--batch_size=8", f"--output_dir={folder}") == 0
+    options = ["--max_steps=10", "--num_of_samples=400", "--max_seq_length=128", "--batch_size=8"]
+    assert train(*options, f"--output_dir={folder}") == 0
     return folder
 
 

@@ -26,13 +26,19 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
-def script(*options: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run train_fp8.py as a process of its own, its output not a terminal."""
-    command = [sys.executable, str(ROOT / "train_fp8.py"), *map(str, options)]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "default::FutureWarning"}
-    )
+MAX_LINES = 9_000
+"""Lines of the package that a plain run may load: what it does not use is imported where it is used."""
+UNUSED = ("lora.py", "deepspeed.py", "torchao.py", "context_parallel.py", "micro_batch_graphs.py", "parity.py")
+UNUSED += ("te_llama.py",)
+PLAIN_RUN = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    open("modules", "w").write("\\n".join(sorted(files)))
+"""
 
 
 @pytest.mark.parametrize("words", ["--help", "--batch_size=x"])
@@ -53,13 +59,27 @@ def test_help_and_mistakes_are_answered_without_torch_and_transformers(words):
 # Whole runs
 
 
-def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_exported(tmp_path):
-    done = script(
-        "--max_steps=12", "--max_seq_length=128", "--num_of_samples=300", "--learning_rate=3e-3", cwd=tmp_path
-    )
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run without a model or dataset, in a process of its own, and the folder that it ran in; what it imported is in
+    the file `modules` there.
+    """
+    folder = tmp_path_factory.mktemp("plain")
+    words = ["--max_steps=12", "--max_seq_length=128", "--num_of_samples=300", "--learning_rate=3e-3"]
+    return subprocess.run(
+        [sys.executable, "-c", PLAIN_RUN, str(ROOT / "train_fp8.py"), *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "default::FutureWarning", "PYTHONPATH": str(ROOT)},
+    ), folder
+
+
+def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_exported(plain_run):
+    done, folder = plain_run
     assert (done.returncode, done.stderr) == (0, ""), "no word of any library"
     assert not any("\r" in line or "%|" in line or "arning" in line for line in done.stdout.splitlines())
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = (folder / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-embedded-auto", run.name)
 
     losses = [step["loss"] for step in steps(run)]
@@ -82,6 +102,17 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
     assert summary["steps"] == 12 and summary["exported"] == f"runs/{run.name}/final"
     assert min(summary["phases_s"].values()) >= 0
     assert summary["phases_s"]["first_step"] == records(run)[0]["step_time_s"]
+
+
+def test_a_plain_run_loads_few_lines_of_ours(plain_run, record_property):
+    _, folder = plain_run
+    ours = (f"{ROOT / 'llm_fp8'}/", str(ROOT / "te_llama.py"))
+    loaded = [Path(line) for line in (folder / "modules").read_text().splitlines() if line.startswith(ours)]
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in (*loaded, ROOT / "train_fp8.py")}
+    total = sum(lines.values())
+    record_property("lines", total)
+    assert total <= MAX_LINES, sorted(lines.items(), key=lambda item: -item[1])
+    assert not [name for name in lines if name.endswith(UNUSED)]
 
 
 @pytest.fixture(scope="module")
