@@ -35,7 +35,7 @@ types=$(mktemp)
 "$venv_python" -m mypy llm_fp8 >"$types" 2>&1 &
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
-check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 3 --dist loadfile "$@"
+check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 3 --dist worksteal "$@"
 say "mypy llm_fp8"
 wait "$mypy" || failed+=("mypy llm_fp8")
 cat "$types"
