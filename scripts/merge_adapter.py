@@ -4,7 +4,8 @@
     python scripts/merge_adapter.py --adapter runs/x/final --output merged
 
 The base model is the one that adapter_config.json names, unless --base_model gives another place of it. Weights keep
-the dtype of the base model's files; each sum is worked out in fp32 and rounded once. The tokenizer is the base model's.
+the dtype of the base model's files; each sum is worked out in fp32 and rounded once. Tokenizer and generation settings
+are the adapter's where it has them, else the base model's.
 It runs on the CPU and needs memory for the whole model. See docs/lora.md.
 """
 
@@ -33,10 +34,9 @@ def main() -> int:
     """Load, merge, write."""
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading these.
-    from transformers import AutoTokenizer
-
     from llm_fp8.models.export import export_hf
-    from llm_fp8.tools.evaluate import adapter_base, load_exported
+    from llm_fp8.models.side_files import Origin
+    from llm_fp8.tools.evaluate import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
@@ -47,8 +47,10 @@ def main() -> int:
         raise UserError(f"--output {options.output} exists already; give a new folder.")
     model = load_exported(options.adapter, base, "auto")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    export_hf(model, tokenizer, options.output, dtype=model.dtype, card=card, advice="Give another --output.")
+    ends = model.generation_config.eos_token_id
+    origin = Origin(base, tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,))
+    shared = {"dtype": model.dtype, "card": card, "origin": origin, "advice": "Give another --output."}
+    export_hf(model, tokenizer_of(options.adapter, base), options.output, **shared)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")
     return 0
 

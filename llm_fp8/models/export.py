@@ -5,17 +5,17 @@ Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; 
 
 The files are planned from names and shapes, parameters gathered one by one, and each file written as soon as its
 tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
+
+All other files are the source's own, in which only that is changed that training changed (side_files.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import os
 import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,9 +31,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
-from llm_fp8.models.source import fp8_format_of
+from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
@@ -51,6 +51,7 @@ def export_hf(
     is_main: bool = True,
     max_file_size: str = MAX_FILE_SIZE,
     advice: str = _ADVICE,
+    origin: Origin | None = None,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
@@ -64,31 +65,10 @@ def export_hf(
     try:
         with replaced_folder(folder, advice=advice) as temporary:
             _write_weights(model, gathered, temporary, dtype, max_file_size)
-            _save_but_weights(model, tokenizer, temporary, dtype)
+            save_side_files(model, tokenizer, temporary, dtype, origin)
             (temporary / "README.md").write_text(model_card(card))
     finally:
         deque(gathered, maxlen=0)  # the other ranks wait in the remaining collectives
-
-
-def _save_but_weights(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
-) -> None:
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-    config.dtype = dtype
-    if fp8_format_of(config) is not None:
-        del config.quantization_config  # the weights were dequantised
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def check_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, name: str) -> None:
-    """Raise `UserError` before training where transformers refuses to save the files of the model called `name`."""
-    advice = "Correct its config.json, or train with --no_export."
-    with reading("--model_name", name, "what an export would write", advice), tempfile.TemporaryDirectory() as folder:
-        _save_but_weights(model, tokenizer, Path(folder), dtype)
 
 
 def export_adapter(
@@ -101,6 +81,7 @@ def export_adapter(
     card: dict[str, Any],
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
+    origin: Origin | None = None,
 ) -> None:
     """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
     from llm_fp8.models.lora import adapters_of, peft_config
@@ -118,7 +99,7 @@ def export_adapter(
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        save_side_files(model, tokenizer, temporary, None, origin)
         (temporary / "README.md").write_text(model_card(card, of_adapter=True))
 
 

@@ -82,7 +82,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
     weights = {stored for stored, name in names.items() if name in layers}
     # On the meta device: it checks names, shapes and dtypes, and copies nothing.
-    filler, index = hf_filler(model, names, StoredCheckpoint(files, model).stored), dict[str, str]()
+    filler, index = hf_filler(model, names, StoredCheckpoint(files, hf_config).stored), dict[str, str]()
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         for path in files:
             contents = dict(_in_fp8(path, weights, filler))

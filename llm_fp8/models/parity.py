@@ -127,7 +127,7 @@ def check_parity(
 def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTensor) -> int:
     """Test 1; returns how many stored tensors were compared. Raises `UserError` naming the first that differs."""
     parameters, compared = dict(model.named_parameters()), 0
-    checkpoint = StoredCheckpoint(files, model)
+    checkpoint = StoredCheckpoint(files, model.config)
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:

@@ -12,8 +12,8 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
-from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model
@@ -25,34 +25,57 @@ from llm_fp8.models.weight_shards import (
     te_filler,
 )
 from llm_fp8.optim.adamw_master import give_remainder_
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.parts import StoredTensor
 
 _FETCH = "Fetch or export the model again."
+_TIED = ("lm_head.weight", "embed_tokens.weight")
+_QUANTISED = ("I8", "U8", "I16", "I32", "F4")
 
 
 def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
-    """Local paths of the model's safetensors files, downloaded from the hub where needed."""
+    """Local paths of the model's safetensors files, downloaded from the hub where needed. As in transformers,
+    model.safetensors is taken before an index.
+    """
 
     def fetch(file_name: str) -> Path:
         if source.is_local:
             return Path(source.location) / file_name
-        return Path(hf_hub_download(source.location, file_name))
+        with contextlib.suppress(EntryNotFoundError):  # where the hub cannot be asked too
+            return Path(hf_hub_download(source.location, file_name))
+        return Path(file_name)
 
     with reading_model("safetensors", options.model_name):
-        try:
-            index = fetch(SAFE_WEIGHTS_INDEX_NAME)
-        except EntryNotFoundError:  # a model of one file; where the hub cannot be asked too
-            index = Path()
-        sharded = read_json(index)["weight_map"].values() if index.is_file() else ()
-        names = sorted(set(sharded)) or ["model.safetensors"]
-        files = [fetch(name) for name in names]
-    for path in files:
-        if not path.is_file():
-            words = f"there is no {path.name}; weights must be safetensors, or random ones (--random_init)"
-            raise UserError(f"--model_name {options.model_name}: {words}.")
+        files = [fetch(SAFE_WEIGHTS_NAME)]
+        if not files[0].is_file() and (index := fetch(SAFE_WEIGHTS_INDEX_NAME)).is_file():
+            files = [fetch(name) for name in sorted(set(read_json(index)["weight_map"].values()))]
+    if missing := [path.name for path in files if not path.is_file()] or ([] if files else ["any of an empty index"]):
+        words = f"there is no {listed(missing)}; weights must be safetensors, or random ones (--random_init)"
+        raise UserError(f"--model_name {options.model_name}: {words}.")
     return files
+
+
+def check_stored(options: ModelConfig, source: ModelSource, hf_config: PretrainedConfig) -> list[str]:
+    """Raise `UserError` for stored weights that `StoredCheckpoint` cannot read. Where a config ties the lm_head to the
+    embedding, and both are stored and differ, the config is changed not to, as transformers 5 does; returns the line
+    that says so.
+    """
+    checkpoint = StoredCheckpoint(weight_files(options, source), hf_config)
+    ties = [
+        part
+        for part in (hf_config, hf_config.get_text_config(decoder=True))
+        if getattr(part, "tie_word_embeddings", False)
+    ]
+    found = [next((name for name in checkpoint.stored if name.endswith(end)), "") for end in _TIED]
+    if not ties or not all(found):
+        return []
+    head, embedding = (checkpoint.read(name, torch.device("cpu")) for name in found)
+    if torch.equal(head, embedding):
+        return []
+    for part in ties:
+        part.tie_word_embeddings = False
+    return [f"WARNING: config.json ties {found[0]} to {found[1]}, but both are stored and differ: they are not tied"]
 
 
 def weights_digest(files: Sequence[Path]) -> str:
@@ -72,7 +95,7 @@ def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
     import te_llama
 
     blocks = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
-    _fill(model, te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model))
+    _fill(model, te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model.config))
 
 
 def _fill(model: PreTrainedModel, filler: WeightFiller, checkpoint: StoredCheckpoint) -> None:
@@ -88,16 +111,22 @@ def _fill(model: PreTrainedModel, filler: WeightFiller, checkpoint: StoredCheckp
 
 
 class StoredCheckpoint:
-    """The safetensors files of `model`; fp8 tensors are read as fp32. Raises `UserError` as `scales_of`."""
+    """The safetensors `files` of a model; fp8 tensors are read as fp32. Raises `UserError` for tensors in integers, and
+    as `scales_of`.
+    """
 
-    def __init__(self, files: list[Path], model: PreTrainedModel) -> None:
-        self.files, self.fp8 = files, fp8_format_of(model.config)
+    def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
+        self.files, self.fp8 = files, fp8_format_of(hf_config)
         self.stored: dict[str, StoredTensor] = {}
         for path in files:
             with open_weights(path, torch.device("cpu")) as tensors:
                 for name in tensors.keys():
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
+        for name, (path, dtype, shape) in self.stored.items():
+            if dtype in _QUANTISED and len(shape) in (2, 3):
+                kind = f"'{name}' is {dtype} {list(shape)}"
+                raise UserError(f"{path}: {kind}, quantised in a way that is not known here; give unquantised weights.")
         self._scales: dict[str, str] = {}
         if self.fp8 is not None or any(entry.dtype.startswith("F8") for entry in self.stored.values()):
             from llm_fp8.models.fp8_checkpoint import scales_of
@@ -143,5 +172,5 @@ def load_weights(model: PreTrainedModel, options: ModelConfig, source: ModelSour
     names = stored_names(model)
     if names is None:
         raise UserError(f"--model_name {options.model_name}: a mixture of experts needs --sharding_mode ddp.")
-    checkpoint = StoredCheckpoint(files, model)
+    checkpoint = StoredCheckpoint(files, model.config)
     _fill(model, hf_filler(model, names, checkpoint.stored), checkpoint)

@@ -1,9 +1,10 @@
 """Let an exported model answer the rows that its run held out: the share of right final answers, and the eval loss.
 
 The rows are those of the run's own evaluation (`prepare_data` with the options of its run.json), so none was trained
-on. The model gets each row up to its last supervised part and answers greedily until one of the EOS tokens in
-generation_config.json; math-verify compares the final answer with that of the row: `0.5` equals `\\frac12`. What it
-finds no answer in counts as right only where the texts are equal. `llm-fp8 evaluate` and scripts/evaluate.py.
+on; the eval loss is over all of them. The model gets each row up to its last supervised part and answers greedily until
+one of the EOS tokens in generation_config.json, or the tokenizer's; math-verify compares the final answer with that of
+the row: `0.5` equals `\\frac12`. What it finds no answer in counts as right only where the texts are equal.
+`llm-fp8 evaluate` and scripts/evaluate.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _TEXTS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
 DATA_OPTIONS = {**dict.fromkeys(_TEXTS, str), "validation_fraction": float, "max_seq_length": int}
 """Options of the training scripts that decide which rows are held out -> their types."""
+_LOSS_TOKENS = 4096  # of which the logits are held at a time
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -53,7 +56,7 @@ def data_options(options: argparse.Namespace) -> DataConfig:
         known = {field.name for field in dataclasses.fields(DataConfig)}
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
-    batching = {"batch_size": 1, "packing": False, "train_on_prompt": False}
+    batching = {"batch_size": 1, "packing": False}
     return DataConfig(**{**recorded, **given, **batching})
 
 
@@ -70,7 +73,8 @@ def adapter_base(folder: str | Path) -> str | None:
 
 def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
     """The model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
 
     with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
         model = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype)
@@ -81,7 +85,19 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             # The adapter's matrices are fp32, so that the sum is rounded once.
-            return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+            model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # which knows the EOS that was trained
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return model
+
+
+def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`, or of the `base` model where an adapter has none."""
+    from llm_fp8.models.source import ModelSource, load_tokenizer
+
+    has_own = base is None or (Path(folder) / "tokenizer_config.json").is_file()
+    source = ModelSource(str(folder), str(folder) if has_own else str(base), architecture_only=False)
+    return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 
 class Problem(NamedTuple):
@@ -113,27 +129,49 @@ def is_right(expected: str, answer: str) -> bool:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers, without special tokens."""
+    """Greedy answers up to the first of the model's EOS tokens or the tokenizer's, without special tokens."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
-    ends, pad = model.generation_config.eos_token_id, tokenizer.pad_token_id
-    how = {"pad_token_id": pad, "eos_token_id": ends if ends is not None else tokenizer.eos_token_id}
+    named = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    how = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": list(ends)}
     whole = cast(Any, model).generate(**padded, **how, do_sample=False, max_new_tokens=max_new_tokens)
-    return tokenizer.batch_decode(whole[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = whole[:, padded["input_ids"].shape[1] :].tolist()
+    cut = [list(itertools.takewhile(lambda token: token not in ends, answer)) for answer in answers]
+    return tokenizer.batch_decode(cut, skip_special_tokens=True)
 
 
-def eval_loss(model: PreTrainedModel, problems: list[Problem]) -> float:
-    """Mean cross entropy over the supervised tokens."""
+def eval_loss(model: PreTrainedModel, rows: Sequence[Problem]) -> float:
+    """Mean cross entropy over the supervised tokens, of rows of about the same length at a time."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    loss_sum, num_tokens = 0.0, 0
-    for problem in problems:
-        ids, labels = (torch.tensor([row], device=model.device) for row in (problem.input_ids, problem.labels))
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0].float()
-        loss_sum += torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item()
+    loss_sum, num_tokens, batches = 0.0, 0, list[list[Problem]]()
+    for row in sorted(rows, key=lambda row: len(row.input_ids)):
+        if not batches or (len(batches[-1]) + 1) * len(row.input_ids) > _LOSS_TOKENS:
+            batches.append([])
+        batches[-1].append(row)
+    for batch in batches:
+        ids, labels = (
+            pad_sequence([torch.tensor(row[part]) for row in batch], True, padding).to(model.device)
+            for part, padding in enumerate((0, -100))
+        )
+        with torch.no_grad():  # attention is causal, so no row sees its padding
+            logits = model(input_ids=ids).logits.flatten(0, 1).float()
+        loss_sum += torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
         num_tokens += int((labels >= 0).sum())
     return loss_sum / num_tokens
+
+
+def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Problem], str]:
+    """The held-out rows and what `prepare_data` says of the data; `UserError` where there are none."""
+    from llm_fp8.data import prepare_data
+
+    data = prepare_data(config, tokenizer)
+    if data.eval is None:
+        raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
+    parts = [[part[0, : row.num_real_tokens].tolist() for part in (row.input_ids, row.labels)] for row in data.eval]
+    return [Problem(*row) for row in parts], data.description
 
 
 def main() -> int:
@@ -142,26 +180,21 @@ def main() -> int:
     import torch  # here, so that --help and mistakes answer without loading it
     from scipy.stats import binomtest
 
-    from llm_fp8.data import prepare_data
-    from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
     base = adapter_base(options.model_name)
-    named = ModelConfig(model_name=base or options.model_name)
-    tokenizer, _ = load_tokenizer(named, resolve_source(named))
-    data = prepare_data(Config(model=named, data=data_options(options)), tokenizer)
-    print(data.description, flush=True)
-    if data.eval is None:
-        raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
-    rows = itertools.islice(data.eval, options.num_problems)
-    problems = [Problem(row.input_ids[0].tolist(), row.labels[0].tolist()) for row in rows]
+    tokenizer, config = tokenizer_of(options.model_name, base), Config(data=data_options(options))
+    rows, description = held_out(config, tokenizer)
+    print(description, flush=True)
+    asked = config.with_options(train_on_prompt=False)
+    problems = (rows if asked == config else held_out(asked, tokenizer)[0])[: options.num_problems]
     solutions = [[problem.labels[t] for t in problem.supervised] for problem in problems]
     expected: Any = tokenizer.batch_decode(solutions, skip_special_tokens=True)
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
-    loss = eval_loss(model, problems)
+    loss = eval_loss(model, rows)
     answered: dict[int, str] = {}
     order = sorted(range(len(problems)), key=lambda number: len(problems[number].prompt))
     for start in range(0, len(order), options.batch_size):
@@ -171,7 +204,8 @@ def main() -> int:
     right = [is_right(gold, answered[number]) for number, gold in enumerate(expected)]
     interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
     share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
-    print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within}), eval loss {loss:.4f} nats/token")
+    print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
+    print(f"eval loss: {loss:.4f} nats/token over {len(rows)} rows")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:

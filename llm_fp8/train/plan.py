@@ -143,6 +143,10 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         from llm_fp8.models.probe import probe
 
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
+    if not has_random_weights(config.model, source):
+        from llm_fp8.models.weights import check_stored
+
+        notes += check_stored(config.model, source, hf_config)
     accelerator = build_accelerator(config, ranks, precision)
     strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
     parameter_dtype = trained_dtype(optimizer_kind)

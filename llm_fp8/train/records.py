@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.models.export import export_adapter, export_hf
+from llm_fp8.models.side_files import Origin
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
@@ -71,10 +72,13 @@ def record_run(loop: TrainingLoop) -> None:
     loop.reporter.start_wandb(record)
 
 
-def export_final(
-    setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase, results: RunResults, step: int, tokens_seen: int
-) -> Path:
+def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
+    setup, results, origin = (
+        loop.setup,
+        loop.results,
+        Origin(loop.setup.plan.source.location, (tokenizer.eos_token_id,)),
+    )
     plan, config, folder, certificate = setup.plan, setup.plan.config, setup.plan.folder / "final", results.certificate
     card = {
         "base model": plan.source.name,
@@ -91,8 +95,9 @@ def export_final(
         from llm_fp8.models.lora import scaling_of
 
         card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
+    origin = Origin(plan.source.location, (tokenizer.eos_token_id,))
     is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
-    shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main}
+    shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main, "origin": origin}
     if setup.exports_adapter:
         # PEFT would look for a relative path from wherever it is started.
         base_model = os.path.abspath(plan.source.location) if plan.source.is_local else plan.source.location

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from llm_fp8.config.options import Config, names_in
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.export import check_export
+from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
@@ -34,7 +36,7 @@ from llm_fp8.train.run_dir import as_one_run, check_free_space, explained_failur
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import RunState, run_fingerprint, run_options, total_steps
 from llm_fp8.utils.console import quiet_libraries
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.phases import PhaseClock
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -181,8 +183,10 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         context.attach(decoder_layers(setup.model))
     if config.run.export and plan.accelerator.is_main_process:
         check_free_space(plan.folder, setup.exported_bytes)
-        if not setup.exports_adapter:
-            check_export(setup.model, tokenizer, plan.export_dtype, config.model.model_name)
+        advice = "Correct its files, or train with --no_export."
+        with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
+            origin = Origin(plan.source.location, (tokenizer.eos_token_id,))
+            save_side_files(setup.model, tokenizer, Path(place), plan.export_dtype, origin)
     if setup.num_trainable_parameters < setup.num_parameters:
         plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
 
@@ -234,7 +238,7 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
     exported, step, tokens_seen = None, loop.step, loop.tokens_seen
     if config.run.export and not loop.history.keeps_best:
         # Before the last evaluation, which may be killed or run out of memory.
-        exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
+        exported = export_final(loop, tokenizer, step, tokens_seen)
     if loop.evaluated_step != loop.step and loop.evaluate():
         loop.save()
         loop.state.checkpoints.finish()
@@ -242,6 +246,6 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         from llm_fp8.train.resume import restore_best
 
         step, tokens_seen = restore_best(loop)
-        exported = export_final(loop.setup, tokenizer, loop.results, step, tokens_seen)
+        exported = export_final(loop, tokenizer, step, tokens_seen)
     summary = loop.reporter.finish(summary_of(loop, exported) | ({"exported_step": step} if exported else {}))
     closing_words(loop, summary, exported)

@@ -1,0 +1,195 @@
+"""What stands beside the weights of an export: config, generation settings, files of tokenizer and processors.
+
+They are the source's own, changed only where training changed something: dtype, EOS, chat template, whether the lm_head
+is tied. Older keys are written beside those of transformers 5, since transformers 4 and the converters of vLLM and
+llama.cpp pass over the newer ones (then RoPE has base 10,000) or fail. Read in transformers 5.23 and 4.57.
+
+    newer                                            older
+    rope_parameters                                  rope_theta, rope_scaling, partial_rotary_factor and others
+    dtype                                            torch_dtype
+    "tokenizer_class": "TokenizersBackend"           "PreTrainedTokenizerFast", in its place
+    "extra_special_tokens": [...]                    additional_special_tokens, in its place
+    chat_template.jinja, additional_chat_templates   chat_template in tokenizer_config.json
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from llm_fp8.models.source import reading_model
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_OF_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("tekken.json", "*processor_config.json", "chat_template.json"),
+)
+_OLDER_NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "modernbert-decoder": {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"},
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from, `location` as of `ModelSource`, and the ids that documents trained on end with."""
+
+    location: str
+    eos_ids: tuple[int, ...] = ()
+
+
+@functools.cache
+def source_folder(location: str) -> Path:
+    """The folder with a model's files; for a hub id that of the cache, with those that an export takes over."""
+    if Path(location).exists():
+        return Path(location) if Path(location).is_dir() else Path(location).parent
+    with reading_model("files beside the weights", location):
+        wanted = [CONFIG_NAME, GENERATION_CONFIG_NAME, *_OF_TOKENIZER]
+        return Path(snapshot_download(location, allow_patterns=wanted))
+
+
+def save_side_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype | None,
+    origin: Origin | None,
+) -> None:
+    """Write all but weights to `folder`; no config.json without their `dtype`, as beside an adapter. What the source
+    does not have, or all without an `origin`, is what transformers writes.
+    """
+    tokenizer.save_pretrained(folder)
+    if tokenizer.name_or_path:
+        _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
+    if origin is not None:
+        _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
+    if dtype is not None and not (folder / CONFIG_NAME).is_file():
+        model.config.save_pretrained(folder)
+    if model.can_generate() and not (folder / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config.save_pretrained(folder)
+    add_older_keys(folder)
+    if dtype is not None:
+        _edit(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
+    if origin is not None and origin.eos_ids:
+        _put_eos_first(tokenizer, folder, origin.eos_ids)
+
+
+def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
+    for path in {path for pattern in patterns for path in source_folder(location).glob(pattern) if path.is_file()}:
+        shutil.copyfile(path, folder / path.name)
+
+
+def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """Change what a source's config.json says of its weights."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    if config.get("model_type") == model.config.model_type:  # else the model is the text part of that of the config
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
+    config.setdefault("torch_dtype", None)
+    for part in _parts(config):
+        part.pop("quantization_config", None)  # the weights were dequantised
+        part.update({key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in part})
+        part.update({key: False for key in ("tie_word_embeddings",) if part.get(key) and not is_tied})
+
+
+def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
+    """Let all files name `eos_ids`, then the old ones. The tokenizer's own EOS, which vLLM and llama.cpp ask for,
+    becomes the trained one, unless the chat template writes EOS itself.
+    """
+
+    def change(entries: dict[str, Any]) -> None:
+        for part in _parts(entries):
+            old = part.get("eos_token_id")
+            ids = [*eos_ids, *(old if isinstance(old, list) else [old]), tokenizer.eos_token_id]
+            ids = [token for token in dict.fromkeys(ids) if token is not None]
+            if part is entries or old is not None:
+                part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+
+    _edit(folder / GENERATION_CONFIG_NAME, change)
+    _edit(folder / CONFIG_NAME, change)
+    if eos_ids[0] != tokenizer.eos_token_id and "eos_token" not in str(tokenizer.chat_template):
+        named = {"eos_token": tokenizer.convert_ids_to_tokens(eos_ids[0])}
+        _edit(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
+        _edit(folder / "special_tokens_map.json", lambda entries: entries.update(named))
+
+
+def add_older_keys(folder: Path) -> None:
+    """Write older keys beside newer ones in the config and tokenizer files of `folder`."""
+    _edit(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
+    if (path := folder / CONFIG_NAME).is_file():
+        before, rope = path.read_bytes(), _rope_read(folder)
+        _edit(path, lambda config: [part.update(_older_entries(part) | part) for part in _parts(config)])
+        if _rope_read(folder) != rope:  # a family that came with transformers 5 may misread older keys
+            path.write_bytes(before)
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A config, and that of its text where it has one."""
+    return [config, *([text] if isinstance(text := config.get("text_config"), dict) else [])]
+
+
+def _rope_read(folder: Path) -> Any:
+    """The rotary embeddings of a config.json as this transformers reads them."""
+    read = copy.deepcopy(
+        getattr(AutoConfig.from_pretrained(folder).get_text_config(decoder=True), "rope_parameters", None)
+    )
+    for part in (read or {}, *(read or {}).values()):
+        if isinstance(part, dict):
+            part.pop("type", None)  # an older name of rope_type
+    return read
+
+
+def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 4's entries for those of transformers 5 in a config.json."""
+    renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
+    older = {old: config[new] for new, old in renamed.items() if new in config}
+    if not (given := config.get("rope_parameters")):
+        return older
+    kind, scaling = (
+        str(config.get("model_type")),
+        dict(given.get("full_attention") or given),
+    )  # of each layer type, or all
+    older |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    if given.get("sliding_attention") and given.get("full_attention"):
+        older["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
+    if scaling.get("rope_type") == "longrope":
+        scaling["type"] = scaling.pop("rope_type")
+        older["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+        if str(config.get("model_type")).startswith("phi"):  # Phi-3 allows three entries
+            del scaling["original_max_position_embeddings"]
+    older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
+    return {_OLDER_NAMES.get(config.get("model_type"), {}).get(key, key): value for key, value in older.items()}
+
+
+def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
+    if entries.get("tokenizer_class") == "TokenizersBackend":
+        entries["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(entries.get("extra_special_tokens"), list):
+        entries["additional_special_tokens"] = entries.pop("extra_special_tokens")
+    if named := entries.get("model_specific_special_tokens"):
+        entries["extra_special_tokens"] = named
+    if (default := folder / CHAT_TEMPLATE_FILE).is_file():
+        more = {path.stem: path for path in sorted(folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja"))}
+        texts = {name: path.read_text(encoding="utf-8") for name, path in {"default": default, **more}.items()}
+        listed = [{"name": name, "template": text} for name, text in texts.items()]
+        entries["chat_template"] = listed if more else texts["default"]
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the object of a JSON file, if there is one; the file keeps its bytes where nothing changes."""
+    if path.is_file():
+        entries = json.loads(before := path.read_text(encoding="utf-8"))
+        change(entries)
+        if entries != json.loads(before):
+            path.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
