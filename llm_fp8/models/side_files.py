@@ -156,20 +156,18 @@ def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
     older = {old: config[new] for new, old in renamed.items() if new in config}
     if not (given := config.get("rope_parameters")):
         return older
-    kind, scaling = (
-        str(config.get("model_type")),
-        dict(given.get("full_attention") or given),
-    )  # of each layer type, or all
+    scaling = dict(given.get("full_attention") or given)  # one of each layer type, or the same of all
     older |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if given.get("sliding_attention") and given.get("full_attention"):
         older["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
     if scaling.get("rope_type") == "longrope":
         scaling["type"] = scaling.pop("rope_type")
-        older["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+        older |= {key: scaling[key] for key in ("original_max_position_embeddings",) if key in scaling}
         if str(config.get("model_type")).startswith("phi"):  # Phi-3 allows three entries
-            del scaling["original_max_position_embeddings"]
+            scaling.pop("original_max_position_embeddings", None)
     older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
-    return {_OLDER_NAMES.get(config.get("model_type"), {}).get(key, key): value for key, value in older.items()}
+    names = _OLDER_NAMES.get(str(config.get("model_type")), {})
+    return {names.get(key, key): value for key, value in older.items()}
 
 
 def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
