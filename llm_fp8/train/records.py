@@ -74,11 +74,7 @@ def record_run(loop: TrainingLoop) -> None:
 
 def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
-    setup, results, origin = (
-        loop.setup,
-        loop.results,
-        Origin(loop.setup.plan.source.location, (tokenizer.eos_token_id,)),
-    )
+    setup, results = loop.setup, loop.results
     plan, config, folder, certificate = setup.plan, setup.plan.config, setup.plan.folder / "final", results.certificate
     card = {
         "base model": plan.source.name,
@@ -95,7 +91,7 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
         from llm_fp8.models.lora import scaling_of
 
         card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
-    origin = Origin(plan.source.location, (tokenizer.eos_token_id,))
+    origin = Origin(plan.source.location, loop.state.data.eos_ids)
     is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
     shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main, "origin": origin}
     if setup.exports_adapter:

@@ -185,7 +185,7 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         check_free_space(plan.folder, setup.exported_bytes)
         advice = "Correct its files, or train with --no_export."
         with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
-            origin = Origin(plan.source.location, (tokenizer.eos_token_id,))
+            origin = Origin(plan.source.location, data.eos_ids)
             save_side_files(setup.model, tokenizer, Path(place), plan.export_dtype, origin)
     if setup.num_trainable_parameters < setup.num_parameters:
         plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
