@@ -27,7 +27,7 @@ from llm_fp8.models.source import (
     reading_model,
     text_config,
 )
-from llm_fp8.models.weight_shards import initialize_shards_, stored_names
+from llm_fp8.models.weight_shards import initialize_shards_, stored_parts
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import chosen_attention, supports_attention
@@ -73,12 +73,12 @@ def build_model(
     """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
 
     `structure` goes to `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have
-    beyond bf16, in remainders for `llm_fp8.optim.adamw_master`; not in a mixture of experts.
+    beyond bf16, in remainders for `llm_fp8.optim.adamw_master`.
     """
     structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
     model = build_structure(options, source, hf_config, **structure)
     if not options.use_te:
-        if not has_random_weights(options, source) and stored_names(model) is None:
+        if not has_random_weights(options, source) and stored_parts(model) is None:
             return _load_by_transformers(options, source, model.config, parameter_dtype, device), True
         materialize_(model, device, device)
         model.tie_weights()  # undone by moving
@@ -192,10 +192,10 @@ def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
 def _load_by_transformers(
     options: ModelConfig, source: ModelSource, built_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A model whose files hold tensors in another layout than its modules (a mixture of experts)."""
+    """A model whose files hold tensors that are more than views of its own (`stored_parts`)."""
     with reading_model("weights", options.model_name):
         if fp8_format_of(built_config) is not None:
-            raise ValueError("a mixture of experts in fp8 is not dequantised here")
+            raise ValueError("a model of this layout is not dequantised here")
         loaded: Any = auto_class(built_config).from_pretrained(
             source.location,
             dtype=dtype,

@@ -32,7 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.side_files import Origin, save_side_files
-from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_names
+from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_parts
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
 
@@ -141,11 +141,14 @@ def hf_tensors(
         from llm_fp8.models.lora import adapters_of, with_adapter
 
         adapters = adapters_of(model)
-    for name, parts in parts_of(model).items():
-        full = full_tensor(parameters[name]) if name in parameters else tensors[name]
+    own = parts_of(model)
+    for name, parts in (stored_parts(model) or own).items():
+        full = (full_tensor(parameters[name]) if name in parameters else tensors[name]).detach()
+        if len(own[name]) == 1 and (adapter := adapters.get(own[name][0].hf_name.removesuffix(".weight"))):
+            full = with_adapter(full, adapter, full_tensor)
         for part in parts:
-            tensor = (full if part.shape == full.shape else full[part.start : part.stop]).detach()
-            if adapter := adapters.get(part.hf_name.removesuffix(".weight")):
+            tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
+            if len(own[name]) > 1 and (adapter := adapters.get(part.hf_name.removesuffix(".weight"))):
                 tensor = with_adapter(tensor, adapter, full_tensor)
             if dtype is not None:
                 yield part.hf_name, tensor.to("cpu", dtype, copy=True).contiguous()
@@ -157,18 +160,13 @@ def _write_weights(
     model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_file_size: str
 ) -> None:
     """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
-    shapes = {part.hf_name: part.shape for parts in parts_of(model).values() for part in parts}
-    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    names = stored_names(model)
-    if names is None:
-        # Tensors are merged or divided on their way to the files; only transformers knows which belong together.
-        planned = revert_weight_conversion(model, empty)
+    layout = stored_parts(model)
+    # In the order of gathering, so that files are completed one after the other.
+    shapes = {part.hf_name: part.shape for parts in (layout or parts_of(model)).values() for part in parts}
+    planned = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    if layout is None:  # only transformers knows which of the tensors belong together in the files
+        planned = revert_weight_conversion(model, planned)
         gathered = iter(revert_weight_conversion(model, dict(gathered)).items())
-    else:
-        # In the order of gathering, so that files are completed one after the other.
-        file_names = {name: stored_name for stored_name, name in names.items()}
-        planned = {file_names[name]: tensor for name, tensor in empty.items()}
-        gathered = ((file_names[name], tensor) for name, tensor in gathered)
     for name in ignored_on_save(model):
         planned.pop(name, None)
     split = split_torch_state_dict_into_shards(

@@ -23,7 +23,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import replaced_folder
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_names
+from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_parts
 from llm_fp8.models.weights import StoredCheckpoint, open_weights, weight_files
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
@@ -77,12 +77,13 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
     model, files = model_on_meta(hf_config), weight_files(options, source)
-    names, layers = stored_names(model), {f"{name}.weight" for name in linear_layers(model)}
-    if names is None or not layers:
+    layout, layers = stored_parts(model) or {}, {f"{name}.weight" for name in linear_layers(model)}
+    stored = {part: name for name, parts in layout.items() for part in parts}
+    if not stored or any(part.strides for part in stored) or not layers:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
-    weights = {stored for stored, name in names.items() if name in layers}
+    weights = {part.hf_name for part, name in stored.items() if name in layers}
     # On the meta device: it checks names, shapes and dtypes, and copies nothing.
-    filler, index = hf_filler(model, names, StoredCheckpoint(files, hf_config).stored), dict[str, str]()
+    filler, index = hf_filler(model, layout, StoredCheckpoint(files, hf_config).stored), dict[str, str]()
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         for path in files:
             contents = dict(_in_fp8(path, weights, filler))

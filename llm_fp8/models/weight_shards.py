@@ -7,6 +7,7 @@ checkpoint is a range of rows of some tensors, and loading and export (llm_fp8/m
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -86,15 +89,47 @@ def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     return parts
 
 
-def stored_names(model: PreTrainedModel) -> dict[str, str] | None:
-    """Name in the files -> Hugging Face tensor; None where the files hold others, as for mixtures of experts."""
-    of_model = [part for parts in parts_of(model).values() for part in parts]
-    tensors = {part.hf_name: torch.empty(part.shape, device="meta") for part in of_model}
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    stored = revert_weight_conversion(model, dict(tensors))
-    if any(id(tensor) not in names for tensor in stored.values()):
+class _CopiesAreViews(TorchFunctionMode):
+    """In it `Tensor.contiguous` returns the tensor as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]] | None:
+    """Name in `saved_tensors` -> the tensors of the model's files that it is made of: of the experts of a layer, which
+    transformers 5 keeps as one tensor, each expert's. None where they are more than views of it.
+
+    transformers' own conversion is asked, with tensors without memory, which tell where in it each result begins.
+    """
+    own = parts_of(model)
+    if is_te_model(model):
+        return own
+    tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in own.items()}
+    owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
+    with _CopiesAreViews():
+        named = {own[name][0].hf_name: tensor for name, tensor in tensors.items()}
+        stored = revert_weight_conversion(model, named)
+    found: dict[str, list[Part]] = {name: [] for name in own}
+    for stored_name, view in stored.items():
+        owner = owners.get(StorageWeakRef(view.untyped_storage()), "")
+        if not owner or (part := _part_of(stored_name, view, own[owner][0].shape)) is None:
+            return None
+        found[owner].append(part)
+    kept = getattr(model, "stored_as_they_are", frozenset())
+    return {name: own[name] if own[name][0].hf_name in kept else tuple(parts) for name, parts in found.items()}
+
+
+def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
+    """The tensor `name` of a file, which is this view of a contiguous one of `shape`; None where rows are torn."""
+    if view.shape == shape and view.is_contiguous():
+        return Part(name, 0, shape[0] if shape else 1, shape)
+    row, offset = math.prod(shape[1:]), view.storage_offset()
+    last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    start, stop = offset // row, last // row + 1
+    if stop - start > 1 and (view.shape[0], view.stride(0)) != (stop - start, row):
         return None
-    return {stored_name: names[id(tensor)] for stored_name, tensor in stored.items()}
+    return Part(name, start, stop, tuple(view.shape), view.stride(), offset - start * row)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -128,14 +163,14 @@ class LocalShard:
     remainder: Tensor | None = None
     """The lower bits of the fp32 values of bf16 `data`, where these are kept (`llm_fp8.optim.adamw_master`)."""
 
-    def write(self, first: int, values: Tensor) -> None:
-        """Copy rows of the parameter, from row `first` of it on, into place, cast to the shard's dtype."""
-        place = slice(first - self.start, first - self.start + len(values))
+    def write(self, part: Part, first: int, last: int, values: Tensor) -> None:
+        """Copy what `part` has in rows `first` to `last` of the parameter into place, cast to the shard's dtype."""
+        rows = slice(first - self.start, last - self.start)
         if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
             values, remainder = split_master(values.to(self.data.device, torch.float32))
             if self.remainder is not None:
-                self.remainder[place].copy_(remainder)
-        self.data[place].copy_(values)
+                part.view(self.remainder[rows]).copy_(remainder)
+        part.view(self.data[rows]).copy_(values)
 
 
 class WeightFiller:
@@ -173,10 +208,11 @@ class WeightFiller:
         first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
         if first < last:
             with torch.no_grad():
-                values = rows[first - part.start : last - part.start] if shape else torch.atleast_1d(rows[...])
+                by_rows = shape and part.by_rows
+                values = rows[first - part.start : last - part.start] if by_rows else torch.atleast_1d(rows[...])
                 if shard.data.is_floating_point() and not values.is_floating_point():
                     raise UnsupportedArchitecture(f"'{hf_name}' holds {values.dtype} in the checkpoint, not floats")
-                shard.write(first, values)
+                shard.write(part, first, last, values)
         self._missing.discard(known_name)
 
     def finish(self) -> None:
@@ -196,29 +232,43 @@ def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFill
     return WeightFiller(te_llama.parameter_map(spec), blocks, resolve)
 
 
-def hf_filler(model: PreTrainedModel, names: Mapping[str, str], checkpoint_names: Iterable[str]) -> WeightFiller:
+def hf_filler(
+    model: PreTrainedModel, parts: Mapping[str, tuple[Part, ...]], checkpoint_names: Iterable[str]
+) -> WeightFiller:
     """Fills this rank's shards of a Hugging Face model. Like `from_pretrained` it takes names with or without the base
-    model's prefix, and a tied matrix from whichever of its names is stored. `names`: `stored_names` of the model.
+    model's prefix, a tied matrix from whichever of its names is stored, and experts in one tensor too, as which an
+    export then stores them. `parts`: `stored_parts` of the model.
     """
-    tensors, prefix = saved_tensors(model), f"{model.base_model_prefix}."
-    own_names = map(name_without_adapter, tensors)
-    first_names = {**names, **{name: name for name in own_names}, **_first_names(model)}
+    tensors, own, prefix = saved_tensors(model), parts_of(model), f"{model.base_model_prefix}."
     left_out = [rf"^{re.escape(name)}(\.|$)" for name in getattr(model, "left_out", ())]
     passed_over = re.compile("|".join((*_PASSED_OVER, *left_out, *ignored_on_load(model))))
     renamed = renaming_on_load(model)
 
+    def spellings(name: str) -> tuple[str, ...]:
+        return name, f"{prefix}{name}", name.removeprefix(prefix)
+
+    checkpoint_names = list(checkpoint_names)
+    held = {spelling for name in checkpoint_names for spelling in spellings(name)}
+    kept = frozenset(part.hf_name for (part,) in own.values() if part.hf_name in held)
+    model.stored_as_they_are = kept  # type: ignore[assignment]
+    entries = {name: own[name] if own[name][0].hf_name in kept else parts[name] for name in tensors}
+    targets = {part.hf_name: part.hf_name for found in entries.values() for part in found}
+    for name, (part,) in own.items():
+        if len(entries[name]) == 1:
+            targets.setdefault(part.hf_name, entries[name][0].hf_name)
+    targets |= {name: targets[first] for name, first in _first_names(model).items() if first in targets}
+
     def known(checkpoint_name: str) -> str:
-        name = renamed(checkpoint_name)
-        candidates = (checkpoint_name, name, f"{prefix}{name}", name.removeprefix(prefix))
-        return next((name for name in candidates if name in first_names), checkpoint_name)
+        candidates = (checkpoint_name, *spellings(renamed(checkpoint_name)))
+        return next((name for name in candidates if name in targets), checkpoint_name)
 
     stored = {known(name) for name in checkpoint_names}
 
     def resolve(hf_name: str) -> str | None:
         name = known(hf_name)
-        first_name = first_names.get(name)
-        if first_name is None:
+        target = targets.get(name)
+        if target is None:
             return None if passed_over.search(hf_name) or passed_over.search(renamed(hf_name)) else hf_name
-        return None if name != first_name and first_name in stored else first_name
+        return None if name != target and target in stored else target
 
-    return WeightFiller(parts_of(model), {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)
+    return WeightFiller(entries, {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)

@@ -21,7 +21,7 @@ from llm_fp8.models.weight_shards import (
     WeightFiller,
     hf_filler,
     local_shard,
-    stored_names,
+    stored_parts,
     te_filler,
 )
 from llm_fp8.optim.adamw_master import give_remainder_
@@ -169,8 +169,9 @@ def load_weights(model: PreTrainedModel, options: ModelConfig, source: ModelSour
     if options.use_te:
         fill_te_model(model, files)
         return
-    names = stored_names(model)
-    if names is None:
-        raise UserError(f"--model_name {options.model_name}: a mixture of experts needs --sharding_mode ddp.")
+    parts = stored_parts(model)
+    if parts is None:
+        what = "its files hold tensors that are computed from the model's"
+        raise UserError(f"--model_name {options.model_name}: {what}; it needs --sharding_mode ddp.")
     checkpoint = StoredCheckpoint(files, model.config)
-    _fill(model, hf_filler(model, names, checkpoint.stored), checkpoint)
+    _fill(model, hf_filler(model, parts, checkpoint.stored), checkpoint)

@@ -16,12 +16,28 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A Hugging Face tensor inside a model's: `start` to `stop` of dim 0, of shape `shape`."""
+    """A Hugging Face tensor inside a model's: `start` to `stop` of dim 0, of shape `shape`. With `strides` it is a view
+    of these rows, from their element `offset` on: of a single row, or with its own dim 0 along the rows.
+    """
 
     hf_name: str
     start: int
     stop: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each of the rows is one of the tensor's own."""
+        return self.strides is None or self.stop - self.start > 1
+
+    def view(self, rows: Tensor) -> Tensor:
+        """The tensor, or its part, in `rows`: contiguous rows of the model's tensor, from `start` to `stop`."""
+        if self.strides is None:
+            return rows
+        shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
+        return rows.as_strided(shape, self.strides, rows.storage_offset() + self.offset)
 
 
 class StoredTensor(NamedTuple):

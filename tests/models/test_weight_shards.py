@@ -27,7 +27,7 @@ from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import initialize_shards_, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
-from tests.support.families import FAMILIES, family_config
+from tests.support.families import EXPERTS, FAMILIES, family_config
 from tests.support.ranks import on_ranks
 from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
@@ -284,9 +284,21 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
         assert torch.equal(model.lm_head.weight, expected)
 
 
-def test_a_mixture_of_experts_is_refused_in_a_sentence(tmp_path):
-    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-    config = AutoConfig.for_model("mixtral", num_local_experts=4, num_key_value_heads=1, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "source")
-    with pytest.raises(UserError, match="--sharding_mode ddp"):
-        fill_in_one_piece(str(tmp_path / "source"))
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, family):
+    source = write_model(tmp_path / "source", max_shard_size="40KB", **EXPERTS[family])
+    expected, model = AutoModelForCausalLM.from_pretrained(source), unsharded_model(source)
+    assert_same_bits(dict(model.state_dict()), dict(expected.state_dict()))
+    export(model, tmp_path / "out")
+    assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
+
+
+def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
+    source = write_model(tmp_path / "source", **EXPERTS["qwen3_5_moe_text"])
+    expected = AutoModelForCausalLM.from_pretrained(source)
+    own = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
+    save_file(own, f"{source}/model.safetensors", metadata={"format": "pt"})
+    model = unsharded_model(source)
+    assert_same_bits(dict(model.state_dict()), own)
+    export(model, tmp_path / "out")
+    assert_same_bits(stored_weights(tmp_path / "out"), own)

@@ -39,6 +39,31 @@ FAMILIES = {
 }
 """3 layers, head_dim 64 unless said."""
 
+_LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
+_SHARED = dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
+_MOE = dict(num_experts_per_tok=2, moe_intermediate_size=24)
+_HYBRID = dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_num_key_heads=2)
+EXPERTS = {
+    "qwen3_moe": dict(num_experts=4, **_MOE),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    "deepseek_v3": dict(**_SHARED, **_MOE, **_LATENT, num_key_value_heads=2),
+    "glm4_moe": dict(**_SHARED, **_MOE),
+    "qwen3_5_moe_text": dict(
+        num_experts=4, shared_expert_intermediate_size=24, **_MOE, **_HYBRID, linear_key_head_dim=8,
+        linear_value_head_dim=8, head_dim=16,
+    ),
+    "nemotron_h": dict(
+        n_routed_experts=4, moe_shared_expert_intermediate_size=24, **_MOE, layers_block_type=["attention", "moe"],
+        n_group=1, topk_group=1, head_dim=16, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1,
+    ),
+    "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+"""Mixtures of experts, by model type: changes to `tiny_config`."""
+EXPERTS = {kind: dict(model_type=kind, **changes) for kind, changes in EXPERTS.items()}
+
 
 def family_config(name: str, **sizes: int):
     """The transformers config of an entry of `FAMILIES`, with other `sizes` where they are given."""
