@@ -1,0 +1,71 @@
+"""Mixtures of experts under FSDP2, two gloo ranks on the CPU: the losses of one process, exact resuming, an export that
+transformers reads. One start of the ranks trains all runs, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm_fp8.config.parser import parse_launch
+from llm_fp8.train.run import run_training
+from tests.support.families import EXPERTS
+from tests.support.processes import free_port, run_ranks
+from tests.support.small import (
+    assert_goes_on,
+    final_weights,
+    forget_accelerator,
+    steps,
+    stored_weights,
+    train,
+    write_model,
+)
+
+pytestmark = pytest.mark.slow
+
+MODES = {"qwen3_moe": "fsdp_full", "gpt_oss": "fsdp_grad"}
+
+
+def train_before(runs: list[list[str]], ports: list[int]) -> None:
+    """Train with each of these options; the run that follows finds a port of its own."""
+    torch.set_num_threads(1)
+    for options, port in zip([*runs, None], ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        if options is not None:
+            assert run_training(*parse_launch(options, os.environ, parallel=True)) == 0
+            forget_accelerator()
+
+
+def test_experts_are_sharded(tmp_path, rows):
+    runs, models = [], {}
+    for kind, mode in MODES.items():
+        models[kind] = write_model(tmp_path / kind, **EXPERTS[kind])
+        options = [
+            f"--model_name={models[kind]}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=128",
+            "--learning_rate=1e-2", "--log_every=1", "--max_steps=3",
+        ]  # fmt: skip
+        train(*options, "--batch_size=4", "--gradient_accumulation_steps=2", f"--output_dir={tmp_path / kind}-one")
+        options += ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}"]
+        options += ["--save_every=2", "--save_total_limit=9"]
+        runs.append([*options, f"--output_dir={tmp_path / kind}-whole"])
+        checkpoint = f"{tmp_path / kind}-whole/checkpoints/step-00000002"
+        runs.append([*options, f"--output_dir={tmp_path / kind}-again", f"--resume_from={checkpoint}"])
+    *before, last = runs
+    ports = [free_port() for _ in runs]
+    run_ranks(2, tmp_path / "ranks", *last, first=functools.partial(train_before, before, ports))
+
+    for kind, model in models.items():
+        one, whole, again = (tmp_path / f"{kind}-{name}" for name in ("one", "whole", "again"))
+        for key in ("loss", "grad_norm"):
+            found, wanted = ([step[key] for step in steps(folder)] for folder in (whole, one))
+            assert found == pytest.approx(wanted, rel=1e-5 if key == "loss" else 1e-4)
+        assert_goes_on(whole, again, completed=2)
+        assert final_weights(whole).keys() == stored_weights(model).keys()
+        exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
+        expected = AutoModelForCausalLM.from_pretrained(one / "final", dtype=torch.float32)
+        ids = torch.arange(3, 43)[None]
+        torch.testing.assert_close(exported(ids).logits, expected(ids).logits, rtol=0, atol=1e-4)
