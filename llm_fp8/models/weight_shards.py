@@ -208,8 +208,8 @@ class WeightFiller:
         first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
         if first < last:
             with torch.no_grad():
-                by_rows = shape and part.by_rows
-                values = rows[first - part.start : last - part.start] if by_rows else torch.atleast_1d(rows[...])
+                wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
+                values = rows[wanted] if shape else torch.atleast_1d(rows[...])
                 if shard.data.is_floating_point() and not values.is_floating_point():
                     raise UnsupportedArchitecture(f"'{hf_name}' holds {values.dtype} in the checkpoint, not floats")
                 shard.write(part, first, last, values)
