@@ -1,1 +1,1 @@
-"""Triton kernels and attention code; tensors in, tensors out."""
+"""Triton kernels and cross entropy: code that knows tensors only."""

@@ -9,12 +9,12 @@ and its gradients. The training loop divides the sum by the supervised tokens of
 For V = 128,256 (Llama 3) and T = 8,192 `F.cross_entropy(model(x).float(), y)` holds 2.0 GiB of logits and three fp32
 tensors of 3.9 GiB at once. Here the gradient overwrites the bf16 logits:
 
-    one chunk     The logits are kept for the backward pass, which the loss is next to: the peak does not rise.
+    one chunk     The logits stay until the backward pass, which begins with the loss, so the peak does not rise.
     many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
                   pass. grad_W is summed over chunks in fp32 (4 V h bytes), so chunks pay only for T well above 2 h.
 
-The GEMMs run in `compute_dtype`. From the logits on everything is fp32 (fp64 for fp64 inputs); only the gradient with
-respect to the logits is rounded, to `compute_dtype`.
+The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs). The gradient with
+respect to the logits is rounded to `compute_dtype`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 Gi
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk so that its logits fit `LOGITS_BUDGET_GIB`; chunks are of nearly equal length."""
+    """Tokens per chunk: its logits fit `LOGITS_BUDGET_GIB`, and all chunks are nearly equally long."""
     num_chunks = max(1, -(-num_tokens * vocab_size * dtype.itemsize // int(LOGITS_BUDGET_GIB * 2**30)))
-    # Multiples of 128: they are the inner dimension of grad_W's GEMM.
+    # A multiple of 128, since a chunk's tokens are the inner dimension of grad_W's GEMM.
     return max(1, -(-num_tokens // (num_chunks * 128))) * 128
 
 
@@ -46,18 +46,19 @@ def linear_cross_entropy_sum(
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and weight:
-    0-dim, fp32 (fp64 if `compute_dtype` is fp64).
+    """The sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and
+    weight: 0-dim, fp32 (fp64 if `compute_dtype` is fp64).
 
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
-        weight: `[V, h]`, the lm_head's; may be the embedding's (tied).
+        weight: `[V, h]`, the lm_head's weight, which may be the embedding's (tied).
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
-        softcap: c of logits that are c tanh(z / c) of the GEMM's output z (Gemma).
-        chunk_tokens: rows of logits that exist at a time. Default: `default_chunk_tokens`.
-        compute_dtype: of the GEMMs and the logits, whatever autocast says. Default: that of `hidden`.
+        softcap: c, where the logits are c tanh(z / c) of the GEMM's output z (Gemma).
+        chunk_tokens: the number of rows of logits that exist at a time. Default: `default_chunk_tokens`.
+        compute_dtype: the dtype of GEMMs and logits, also under autocast. Default: the dtype of `hidden`.
     """
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    labels = labels.reshape(-1)
     compute_dtype = compute_dtype or hidden.dtype
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
@@ -70,13 +71,14 @@ def linear_cross_entropy_sum(
 
 
 class _OneChunk(torch.autograd.Function):
-    """All logits at once, overwritten by their gradient in the backward pass."""
+    """Keeps all logits; the backward pass overwrites them by their gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, compute_dtype: torch.dtype
     ) -> Tensor:
-        ctx.dtypes, ctx.softcap = (hidden.dtype, weight.dtype), softcap
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.softcap = softcap
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
         logits = softmax.cap_(hidden @ weight.t(), softcap)
         losses, statistics = softmax.losses(logits, labels)
@@ -98,7 +100,7 @@ class _OneChunk(torch.autograd.Function):
 
 
 class _ManyChunks(torch.autograd.Function):
-    """Logits of a chunk at a time; the forward pass forms the gradients for a grad_output of 1."""
+    """Keeps the logits of one chunk at a time; the forward pass forms the gradients for a grad_output of 1."""
 
     @staticmethod
     def forward(
@@ -112,12 +114,12 @@ class _ManyChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        accurate = softmax.accurate(dtype)
+        sum_dtype = softmax.accumulation_dtype(dtype)
         compute_weight = weight.to(dtype)
-        one = torch.ones((), dtype=accurate, device=hidden.device)
-        loss = torch.zeros((), dtype=accurate, device=hidden.device)
+        one = torch.ones((), dtype=sum_dtype, device=hidden.device)
+        loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=accurate, device=weight.device) if needs_weight else None
+        grad_weight = torch.zeros(weight.shape, dtype=sum_dtype, device=weight.device) if needs_weight else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
@@ -132,7 +134,7 @@ class _ManyChunks(torch.autograd.Function):
                 grad_hidden[chunk] = logits @ compute_weight
             if grad_weight is not None:
                 grad_weight += logits.t() @ rows
-            del logits  # before the next chunk's
+            del logits  # before the next chunk's exist
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 

@@ -1,13 +1,13 @@
-"""Split of the fused QKV projection and RoPE in one Triton kernel.
+"""A Triton kernel that splits the fused QKV projection and applies RoPE.
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
-Columns i and rotary_dim / 2 + i, (x, y), of q and k become (x cos - y sin, y cos + x sin) (the rotate-half layout), in
-fp32, rounded once to the dtype of `fused`. In the backward pass the same kernel rotates the gradients, of any strides,
-by the negative angle.
+Let (x, y) be columns i and rotary_dim / 2 + i of q or k (the rotate-half layout). They become (x cos - y sin,
+y cos + x sin), computed in fp32 and rounded once to the dtype of `fused`. In the backward pass the same kernel rotates
+the gradients, which may have any strides, by the negative angle.
 
-A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads, and finds a token's position by
-bisection of `cu_seqlens`: no host synchronisation, no recompilation for another number of documents.
+A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads. It finds a token's position by
+bisection of `cu_seqlens`, without a host synchronisation or a recompilation for another number of documents.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_ELEMENTS = 1024  # of half a head that a program holds at a time: 8 for each of 128 threads, 16 bytes of bf16
-HEADS_PER_PROGRAM = 8  # more would leave a short batch with too few programs to fill the GPU
+BLOCK_ELEMENTS = 1024  # elements of half heads in a program: 8 for each of 128 threads, 16 bytes of bf16
+HEADS_PER_PROGRAM = 8  # with more, a short batch has too few programs to fill the GPU
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _copy(
     BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """COLUMNS columns of the rows that `fused` and `part` [tokens, 1] point to: the one to the other, or back."""
+    """Copy COLUMNS columns from the rows at `fused` [tokens, 1] to the rows at `part` [tokens, 1], or back."""
     columns = tl.arange(0, BLOCK)[None, :]
     mask = inside & (columns < COLUMNS)
     if BACKWARD:
@@ -57,7 +57,7 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """One head of the rows that `fused` and `part` [tokens, 1] point to; cosine and sine fp32 [tokens, BLOCK_HALF]."""
+    """Rotate one head of the rows that `fused` and `part` point to; cosine and sine are fp32 [tokens, BLOCK_HALF]."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (columns < HALF)
@@ -117,7 +117,7 @@ def _split_rope_kernel(
     BLOCK_HEAD: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    # Programs of the same tokens are neighbours, and find their angles in the cache.
+    # Programs for the same tokens are neighbours, so they find their angles in the cache.
     program = tl.program_id(0)
     group = program % GROUPS
     tokens = (program // GROUPS) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -139,7 +139,7 @@ def _split_rope_kernel(
         if cu_seqlens_pointer is None:
             positions = places
         else:
-            # The last document that starts at or before the token: cu_seqlens[low] <= token < cu_seqlens[high].
+            # Find the token's document: cu_seqlens[low] <= token < cu_seqlens[high].
             low = tl.zeros([BLOCK_TOKENS], tl.int32)
             high = low + num_documents
             for _ in range(num_bisections):
@@ -149,7 +149,7 @@ def _split_rope_kernel(
                 high = tl.where(starts_before, high, middle)
             positions = tokens - tl.load(cu_seqlens_pointer + low)
         columns = tl.arange(0, BLOCK_HALF)[None, :]
-        # The table has the frequencies twice, once for each half. A position that it lacks shows as NaN.
+        # A row of the table has the angles twice, once for each half. A position beyond the table gives NaN.
         known = (token_inside & (positions < num_positions))[:, None] & (columns < ROTARY_DIM // 2)
         places_in_table = positions.to(tl.int64)[:, None] * ROTARY_DIM + columns
         angles = tl.load(angles_pointer + places_in_table, mask=known, other=float("nan"))
@@ -173,15 +173,18 @@ def _split_rope_kernel(
 def _launch(
     fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
 ) -> None:
-    """Move `fused` [..., W], contiguous, to `parts` (q, k, v [..., heads, d], any strides), or back if `backward`."""
-    q, k, v = parts
-    num_heads, num_kv_heads, head_dim, rotary_dim = q.shape[-2], k.shape[-2], q.shape[-1], angles.shape[-1]
-    num_tokens, num_documents = fused[..., 0].numel(), 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    """Split contiguous `fused` [..., W] into `parts` (q, k, v [..., heads, d], any strides); `backward`: join them."""
+    q, k, _ = parts
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k.shape[-2]
+    rotary_dim = angles.shape[-1]
+    num_tokens = fused[..., 0].numel()
+    num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     block_half = triton.next_power_of_2(rotary_dim // 2)
     block_tokens = max(1, BLOCK_ELEMENTS // block_half)
     rotated_groups = triton.cdiv(num_heads + num_kv_heads, HEADS_PER_PROGRAM)
     groups = rotated_groups + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
-    # Of a tensor [tokens, heads, d] all tokens are one row.
+    # A tensor [tokens, heads, d] is one row, so it has a row stride of 0.
     strides = [stride for part in parts for stride in (0, *part.stride())[-4:]]
     if num_tokens == 0:
         return
@@ -246,8 +249,8 @@ def split_rope(
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],
             where a token's position is its column.
-        angles: fp32 [positions, 1, 1, rotary_dim], contiguous, both halves of a row equal, rotary_dim <= d and even;
+        angles: contiguous fp32 [positions, 1, 1, rotary_dim], both halves of a row equal, rotary_dim even and <= d;
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
-        cu_seqlens: int32 [n + 1] on the same GPU, contiguous, from 0 to T: where each document starts. None: padded.
+        cu_seqlens: contiguous int32 [n + 1] on the same GPU, the documents' starts, then T. None: padded.
     """
     return _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

@@ -1,6 +1,6 @@
-"""The elementwise part of cross entropy: from logits to losses, and to their own gradient.
+"""The elementwise part of cross entropy: losses from logits, and the gradient with respect to the logits.
 
-On a GPU with Transformer Engine these are its two Triton kernels; elsewhere they are torch, in blocks of rows.
+A GPU with Transformer Engine runs its two Triton kernels; elsewhere torch computes the same in blocks of rows.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss."""
-_ROWS_PER_BLOCK = 1024  # of which the torch implementation makes an fp32 copy (0.5 GiB for V = 128,256)
+_ROWS_PER_BLOCK = 1024  # the torch implementation makes an fp32 copy of so many (0.5 GiB for V = 128,256)
 
 
-def accurate(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which softmax, loss and sums are computed: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def use_triton(logits: Tensor) -> bool:
-    """The kernels take contiguous bf16 or fp32 logits on a GPU; all else goes to torch."""
+    """Whether Transformer Engine's kernels, which need contiguous bf16 or fp32 logits on a GPU, take these."""
     on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
     return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
 
 def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T] (0 for an ignored label) of `logits [T, V]`; statistics [T, 2]: maximum m, sum of exp(logit - m)."""
+    """Losses [T] of `logits [T, V]` (0 for ignored labels), and statistics [T, 2]: maximum m, sum of exp(logit - m)."""
     if not use_triton(logits):
         return torch_losses(logits, labels)
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
@@ -39,13 +39,13 @@ def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         reduce_loss=False,
         dist_process_group=None,
         ignore_idx=IGNORE_INDEX,
-        overwrite_input=True,  # the forward kernel then makes no copy; it writes nothing into the logits
+        overwrite_input=True,  # makes no copy; the forward kernel writes nothing into the logits
     )
     return losses.squeeze(0), statistics
 
 
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    """Overwrite `logits [T, V]` by grad_output [] * (softmax - one_hot(label)), or 0 in ignored rows."""
+    """Overwrite `logits [T, V]` by the 0-dim grad_output times (softmax - one_hot(label)), or by 0 in ignored rows."""
     if not use_triton(logits):
         return torch_to_gradient_(logits, statistics, labels, grad_output)
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
@@ -62,7 +62,7 @@ def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output
         world_size=1,
         ignore_idx=IGNORE_INDEX,
     )
-    # Autograd does not see what a Triton kernel writes; this makes a second backward pass an error.
+    # Autograd does not see what a Triton kernel writes. This makes a second backward pass an error.
     torch.autograd.graph.increment_version(logits)
 
 
@@ -80,7 +80,7 @@ def torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     losses, statistics = [], []
     for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
         ignored = row_labels == IGNORE_INDEX
-        x = rows.to(accurate(logits.dtype))
+        x = rows.to(accumulation_dtype(logits.dtype))
         maximum = x.amax(dim=-1, keepdim=True)
         exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
         label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])

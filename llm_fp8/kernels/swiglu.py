@@ -1,9 +1,9 @@
 """SwiGLU's backward pass inside Transformer Engine's LayerNormMLP, with the cast of its result to fp8.
 
-LayerNormMLP looks its activation up in a table that has, for some, one function for the backward pass and the cast.
-SwiGLU has none, so its gradient is written in bf16 and read again, also to be summed for a bias that our MLPs do not
-have. `fuse_swiglu_backward` adds a name that has one: with delayed scaling the kernel `dswiglu_cast`, with other
-recipes Transformer Engine's own two steps without the sum.
+LayerNormMLP looks up its activation in a table. For some activations the table has one function for the backward pass
+and the cast. It has none for SwiGLU, so the gradient is written in bf16 and read twice: to cast it, and to sum it for a
+bias that our MLPs do not have. `fuse_swiglu_backward` adds an entry with such a function: delayed scaling runs the
+kernel `dswiglu_cast`, other recipes run Transformer Engine's two steps without the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "swiglu_with_fused_cast"
 
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
-    """Let `mlp`, a LayerNormMLP with "swiglu" and without biases, fuse its inner gradient and cast."""
+    """Make `mlp`, a LayerNormMLP with "swiglu" and without biases, fuse the gradient of SwiGLU with its cast."""
     add_activation(NAME, _backward_and_cast)
     mlp.activation = NAME  # type: ignore[assignment]
 

@@ -1,8 +1,7 @@
-"""A Triton kernel that writes the gradient of SwiGLU's input straight in fp8, rounded once from fp32.
+"""A Triton kernel that writes the gradient of SwiGLU's input in fp8, rounded once from fp32.
 
-The traffic is 10 bytes per element of SwiGLU's output instead of 18, and no bf16 tensor is made.
-
-The casts are PTX instructions: Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
+It moves 10 bytes per element of SwiGLU's output instead of 18 and makes no bf16 tensor. The casts are PTX instructions,
+since Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ cvt.rn.satfinite.{kind}.f32 high, $4, $3;
 mov.b32 $0, {{low, high}};
 }}"""
 CASTS = {torch.float8_e5m2: _CAST.format(kind="e5m2x2"), torch.float8_e4m3fn: _CAST.format(kind="e4m3x2")}
-"""fp8 type -> PTX for four fp32 values to a word, the first in its lowest byte; NaN stays NaN, the rest saturates."""
+"""fp8 dtype -> PTX that casts four fp32 values to a word, the first in its lowest byte; NaN stays, others saturate."""
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 
-# What a program takes. Larger blocks spill registers, narrower ones write less than 32 contiguous bytes.
+# The block of a program. A larger one spills registers; a narrower one writes less than 32 contiguous bytes.
 TOKENS, COLUMNS, NUM_WARPS = 64, 64, 4
 
 
 @triton.jit
 def to_fp8(values: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """fp32 values to bytes of the same shape; CAST is an entry of `CASTS`."""
+    """Cast fp32 values to fp8 bytes of the same shape; CAST is an entry of `CASTS`."""
     return tl.inline_asm_elementwise(CAST, CONSTRAINTS, [values], dtype=tl.uint8, is_pure=True, pack=4)
 
 
@@ -52,7 +51,7 @@ def _dswiglu_cast_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    # Neighbouring programs fill rows of the transposed result.
+    # Neighbouring programs fill the same rows of the transposed result.
     blocks_of_tokens = tl.cdiv(num_tokens, BLOCK_TOKENS)
     program = tl.program_id(0)
     tokens = (program % blocks_of_tokens) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -79,7 +78,7 @@ def _dswiglu_cast_kernel(
     tl.store(transposed_pointer + places, tl.trans(gate_cast), mask=inside_transposed)
     up_places = places + num_tokens.to(tl.int64) * WIDTH
     tl.store(transposed_pointer + up_places, tl.trans(up_cast), mask=inside_transposed)
-    # Positive floats are ordered as the integers of their bits: one atomic instruction.
+    # Positive floats have the order of their bits as integers, so this is one atomic instruction.
     tl.atomic_max(amax_pointer, tl.maximum(_amax(gate_gradient), _amax(up_gradient)), sem="relaxed")
 
 
@@ -90,13 +89,13 @@ def dswiglu_cast(
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-    Returned as `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f] and transposed [2 f, T], both contiguous, with 1 / `scale`, fp32
-    [1]. ValueError on shapes that do not fit.
+    Returns the gradient as contiguous `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], the same transposed [2 f, T], and
+    1 / `scale`, fp32 [1]. Raises ValueError on shapes that do not fit.
 
     Args:
-        gradient: bf16, fp16 or fp32 [T, f], contiguous: dy, with respect to SwiGLU's output.
-        gate_and_up: of the same dtype [T, 2 f], contiguous: SwiGLU's input, the gate first.
-        scale: fp32 [1], of delayed scaling.
+        gradient: contiguous bf16, fp16 or fp32 [T, f]: dy, the gradient with respect to SwiGLU's output.
+        gate_and_up: contiguous [T, 2 f] of the same dtype: SwiGLU's input, the gate first.
+        scale: fp32 [1], from delayed scaling.
         amax: fp32 [1], at least 0; raised to the amax of the unscaled gradient, for the scale's next update.
     """
     num_tokens, width = gradient.shape

@@ -1,15 +1,17 @@
-"""This project's AdamWs: the loop over parameters, which clips as it reads gradients, and state in two storage formats.
+"""AdamW in this project's two storage formats; the step clips gradients as it reads them.
 
-`MasterAdamW` (--optimizer adamw_master) keeps fp32 master weights in two bytes beside bf16 ones (`adamw_master`),
-`EightBitAdamW` (--optimizer adamw_8bit) 8-bit moments and stochastically rounded weights (`adamw_8bit_codes`).
+`MasterAdamW` (--optimizer adamw_master) stores fp32 master weights in two bytes beside bf16 weights (`adamw_master`).
+`EightBitAdamW` (--optimizer adamw_8bit) stores 8-bit moments and rounds weights stochastically (`adamw_8bit_codes`).
 
-Transformer Engine's `FusedAdam(store_param_remainders=True)` makes fp32 copies of a bf16 m where v is fp32. torchao's
-`AdamW8bit(bf16_stochastic_round=True)` (0.18), of the same format, takes 199 ms for 14.8 billion parameters on an H200
-where this step takes 88, and 249 ms more for casts and clipping (`speed_table_14b_torchao_adamw.json`).
+Libraries were measured first. Transformer Engine's `FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32
+where v is fp32. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the 8-bit format; for 14.8 billion
+parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all
+(`speed_table_14b_torchao_adamw.json`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -28,10 +30,10 @@ Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
 
 
 class GroupedAdamW(Optimizer):
-    """AdamW over contiguous bf16 and fp32 parameters; the subclass defines the state.
+    """AdamW over contiguous bf16 and fp32 parameters; a subclass defines the state.
 
-    Every group counts its steps in `group["step"]`, an int. Each rank updates its shard of a DTensor. `gradient_scale`,
-    an fp32 scalar on their device, multiplies all gradients as the next step reads them.
+    Every group counts its steps in `group["step"]`, an int. Each rank updates its shard of a DTensor. The next step
+    multiplies all gradients by `gradient_scale`, an fp32 scalar on their device, as it reads them.
     """
 
     def __init__(self, params: Params, **adamw_arguments: Any) -> None:
@@ -45,18 +47,18 @@ class GroupedAdamW(Optimizer):
         raise NotImplementedError
 
     def _key(self, step: int, number: int) -> Key:
-        """The key of a step's random bits for the parameter of this number, where it needs some."""
+        """The key of the random bits for parameter `number` in a step; only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
-        """Update `weight`, this rank's part of `parameter`, in place; `arguments` as of `update_with_torch_`."""
+        """Update `weight`, this rank's part of `parameter`, in place; `update_with_torch_` explains `arguments`."""
         update_ = update_with_torch_
         if weight.is_cuda:
             from llm_fp8.optim.adamw_triton import update_
         update_(weight, *arguments)
 
     def state_of(self, parameter: Parameter) -> dict[str, Tensor]:
-        """The state of a parameter, created where it is missing."""
+        """Return the state of a parameter, and create it first where it is missing."""
         if parameter not in self.state:
             self.state[parameter] = self._new_state(parameter)
         return self.state[parameter]
@@ -64,15 +66,16 @@ class GroupedAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        gradient_scale, self.gradient_scale = self.gradient_scale, None
-        number = -1
+        gradient_scale = self.gradient_scale
+        self.gradient_scale = None
+        numbers = itertools.count()
         for group in self.param_groups:
             group["step"] += 1
             coefficients = Coefficients.of_step(
                 group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
             )
             for parameter in group["params"]:
-                number += 1
+                number = next(numbers)
                 weight = local_part(parameter)
                 if parameter.grad is None or weight.numel() == 0:
                     continue
@@ -83,7 +86,7 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights; the state is sharded like the parameter."""
+    """AdamW over bf16 parameters with exact fp32 master weights. The state is sharded like the parameter."""
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = {
@@ -91,14 +94,14 @@ class MasterAdamW(GroupedAdamW):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
         }
         if parameter.dtype == torch.bfloat16:
-            given = remainder_of(parameter)
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if given is None else given
+            loaded = remainder_of(parameter)
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if loaded is None else loaded
         return state
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding, over unsharded parameters: blocks would straddle shards. `seed`
-    is that of the random bits, the same on all ranks.
+    """AdamW with 8-bit moments and stochastic rounding. Parameters are unsharded, since blocks would straddle shards.
+    All ranks pass the same `seed` for the random bits.
     """
 
     def __init__(self, params: Params, seed: int = 0, **adamw_arguments: Any) -> None:

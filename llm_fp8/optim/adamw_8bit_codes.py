@@ -1,33 +1,33 @@
 """The format of `EightBitAdamW`: six bytes per parameter, with 8-bit moments and stochastic rounding.
 
     state of a parameter      dtype    bytes   what
-    (the parameter)           bf16     2       stochastically rounded: right on average
-    exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v, of its shape
+    (the parameter)           bf16     2       stochastically rounded, so unbiased
+    exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v, in the parameter's shape
     exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
 
-Tensors of fewer than 4,096 elements, or of a number that 256 does not divide, keep fp32 moments. fp32 parameters are
-rounded to nearest.
+A tensor keeps fp32 moments where it has fewer than 4,096 elements or 256 does not divide their number. fp32 parameters
+are rounded to nearest.
 
-**Codes**, a dynamic map of 256 numbers with one scale per block of 256 elements, are those of Dettmers et al., arXiv
-2110.02861, as torchao 0.18 has them (`torchao/optim/quant_utils.py`). Seven decades, 1e-7 to 1e-6 up to 0.1 to 1, each
-have twice the codes of the one below, equally spaced:
+**Codes** form a dynamic map of 256 numbers, with one scale per block of 256 elements (Dettmers et al., arXiv
+2110.02861; torchao 0.18, `torchao/optim/quant_utils.py`). There are seven decades, from 1e-7 to 1. Each has twice the
+codes of the decade below, equally spaced:
 
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
 
-Unlike torchao, an unsigned code 0 is decoded as the largest number that gets it, 1.6e-7 of the scale: v is a square, so
-a gradient 1/2,500 of its block's largest would have v = 0 and m > 0, and AdamW would divide by eps alone. The scale is
-the block's amax, at least 1e-12. A number x times 1 / scale gets the nearest code.
+Unlike in torchao, unsigned code 0 decodes to the largest number that it stands for, 1.6e-7 of the scale. v is a
+square, so a gradient 1/2,500 of its block's largest would otherwise have v = 0 and m > 0, and AdamW would divide by eps
+alone. The scale is the block's amax, at least 1e-12. A number x gets the code nearest to x * (1 / scale).
 
-**Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. Those of elements 2i and
-2i + 1 are the halves of x, modulo 2^32 a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector
+**Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. Elements 2i and 2i + 1 use the
+halves of x, computed modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector
 (public domain), with a second key in its middle:
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
     x ^= x >> 16
 
-The keys are a hash of the run's seed, the step and the parameter's number: there is no generator state to save, and
-ranks that hold the same parameters stay identical.
+The keys are a hash of the run's seed, the step and the parameter's number. So there is no generator state to save, and
+ranks with the same parameters stay identical.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ CODE_BLOCK, SMALLEST_ENCODED = 256, 4096
 SMALLEST_SCALE = 1e-12
 NUM_DECADES = 7
 
-Key = tuple[int, int]  # of random bits: 32 bits each, signed
-MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)  # step of the Weyl sequence, and the two factors
-LARGEST_BITS = 0x7FFF0000  # before rounding: the GPU's NaN, 0x7FFFFFFF, would carry into the sign
+Key = tuple[int, int]  # two signed 32-bit numbers
+MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)  # the step of the Weyl sequence and the two factors
+LARGEST_BITS = 0x7FFF0000  # bits are clamped to this, since the GPU's NaN, 0x7FFFFFFF, would carry into the sign
+VALUES_ROW = {True: 0, False: 2}  # rows of `code_tables`, by `signed`
+LIMITS_ROW = {True: 1, False: 3}
 
 
 def code_values(signed: bool) -> Tensor:
@@ -61,8 +63,8 @@ def code_values(signed: bool) -> Tensor:
 def code_limits(values: Tensor) -> Tensor:
     """The least number that gets each code: fp32 [256], -inf for code 0.
 
-    As in torchao x goes up from its lower neighbour q where x - q is at least half of the spacing, both in fp32: within
-    8 units in the last place of the middle of two values.
+    As in torchao, x takes the upper of two neighbouring codes where its distance from the lower one is at least half of
+    their spacing, both in fp32. This limit is within 8 units in the last place of their mean.
     """
     lower, upper = values[:-1], values[1:]
     steps = torch.arange(-8, 9, dtype=torch.int32, device="cpu")
@@ -73,7 +75,7 @@ def code_limits(values: Tensor) -> Tensor:
 
 @functools.cache
 def code_tables(device: torch.device) -> Tensor:
-    """Values and limits of the signed codes, values and limits of the unsigned ones: fp32 [4, 256] on `device`."""
+    """Values and limits of all codes, fp32 [4, 256] on `device`; `VALUES_ROW` and `LIMITS_ROW` name the rows."""
     signed, unsigned = code_values(True), code_values(False)
     limits = code_limits(unsigned)
     unsigned[0] = limits[1]
@@ -81,14 +83,14 @@ def code_tables(device: torch.device) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Numbers of `codes`, uint8 [n], and their blocks' `scale`, fp32 [n / 256]: fp32 [n]."""
-    values = code_tables(codes.device)[0 if signed else 2]
+    """Decode `codes`, uint8 [n], with their blocks' `scale`, fp32 [n / 256], to fp32 [n]."""
+    values = code_tables(codes.device)[VALUES_ROW[signed]]
     return (values[codes.to(torch.int32)].view(-1, CODE_BLOCK) * scale[:, None]).view(-1)
 
 
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [n], and scales, fp32 [n / 256], of `numbers`, fp32 [n]; a non-finite number makes its block so."""
-    limits = code_tables(numbers.device)[1 if signed else 3]
+    """Encode fp32 [n] as codes, uint8 [n], and scales, fp32 [n / 256]; NaN or infinity makes its block non-finite."""
+    limits = code_tables(numbers.device)[LIMITS_ROW[signed]]
     blocks = numbers.view(-1, CODE_BLOCK)
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
     codes = torch.bucketize(blocks * (1 / scale)[:, None], limits[1:], right=True)
@@ -96,13 +98,13 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def rounding_key(seed: int, step: int, number: int) -> Key:
-    """The key of a step's random bits for the parameter of this number."""
+    """The key of the random bits for parameter `number` in a step."""
     digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
     return struct.unpack("<ii", digest)
 
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
-    """Random numbers from 0 to 65535 for the elements from `start`, even, on: int32 [count]."""
+    """Random numbers from 0 to 65535 for `count` elements from `start` on, an even number: int32 [count]."""
     pair_step, first_factor, second_factor = MIXER
     x = torch.arange(start // 2, (start + count + 1) // 2, device=device)
     x = _times(x & 0xFFFFFFFF, pair_step) + key[0] & 0xFFFFFFFF
@@ -118,6 +120,6 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 
 def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
-    """fp32 `numbers` in bf16: away from zero where `random`, int32 from 0 to 65535, carries. NaN stays NaN."""
+    """Round fp32 `numbers` to bf16, away from zero where adding `random` (int32, 0 to 65535) carries; NaN stays NaN."""
     bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
     return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The format of `MasterAdamW`: bf16 parameters whose fp32 master weight is kept exactly, in two bytes more.
+"""The format of `MasterAdamW`: bf16 parameters, and two bytes more that make the fp32 master weight exact.
 
     state of a parameter   dtype    bytes   what
     (the parameter)        bf16     2       the master weight rounded to nearest: what the model computes with
@@ -6,7 +6,7 @@
     exp_avg                bf16     2       m, the running mean of gradients
     exp_avg_sq             fp32     4       v, the running mean of squared gradients
 
-fp32 parameters are their own master weights and have no remainder. Why m may be bf16 and v not: `optimizers`.
+fp32 parameters are their own master weights and have no remainder. `optimizers` explains why m may be bf16, but not v.
 
 bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
 
@@ -15,7 +15,7 @@ bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into 
 
     b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
 
-because the addition carried into the upper half exactly where the remainder is negative as int16. Only the GPU's NaN,
+because the addition carries into the upper half exactly where the remainder is negative as int16. The GPU's NaN,
 0x7FFFFFFF, would carry into the sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
 """
 
@@ -35,17 +35,17 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 `master` as a bf16 weight and its int16 remainder."""
+    """Split an fp32 `master` into a bf16 weight and its int16 remainder."""
     bits = master.view(torch.int32)
     bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # every NaN, see the module's docstring
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def give_remainder_(parameter: Tensor) -> None:
-    """Add a remainder of zeros, for `MasterAdamW`, to a bf16 parameter; before loading weights of higher precision."""
+    """Attach a zero remainder for `MasterAdamW` to a bf16 parameter, before weights of higher precision are loaded."""
     parameter.master_remainder = torch.zeros_like(parameter, dtype=torch.int16)  # type: ignore[attr-defined]
 
 
 def remainder_of(parameter: Tensor) -> Tensor | None:
-    """What `give_remainder_` added, and training updates; None without."""
+    """The remainder that `give_remainder_` attached and training updates, or None."""
     return getattr(parameter, "master_remainder", None)

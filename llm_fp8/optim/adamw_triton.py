@@ -1,18 +1,19 @@
 """The Triton kernel of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
 
-Operation by operation it does what `adamw_update.update_with_torch_` does, with the same bits: square root and division
-are the correctly rounded ones, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. A new
-step or learning rate recompiles nothing: coefficients are fp32 arguments and keys are not specialised.
+The kernel performs the operations of `adamw_update.update_with_torch_` one by one and gives the same bits. Square root
+and division are correctly rounded, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. A
+new step or learning rate recompiles nothing: coefficients are fp32 arguments and keys are not specialised.
 
-With 8-bit state it moves 10 bytes per element, so little that instructions count (about 117 per element). A warp takes
-a block of 256 elements, whose amax is reduced within it. Each of the four conversions of an element, to and from m and
-v, is one look-up in a table of 256 numbers in shared memory.
+With 8-bit state the kernel moves only 10 bytes per element, so its instructions count (about 117 per element). A warp
+takes a block of 256 elements and reduces its amax. Each of the four conversions of an element, to and from m and v, is
+one look-up in a table of 256 numbers in shared memory.
 
-The code of x >= 0. In each decade codes are equally spaced, so x's position among the codes is a line in x; a decade's
-slope is 0.2 of that of the one below and neighbouring lines meet at the decade's edge, so the position is the least of
-seven lines. It errs by at most 0.25 of a code, at the edges and below the code of 1, and by rounding. Less 0.5 and
-rounded down it is therefore the code or the one before; one comparison with the exact limit between the two decides.
-Adding 1.5 2^23 rounds to an integer, the lower bits of the sum. For x < 0 the code is the complement of that of -x.
+A code is found without a search. Take x >= 0. In each decade codes are equally spaced, so the position of x among the
+codes is a line in x. A decade's slope is 0.2 of the slope below it, and neighbouring lines meet at the decade's edge,
+so the position is the least of seven lines. It errs by at most 0.25 of a code, at the edges and below the code of 1,
+and by rounding. The position less 0.5, rounded down, is therefore the code or the code before it; one comparison with
+the exact limit between the two decides. Adding 1.5 * 2^23 rounds to an integer, which is the lower bits of the sum. A
+negative x has the complement of the code of -x.
 """
 
 from __future__ import annotations
@@ -35,31 +36,32 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _of_elements(of_blocks: tl.tensor) -> tl.tensor:
-    """[BLOCKS] -> [BLOCKS * 256], each repeated for the elements of its block."""
-    BLOCKS: tl.constexpr = of_blocks.shape[0]
-    return tl.reshape(tl.broadcast_to(of_blocks[:, None], (BLOCKS, _CODE_BLOCK)), (BLOCKS * _CODE_BLOCK,))
+def _per_element(per_block: tl.tensor) -> tl.tensor:
+    """Repeat each block's number for the elements of the block: [BLOCKS] -> [BLOCKS * 256]."""
+    BLOCKS: tl.constexpr = per_block.shape[0]
+    return tl.reshape(tl.broadcast_to(per_block[:, None], (BLOCKS, _CODE_BLOCK)), (BLOCKS * _CODE_BLOCK,))
 
 
 @triton.jit
 def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """fp32 numbers of uint8 codes [BLOCKS * 256] and scales [BLOCKS]; `values` [256]."""
-    return tl.gather(values, codes.to(tl.int32), 0) * _of_elements(scale)
+    """Decode uint8 codes [BLOCKS * 256] with scales [BLOCKS] to fp32; `values` [256] holds each code's number."""
+    return tl.gather(values, codes.to(tl.int32), 0) * _per_element(scale)
 
 
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """uint8 codes [BLOCKS * 256] and scales [BLOCKS] of fp32 numbers; `limits` [256] of the codes."""
-    # As integers magnitudes have the order of the numbers, NaN above all, which a maximum of numbers would ignore.
+    """Encode fp32 numbers as uint8 codes [BLOCKS * 256] and scales [BLOCKS]; `limits` [256]: see `code_limits`."""
+    # The bits of magnitudes, as integers, have the order of the numbers, with NaN, which tl.max would ignore, on top.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))
     scale = tl.maximum(
         tl.max(magnitude, axis=1).to(tl.float32, bitcast=True), _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL
     )
-    x = numbers * _of_elements(tl.div_rn(1.0, scale))
+    x = numbers * _per_element(tl.div_rn(1.0, scale))
 
-    # The lowest decade has FINEST codes. Of position p the second of the two possible codes is looked up, signed 128 +
-    # floor(p - 0.5), unsigned 1 + floor(p - 0.5). Lines are positive; the least of three integers is one instruction.
+    # The lowest decade has FINEST codes. At position p the upper of the two possible codes is looked up: 128 +
+    # floor(p - 0.5) if signed, else 1 + floor(p - 0.5). Lines are positive, so their bits are compared as integers,
+    # three in one instruction.
     FINEST: tl.constexpr = 1 if SIGNED else 2
     SHIFT: tl.constexpr = (128 if SIGNED else 1) - 0.5 - 0.5 - (FINEST - 1)
     distance = tl.abs(x) if SIGNED else x
@@ -72,13 +74,13 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
     code = (position.to(tl.float32, bitcast=True) + _TO_INTEGER).to(tl.int32, bitcast=True)
     if SIGNED:
         code = code ^ (x.to(tl.int32, bitcast=True) >> 31)
-    code = code & 0xFF  # stays inside the table for any x, NaN too
+    code = code & 0xFF  # keeps any x, NaN too, inside the table
     return (code - (x < tl.gather(limits, code, 0)).to(tl.int32)).to(tl.uint8), scale
 
 
 @triton.jit
 def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """`adamw_8bit_codes.rounding_bits` of elements: int32 from 0 to 65535."""
+    """The same as `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
     x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR
@@ -122,7 +124,7 @@ def _update_kernel(
     if exp_avg_scale_pointer is not None:
         exp_avg_scale = tl.load(exp_avg_scale_pointer + blocks, mask=blocks_inside, other=0.0)
         exp_avg_sq_scale = tl.load(exp_avg_sq_scale_pointer + blocks, mask=blocks_inside, other=0.0)
-        table = tables_pointer + tl.arange(0, 256)
+        table = tables_pointer + tl.arange(0, 256)  # four rows: see `code_tables`
         values, limits = tl.load(table), tl.load(table + 256)
         values_sq, limits_sq = tl.load(table + 512), tl.load(table + 768)
         exp_avg = _decode(exp_avg, exp_avg_scale, values)
@@ -167,7 +169,7 @@ def _update_kernel(
 def update_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """The contract of `llm_fp8.optim.adamw_update.update_with_torch_`."""
+    """One step of one tensor, as `llm_fp8.optim.adamw_update.update_with_torch_` documents it."""
     num_elements = weight.numel()
     with torch.cuda.device_of(weight):
         _update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](

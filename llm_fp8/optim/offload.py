@@ -1,15 +1,15 @@
-"""`MasterAdamW` with state in host memory (--offload_optimizer), updated on the GPU by the same function: same bits.
+"""`MasterAdamW` with state in host memory (--offload_optimizer); the GPU updates it with the same function and bits.
 
-Eight of adamw_master's twelve bytes per parameter (remainder, m and v) are read and written once a step and by nothing
-else. They lie in pinned host memory and pass through three fixed buffers on the GPU, in pieces of `PIECE_ELEMENTS`:
+Only the step reads and writes eight of adamw_master's twelve bytes per parameter: the remainder, m and v. They stay in
+pinned host memory and pass through three fixed buffers on the GPU, in pieces of `PIECE_ELEMENTS`:
 
-    copy in     1   2   3   4   5 ...     a stream of its own; a buffer is filled when it has been copied out
-    update          1   2   3   4 ...     the stream of the step, which has weights and gradients
-    copy out            1   2   3 ...     a stream of its own: the bus carries both directions at once
+    copy in     1   2   3   4   5 ...     has its own stream; it fills a buffer after the buffer was copied out
+    update          1   2   3   4 ...     runs in the step's stream, with weights and gradients on the GPU
+    copy out            1   2   3 ...     has its own stream, since the bus carries both directions at once
 
-On the CPU the same lines run one after the other: torch's streams of a CPU do nothing. The step ends with its stream
-waiting for the last copy out. Parameters are offloaded whole, the largest first: few and long copies. torchao's (0.18)
-and DeepSpeed's offloading step on the CPU, with other bits, and keep 16 bytes per parameter there and not 8.
+At its end the step's stream waits for the last copy out. On a CPU torch's streams do nothing, so the same lines run one
+after the other. Parameters are offloaded whole, the largest first, so that copies are few and long. torchao (0.18) and
+DeepSpeed step on the CPU instead, with other bits, and keep 16 bytes per parameter there, not 8.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ _DTYPES = {"exp_avg": FIRST_MOMENT_DTYPE, "exp_avg_sq": SECOND_MOMENT_DTYPE, "re
 
 
 def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Parameter, slice]:
-    """The fewest, largest parameters that hold `share` of all elements, each with its place among their elements."""
-    wanted, held, taken = share * sum(parameter.numel() for parameter in parameters), 0, {}
+    """The fewest parameters that hold `share` of all elements -> the slice of each in one buffer of their elements."""
+    num_wanted = share * sum(parameter.numel() for parameter in parameters)
+    places: dict[Parameter, slice] = {}
+    end = 0
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        if held >= wanted:
+        if end >= num_wanted:
             break
-        taken[parameter] = slice(held, held + parameter.numel())
-        held += parameter.numel()
-    return taken
+        places[parameter] = slice(end, end + parameter.numel())
+        end += parameter.numel()
+    return places
 
 
 def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [count] in host memory, page-locked where `device` is a GPU; `UserError` where the driver refuses that."""
+    """Zeros [count] in host memory, page-locked where `device` is a GPU; `UserError` where the driver refuses."""
     # `pin_memory=True` would round up to a power of two bytes (torch 2.13, CachingHostAllocator).
     zeros = torch.zeros(count, dtype=dtype)
     if device.type == "cuda":
@@ -63,7 +65,7 @@ def _unpin(address: int) -> None:
 
 
 class StatePipeline:
-    """Passes state from the host through fixed buffers on `device`, of `num_elements` elements each."""
+    """Passes state from the host through fixed buffers on `device`; each holds `num_elements` elements."""
 
     def __init__(self, device: torch.device, num_elements: int) -> None:
         self._cuda: Any = torch.get_device_module(device)  # torch.cuda, or torch.cpu, which has the same names
@@ -72,27 +74,29 @@ class StatePipeline:
             {name: torch.empty(num_elements, dtype=dtype, device=device) for name, dtype in _DTYPES.items()}
             for _ in range(NUM_BUFFERS)
         ]
-        self._copies_in, self._copies_out = self._cuda.Stream(device), self._cuda.Stream(device)
-        # At first: when whatever had the buffers' memory before is done with it.
+        self._copies_in = self._cuda.Stream(device)
+        self._copies_out = self._cuda.Stream(device)
+        # The first events: earlier users of the buffers' memory are done.
         self._emptied = [self._cuda.current_stream().record_event() for _ in self._buffers]
 
     def update_(self, state: State, update_: Callable[[State], object]) -> None:
-        """Call `update_` with a copy on the device of `state`, flat tensors on the host; bring back what it leaves."""
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
+        """Copy `state`, flat tensors on the host, to the device, call `update_` with the copy, and copy it back."""
+        turn = self._turn
+        self._turn = (turn + 1) % NUM_BUFFERS
         buffer = {name: self._buffers[turn][name][: len(tensor)] for name, tensor in state.items()}
-        step = self._cuda.current_stream()
+        step_stream = self._cuda.current_stream()
         self._copies_in.wait_event(self._emptied[turn])
         with self._cuda.stream(self._copies_in):
             _copy(state, buffer)
-        step.wait_event(self._copies_in.record_event())
+        step_stream.wait_event(self._copies_in.record_event())
         update_(buffer)
-        self._copies_out.wait_event(step.record_event())
+        self._copies_out.wait_event(step_stream.record_event())
         with self._cuda.stream(self._copies_out):
             _copy(buffer, state)
         self._emptied[turn] = self._copies_out.record_event()
 
     def finish_step(self) -> None:
-        """Let the current stream, and the next step's copies in, wait for all copies out."""
+        """Make the current stream and the next step's copies in wait for all copies out."""
         event = self._copies_out.record_event()
         self._cuda.current_stream().wait_event(event)
         self._copies_in.wait_event(event)
@@ -104,12 +108,13 @@ def _copy(source: State, target: State) -> None:
 
 
 class OffloadedMasterAdamW(MasterAdamW):
-    """`MasterAdamW` with the state of `share` of its (unsharded) parameters, `host_bytes`, in host memory."""
+    """`MasterAdamW` over unsharded parameters with `share` of the state, `host_bytes` bytes, in host memory."""
 
     def __init__(self, params: Params, *, share: float, **arguments: Any) -> None:
         super().__init__(params, **arguments)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._places, device = largest_first(parameters, share), parameters[0].device
+        device = parameters[0].device
+        self._places = largest_first(parameters, share)
         sizes = [parameter.numel() for parameter in self._places]
         self._host = {name: pinned_zeros(sum(sizes), dtype, device) for name, dtype in _DTYPES.items()}
         self.host_bytes = sum(tensor.nbytes for tensor in self._host.values())

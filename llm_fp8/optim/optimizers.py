@@ -1,15 +1,15 @@
-"""AdamW in three storage formats: which one a run takes, its groups, clipped step, state and schedule.
+"""AdamW in three storage formats: construction, parameter groups, the clipped step, state and schedule.
 
-A bf16 weight of 0.02 has its neighbours 1.2e-4 away, so it moves only by updates above half of that, 6e-5. AdamW's is
-about the learning rate, 1e-5 in fine-tuning: it would be rounded away. Each kind keeps small updates:
+The bf16 neighbours of a weight of 0.02 are 1.2e-4 away, so rounding removes every update below 6e-5. An update of AdamW
+is about the learning rate, 1e-5 in fine-tuning. Each kind keeps such updates in its own way:
 
     kind           parameters   how small updates survive                           m / v         format
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch's
     adamw_master   bf16         a remainder holds the fp32 master's lower 16 bits   bf16 / fp32   `adamw_master`
-    adamw_8bit     bf16         stochastic rounding: right on average               8-bit blocks  `adamw_8bit_codes`
+    adamw_8bit     bf16         stochastic rounding is unbiased                     8-bit blocks  `adamw_8bit_codes`
 
-In adamw_master m averages over about 10 gradients and tolerates bf16's relative error of 2^-9. v changes by a fraction
-(1 - beta2) of (g^2 / v - 1) a step, at beta2 = 0.999 often below that: a bf16 v would stall.
+In adamw_master m averages over about 10 gradients and tolerates bf16's relative error of 2^-9. v changes in a step by
+the fraction (1 - beta2) (g^2 / v - 1), at beta2 = 0.999 often less than 2^-9: a bf16 v would stall.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
 
 class BytesPerParameter(NamedTuple):
-    """Bytes that one trainable parameter occupies during training; casts and activations come on top."""
+    """Bytes that one trainable parameter takes during training, without casts and activations."""
 
     weight: float
     gradient: float
@@ -47,7 +47,7 @@ class BytesPerParameter(NamedTuple):
 BYTES_PER_PARAMETER: dict[OptimizerKind, BytesPerParameter] = {
     "adamw_fp32": BytesPerParameter(4, 4, 4 + 4),
     "adamw_master": BytesPerParameter(2, 2, 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize),
-    "adamw_8bit": BytesPerParameter(2, 2, 2 * (1 + 4 / 256)),  # codes and their share of a block's fp32 scale
+    "adamw_8bit": BytesPerParameter(2, 2, 2 * (1 + 4 / 256)),  # m and v: a code, and 1/256 of a block's fp32 scale
 }
 
 
@@ -57,7 +57,7 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters, tied ones once: matrices (embeddings too) with `weight_decay`, norms and biases without."""
+    """Group trainable parameters, each tied one once: matrices (embeddings too) decay, norms and biases do not."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique if parameter.ndim <= 1]
@@ -66,15 +66,16 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_d
 
 
 def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
-    """The arguments that every AdamW takes by these names; weight decay is in the groups."""
+    """Keyword arguments that every AdamW takes; weight decay is in the groups."""
     return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters, of `parameter_dtype(kind)` or fp32."""
-    groups, shared = parameter_groups(named_parameters, config.weight_decay), adamw_arguments(config)
+    """The AdamW of `kind` over the trainable parameters, which have dtype `parameter_dtype(kind)` or fp32."""
+    groups = parameter_groups(named_parameters, config.weight_decay)
+    shared = adamw_arguments(config)
     if kind == "adamw_fp32":
         return torch.optim.AdamW(groups, fused=True, **shared)
     if kind == "adamw_master" and config.offload_optimizer:
@@ -89,7 +90,7 @@ def build_optimizer(
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Accelerate's wrapper, whose own step may be skipped or patched."""
+    """The optimizer inside Accelerate's wrapper, which may skip or patch the step."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
@@ -101,20 +102,21 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """The global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation."""
-    # torch's `clip_grad_norm_` accumulates in the gradients' dtype; bf16 is off by up to 0.4 %.
+    # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces over the ranks that hold shards
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Step with gradients clipped to the global norm `max_norm` (0: none); the norm before clipping, an fp32 scalar."""
+    """Clip gradients to the global norm `max_norm` (0: never) and step; returns the norm before, an fp32 scalar."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(gradients)
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if hasattr(inner := unwrap(optimizer), "gradient_scale"):  # this project's
-            inner.gradient_scale = factor
+        own: Any = unwrap(optimizer)
+        if hasattr(own, "gradient_scale"):  # a `GroupedAdamW`
+            own.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
     optimizer.step()
@@ -122,23 +124,24 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
 
 
 def initialize_state(optimizer: Optimizer) -> None:
-    """Create the state of every parameter, if there is none; after `Accelerator.prepare`."""
+    """Create the state of every parameter that has none. Call it after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if hasattr(optimizer, "state_of"):  # this project's
+        if hasattr(optimizer, "state_of"):  # a `GroupedAdamW`
             optimizer.state_of(parameter)
-        elif parameter not in optimizer.state:  # as torch's fused AdamW does it in its first step
+        elif parameter not in optimizer.state:  # as torch's fused AdamW does in its first step
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
-    """Every state tensor itself under "parameter_name.state_name", with the first name of tied parameters; torch's
-    `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
+    """The state tensors themselves by "parameter_name.state_name"; tied parameters have their first name.
+
+    Loading copies into these tensors: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
     """
     optimizer = unwrap(optimizer)
     if bytes_on_host(optimizer) and torch.cuda.is_available():
-        torch.cuda.synchronize()  # copies out of the GPU
+        torch.cuda.synchronize()  # waits for copies out of the GPU
     state = optimizer.state
     names: dict[Parameter, str] = {}
     for name, parameter in named_parameters:
@@ -152,7 +155,7 @@ def bytes_on_host(optimizer: Optimizer) -> int:
 
 
 def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
-    """State that is not a tensor, for JSON: the steps of this project's AdamWs."""
+    """State that is not a tensor, for JSON: the step of each group of a `GroupedAdamW`."""
     return {"group_steps": [group.get("step") for group in unwrap(optimizer).param_groups]}
 
 
@@ -163,12 +166,12 @@ def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> 
 
 
 def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
-    """Warm-up steps that a run of `total_steps` uses: what was asked for, at most a tenth of the run."""
+    """The warm-up steps of a run: `num_warmup_steps`, but at most a tenth of `total_steps`."""
     return min(num_warmup_steps, total_steps // 10)
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """The learning rate of the optimizer step with index `step` (0 for the first), as a share of the peak.
+    """The learning rate of optimizer step number `step`, counted from 0, as a share of the peak.
 
     The w warm-up steps get 1/w, 2/w, ..., 1: no step runs at zero. After them, with p = (step - w) / (total_steps - w),
     at most 1: constant 1, linear 1 - p, cosine (1 + cos(pi p)) / 2. `total_steps` includes resumed parts.
@@ -184,10 +187,11 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """The schedule of `config` on `optimizer`, to step after each optimizer step. Not for `Accelerator.prepare`, which
-    would step it once per process.
+    """The schedule of `config` on `optimizer`, to be stepped after each optimizer step. Do not pass it to
+    `Accelerator.prepare`, which would step it once per process.
     """
-    optimizer, warmup_steps = unwrap(optimizer), effective_warmup_steps(config.num_warmup_steps, total_steps)
+    optimizer = unwrap(optimizer)
+    warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.learning_rate
     return LambdaLR(
