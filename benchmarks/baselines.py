@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The usual set-ups that are not ours: transformers' model under Accelerate, as their documentation writes it.
+"""The usual set-ups: transformers' model under Accelerate, written as in their documentation.
 
     python benchmarks/baselines.py NAME [options of the training scripts]
 
@@ -8,16 +8,16 @@
     accelerate_te         Accelerate's own fp8 (TERecipeKwargs): Transformer Engine's Linear in place of nn.Linear
     torchao_tensorwise    torchao's fp8 training, each decoder layer compiled; torchao_rowwise: with its other recipe
 
-The data, the length of the run and the optimizer's figures come from the same options as our own runs, rows are padded,
-and the output folder gets metrics.jsonl and summary.json with the keys that our runs write. On one GPU and under DDP
-the weights are bf16 without master weights, lighter than ours; --sharding_mode fsdp_full is Accelerate's FSDP2 plugin,
+Data, run length and optimizer settings come from the same options as our own runs. Rows are padded, and the output
+folder gets metrics.jsonl and summary.json with the keys of our runs. On one GPU and under DDP the weights are bf16
+without master weights, which takes less memory than our runs. --sharding_mode fsdp_full is Accelerate's FSDP2 plugin,
 wrapped per decoder layer, with fp32 weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -47,24 +47,24 @@ from llm_fp8.precision.torchao import build_config, compile_layers
 from llm_fp8.train.loop import StepClock
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import run_script
-from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
 
 
 def build_accelerator(name: str, config: Config) -> Accelerator:
-    """Accelerate for the baseline `name`, over the processes of this launch."""
+    """Accelerate's engine for the baseline `name`, over the processes of this launch."""
     plugin = None
     if config.parallel.sharding_mode == "fsdp_full":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=True,
-            auto_wrap_policy="transformer_based_wrap",  # transformers names its decoder layer
-            cpu_ram_efficient_loading=False,  # nothing is loaded
+            auto_wrap_policy="transformer_based_wrap",  # transformers names the decoder layer's class
+            cpu_ram_efficient_loading=False,  # weights are random
         )
     handlers: list[Any] = []
     if name == "accelerate_te":
         from accelerate.utils import TERecipeKwargs
 
-        # The default but for the amax: the maximum of the history, as in our recipe, for rows that can be compared.
+        # All defaults, except that the amax is the maximum of the history, as in our recipe.
         handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
     return Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -87,19 +87,21 @@ def build_model(name: str, config: Config, hf_config: Any, device: torch.device)
 
 
 def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """A padded micro-batch as transformers' model takes it, which shifts the labels itself."""
+    """A padded micro-batch for transformers' model, which shifts the labels itself."""
     batch = batch.to(device)
-    # A row's last label is never supervised, so nothing is lost.
+    # Rolling loses nothing, since a row's last label is never supervised.
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels.roll(1, 1)}
 
 
 def train(name: str, config: Config) -> None:
     """Train, and write metrics.jsonl and summary.json."""
     accelerator = build_accelerator(name, config)
-    device, num_gpus = accelerator.device, accelerator.num_processes
+    device = accelerator.device
+    num_gpus = accelerator.num_processes
     set_seed(config.optim.seed)
     source = resolve_source(config.model)
-    hf_config, (tokenizer, _) = load_config(config.model, source), load_tokenizer(config.model, source)
+    hf_config = load_config(config.model, source)
+    tokenizer, _ = load_tokenizer(config.model, source)
     size = decoder_size(hf_config)
     padded = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False))
     data = prepare_data(
@@ -116,11 +118,12 @@ def train(name: str, config: Config) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     if name.endswith("compiled") or name.startswith("torchao"):
         compile_layers(decoder_layers(accelerator.unwrap_model(model)))
-    clock, steps = StepClock(device), iter(data.train)
-    losses, stamps, tokens = [], [clock.stamp()], []
-    for _ in range(config.optim.max_steps or 1):
-        batches = next(steps)
-        of_step = []
+    clock = StepClock(device)
+    losses = []
+    stamps = [clock.stamp()]
+    tokens = []
+    for batches in itertools.islice(data.train, config.optim.max_steps or 1):
+        batch_losses = []
         for batch in batches:
             with accelerator.accumulate(model):
                 loss = model(**hf_inputs(batch, device), use_cache=False).loss
@@ -129,35 +132,38 @@ def train(name: str, config: Config) -> None:
                     accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            of_step.append(loss.detach())
+            batch_losses.append(loss.detach())
         stamps.append(clock.stamp())
-        losses.append(torch.stack(of_step).mean())
+        losses.append(torch.stack(batch_losses).mean())
         tokens.append(count_tokens(batches))
     values = torch.stack(losses).tolist()  # waits for the last step
     peak = torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0], device=device)
     peak_gib = float(accelerator.gather(peak).max()) / GIB
     if not accelerator.is_main_process:
         return
+    times = [clock.seconds(start, end) for start, end in itertools.pairwise(stamps)]
+    records = []
+    for number, (loss, counted, time_s) in enumerate(zip(values, tokens, times, strict=True), start=1):
+        record = {  # with the keys of our own runs; all processes have as many tokens as this one
+            "step": number,
+            "loss": loss,
+            "step_time_s": time_s,
+            "tokens_per_s": counted.num_tokens * num_gpus / time_s,
+            "real_tokens_per_s": counted.num_real_tokens * num_gpus / time_s,
+            "model_tflops": step_flops(size, counted) / time_s / 1e12,
+        }
+        if peak_gib:
+            record["peak_memory_gib"] = peak_gib
+        records.append(record)
     folder = Path(config.run.output_dir or "")
     folder.mkdir(parents=True, exist_ok=True)
-    times = (clock.seconds(start, end) for start, end in zip(stamps[:-1], stamps[1:], strict=True))
-    with (folder / "metrics.jsonl").open("w") as file:
-        for number, (loss, counted, time_s) in enumerate(zip(values, tokens, times, strict=True), start=1):
-            record = {  # under the keys of our own runs; all processes have as many tokens as this one
-                "step": number,
-                "loss": loss,
-                "step_time_s": time_s,
-                "tokens_per_s": counted.num_tokens * num_gpus / time_s,
-                "real_tokens_per_s": counted.num_real_tokens * num_gpus / time_s,
-                "model_tflops": step_flops(size, counted) / time_s / 1e12,
-            }
-            file.write(json.dumps(record | ({"peak_memory_gib": peak_gib} if peak_gib else {})) + "\n")
+    write_text_atomic(folder / "metrics.jsonl", "".join(map(json_line, records)))
     write_json_atomic(folder / "summary.json", {"baseline": name, "steps": len(values)})
 
 
 def main() -> int:
     """Train the baseline that the command line names."""
-    name, words = sys.argv[1], sys.argv[2:]
+    name, *words = sys.argv[1:]
     config = parse_config(words, prog=name, parallel="WORLD_SIZE" in os.environ)
     quiet_libraries()
     train(name, config)

@@ -1,24 +1,23 @@
 #!/usr/bin/env python
-"""Whether a change made training slower: what ours gains over a baseline now, against what it gained when it was
-recorded.
+"""Did a change make training slower? Compares our speed relative to a baseline now with the recorded one.
 
     python benchmarks/check_regression.py NEW.json
     python benchmarks/check_regression.py NEW.json --recorded benchmarks/results/speed_table_h200.json --minimum 0.03
 
-NEW.json is a file of benchmarks/speed_table.py or scripts/benchmark.py. GPUs of one name differ by some per cent in
-speed, so no times are compared: for each of our variants it is the ratio of its tokens/s to those of a baseline in the
-same file (on real documents: of real tokens). --recorded are files of the same kind; by default all under
-benchmarks/results, of which the newest with a ratio counts.
+NEW.json is a file of benchmarks/speed_table.py or scripts/benchmark.py. Two GPUs of the same name differ by some per
+cent in speed, so no times are compared. Compared is, for each of our variants, the ratio of its tokens/s to a
+baseline's tokens/s in the same file (on real documents: of real tokens). --recorded takes files of the same kind; the
+default is all files under benchmarks/results, and the newest with a ratio counts.
 
-A ratio is a regression where it is lower than the recorded one by more than
+A ratio is a regression if it is lower than the recorded ratio by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
-The spreads are those of ours and the baseline in both files: how far the middle eight tenths of the steps reach from
-the median, relative. Where that comes to more than a tenth, a ratio within it says nothing and counts as not compared.
-A variant that was recorded and now fails is a regression too. What cannot be compared is named.
+There is a spread for our variant and for the baseline in both files: the relative distance of the 10th or 90th
+percentile of the steps from the median. If the root is more than a tenth, a ratio within the tolerance counts as not
+compared. A recorded variant that fails now is a regression too. Ratios that cannot be compared are listed.
 
-Exit code: 0; 1 with one sentence per regression; 2 for a mistake, and where nothing at all can be compared.
+Exit code: 0; 1 with one sentence per regression; 2 for a mistake, or if nothing can be compared.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from llm_fp8.utils.packages import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")
-"""The files of RESULTS that hold ratios."""
+"""Patterns of the files in RESULTS with ratios."""
 MINIMUM = 0.02
-"""How much a ratio may fall without any spread; those of two runs on other days differed by 0.4% and 0.1%."""
-MOST_SCATTER = 0.1
-"""Of two ratios together; where steps scatter more, the guard would pass whatever can happen to a ratio."""
+"""The tolerance without any spread. The ratios of runs on different days differed by 0.4% and 0.1%."""
+MAX_SPREAD = 0.1
+"""The largest spread of two ratios together; with more, the tolerance would hide any regression."""
 
 Row = dict[str, Any]
 
@@ -55,23 +54,21 @@ class Measured:
     path: Path
     gpu: str
     time_utc: str
-    workloads: dict[str, dict[str, Row]]
-    """Workload -> variant -> row."""
+    workloads: dict[str, dict[str, Row]]  # workload -> variant -> row
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """What a variant of ours gains over a baseline in one file."""
+    """The ratio of one of our variants to a baseline in one file."""
 
     value: float
-    spread: float
-    """Relative, of both variants together."""
+    spread: float  # relative, of both variants together
     source: str
 
 
 @dataclass
 class Findings:
-    """What comes out, a sentence each."""
+    """The results, a sentence each."""
 
     regressions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -79,7 +76,7 @@ class Findings:
 
 
 def read(path: Path) -> Measured:
-    """A file's rows by workload and variant. Raises `UserError` where it is no such file."""
+    """Read a file's rows by workload and variant. Raises `UserError` for another kind of file."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         workloads: dict[str, dict[str, Row]] = {}
@@ -94,40 +91,40 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """The variant with which one of ours is compared: the baseline that is spread over GPUs in the same way, else as it
-    can be; None where there is none.
+    """The row of the baseline to compare `variant` with: one in the same sharding mode if there is one, else the first.
+    None if there is no row of the baseline.
     """
-    named = [name for name, row in rows.items() if row["baseline"] == baseline]
+    names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
-    return next((name for name in named if name.startswith(f"{mode}:")), named[0] if named else None)
+    return next((name for name in names if name.startswith(f"{mode}:")), names[0] if names else None)
 
 
 def kind_of(row: Row) -> str:
-    """The figure that counts."""
+    """The key of the compared speed."""
     return "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
 
 
 def spread_of(row: Row) -> float:
-    """How far the middle eight tenths of the steps reach from the median, relative."""
+    """The relative distance of the 10th or 90th percentile of the steps from the median."""
     kind = kind_of(row)
-    middle = row[kind]
-    return float(max(row[f"{kind}_p90"] - middle, middle - row[f"{kind}_p10"]) / middle)
+    median = row[kind]
+    return float(max(row[f"{kind}_p90"] - median, median - row[f"{kind}_p10"]) / median)
 
 
 def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
-    """A variant's ratio in a file; None where one of the two was not measured there."""
+    """A variant's ratio in a file; None if the variant or the baseline was not measured."""
     rows = measured.workloads.get(workload, {})
-    ours, theirs = rows.get(variant, {}), rows.get(baseline, {})
-    if "tokens_per_s" not in ours or "tokens_per_s" not in theirs:
+    own = rows.get(variant, {})
+    base = rows.get(baseline, {})
+    if "tokens_per_s" not in own or "tokens_per_s" not in base:
         return None
-    value = ours[kind_of(ours)] / theirs[kind_of(theirs)]
-    return Ratio(value, math.hypot(spread_of(ours), spread_of(theirs)), measured.path.name)
+    value = own[kind_of(own)] / base[kind_of(base)]
+    return Ratio(value, math.hypot(spread_of(own), spread_of(base)), measured.path.name)
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
-    """Hold every variant of ours in `new` against the newest of `recorded` that has its ratio.
-
-    Raises `UserError` where nothing can be compared.
+    """Compare each of our variants in `new` with the newest of `recorded` that has its ratio. Raises `UserError` if
+    nothing can be compared.
     """
     found = Findings()
     for other in recorded:
@@ -151,13 +148,15 @@ def _compare_variant(
     baseline: str,
     minimum: float,
 ) -> None:
-    rows, name = new.workloads[workload], f"{workload} {variant}"
+    rows = new.workloads[workload]
+    name = f"{workload} {variant}"
     against = baseline_of(variant, baseline, rows)
     if against is None:
         found.notes.append(f"{name}: {baseline} was not measured beside it, so it is not compared.")
         return
-    ratios = (ratio for one in recorded if (ratio := ratio_in(one, workload, variant, against)) is not None)
-    before, now = next(ratios, None), ratio_in(new, workload, variant, against)
+    ratios = [ratio_in(measured, workload, variant, against) for measured in recorded]
+    before = next((ratio for ratio in ratios if ratio is not None), None)
+    now = ratio_in(new, workload, variant, against)
     if before is None:
         found.notes.append(f"{name}: no recorded file has it beside {against}.")
     elif "failed" in rows[variant]:
@@ -167,33 +166,33 @@ def _compare_variant(
     elif now is None:
         found.notes.append(f"{name}: {against} failed, so it is not compared.")
     else:
-        scatter = math.hypot(now.spread, before.spread)
+        spread = math.hypot(now.spread, before.spread)
         change = now.value / before.value - 1
-        said = (
+        sentence = (
             f"{name}: {now.value:.3f} times {against}, recorded {before.value:.3f} ({before.source}): {change:+.1%}, "
-            f"with a tolerance of {minimum + scatter:.1%}."
+            f"with a tolerance of {minimum + spread:.1%}."
         )
-        if change < -(minimum + scatter):
+        if change < -(minimum + spread):
             found.num_compared += 1
-            found.regressions.append(said)
-        elif scatter > MOST_SCATTER:
-            found.notes.append(f"{said} Steps scatter too much to tell, so it is not compared; measure more of them.")
+            found.regressions.append(sentence)
+        elif spread > MAX_SPREAD:
+            found.notes.append(f"{sentence} The spread is too large, so it is not compared; measure more steps.")
         else:
             found.num_compared += 1
-            found.notes.append(said)
+            found.notes.append(sentence)
 
 
 def main() -> int:
-    """Compare and say."""
+    """Compare the files and print the findings."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("new", type=Path, help="JSON file of the present state")
+    parser.add_argument("new", type=Path, help="JSON file of new measurements")
     parser.add_argument("--recorded", type=Path, nargs="+", help=f"files to compare with (default: {RECORDED})")
     parser.add_argument("--baseline", default="hf_bf16", choices=BASELINES, help="(default %(default)s)")
     parser.add_argument(
         "--minimum",
         type=float,
         default=MINIMUM,
-        help="share by which a ratio may fall without any spread (default %(default)s)",
+        help="tolerance of a ratio without any spread, as a share (default %(default)s)",
     )
     options = parser.parse_args()
     if not 0 <= options.minimum < 1:

@@ -3,19 +3,18 @@
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --output benchmarks/results/gsm8k_curves.json
 
-The question is whether fp8 stays inside what the choice of a seed does to bf16. Every run is a `train_fp8.py` of its
-own on the same data in the same order of tokens per step; the seed changes the initial weights and the order. fp8
-variants use every seed too, so that each pairs with a bf16 run. Draw the result with `benchmarks/plots.py curves`.
+The question is whether fp8 stays inside the spread of bf16 over seeds. Every run is a process of `train_fp8.py` on the
+same data with the same number of tokens per step. The seed changes the initial weights and the order of the data. fp8
+variants use every seed too, so that each pairs with a bf16 run. `benchmarks/plots.py curves` draws the result.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
         --output benchmarks/results/multi_gpu_curves.json
 
-Results are kept after each run, and the same command goes on from what its --output holds. Trainings on one GPU are
-spread over all that are visible.
+Results are written after each run, and the same command continues from its --output. Trainings on one GPU are spread
+over all visible GPUs.
 
-With several GPUs the question is whether they train as one does: bf16 and delayed scaling on one GPU, and under each of
-MODES on all of them (`train_multi_gpu.py`), at the same global batch, with the same seed and, since the modes differ in
-it, the same optimizer.
+With several GPUs the question is whether they train as one GPU does. bf16 and delayed scaling train on one GPU, and
+under each of MODES on all GPUs (`train_multi_gpu.py`), with the same global batch, seed and optimizer.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.observability.provenance import collect_provenance, visible_gpus  # noqa: E402
-from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, run_script  # noqa: E402
-from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
-from llm_fp8.utils.subprocesses import torchrun  # noqa: E402
+from llm_fp8.observability.provenance import collect_provenance, visible_gpus
+from llm_fp8.precision.plan import precision_name
+from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, reading, run_script
+from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.subprocesses import training_command
 
 VARIANTS = {
     "bf16": ["--mixed_precision", "bf16"],
@@ -49,12 +49,10 @@ VARIANTS = {
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
 }
 DEFAULT_VARIANTS = "bf16,delayed,current,block"
-MODES = ("fsdp_full", "ddp")
-"""Values of --sharding_mode that are compared with one GPU."""
-ROWS, MICRO_BATCHES = 8, 2
-"""Of a step on one GPU; several GPUs share the rows of a micro-batch."""
-MODEL = "Llama-57M"
-"""Small enough to be trained from scratch in a minute, large enough to learn from the text."""
+MODES = ("fsdp_full", "ddp")  # values of --sharding_mode that are compared with one GPU
+ROWS = 8  # rows of a micro-batch on one GPU, which several GPUs share
+MICRO_BATCHES = 2  # micro-batches of a step
+MODEL = "Llama-57M"  # small enough to be trained from scratch in a minute, large enough to learn from the text
 
 
 @dataclass(frozen=True)
@@ -63,39 +61,32 @@ class Job:
 
     precision: str
     seed: int
-    mode: str | None = None
-    """Value of --sharding_mode; None on one GPU."""
+    mode: str | None = None  # value of --sharding_mode; None on one GPU
 
     @property
     def variant(self) -> str:
         """Name of the curve."""
         return self.precision if self.mode is None else f"{self.mode}:{self.precision}"
 
-    def launch(self, num_gpus: int) -> list[str]:
-        """The command that starts it, up to the training's own options."""
-        if self.mode is None:
-            return [sys.executable, "train_fp8.py"]
-        return torchrun(num_gpus, "train_multi_gpu.py")
-
-    def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
-        """The options of train_fp8.py or train_multi_gpu.py."""
-        rows, more = ROWS, []
-        if self.mode is not None:
-            rows, more = ROWS // settings.num_gpus, ["--sharding_mode", self.mode]
+    def command(self, folder: Path, settings: argparse.Namespace) -> list[str]:
+        """The training command."""
+        num_gpus = 1 if self.mode is None else settings.num_gpus
+        more = [] if self.mode is None else ["--sharding_mode", self.mode]
         if settings.num_gpus > 1:
             more += ["--optimizer", "adamw_fp32"]
-        return [
+        options = [
             "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data,
-            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(rows),
+            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(ROWS // num_gpus),
             "--gradient_accumulation_steps", str(MICRO_BATCHES), "--num_epochs", str(settings.epochs),
             "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50", "--eval_every",
             str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
             *VARIANTS[self.precision], *more
         ]  # fmt: skip
+        return training_command(num_gpus, *options)
 
 
 def parse_seeds(text: str) -> list[int]:
-    """The seeds of a comma-separated list. Raises `UserError`."""
+    """The seeds in a comma-separated list. Raises `UserError`."""
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
         raise UserError(f"--seeds {text}: give different whole numbers with commas between, such as 1,2,3.")
@@ -103,12 +94,13 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_variants(text: str) -> list[str]:
-    """The variants of a comma-separated list. Raises `UserError`."""
+    """The variants in a comma-separated list. Raises `UserError`."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in VARIANTS]:
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
         raise UserError(f"--variants: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
     if "bf16" not in names or len(set(names)) < len(names):
-        raise UserError(f"--variants {text}: name bf16, which the others are held against, and each variant once.")
+        raise UserError(f"--variants {text}: name bf16, the baseline, and each variant once.")
     return names
 
 
@@ -122,12 +114,12 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 
 def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
-    """Train, on `gpu` where the training takes one; returns the evaluations and the summary."""
+    """Train, on `gpu` if the training takes one GPU; returns the evaluations and the summary."""
     environment = dict(os.environ)
     if job.mode is None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    command = [*job.launch(settings.num_gpus), *job.options(folder, settings)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    command = job.command(folder, settings)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise FailedCheck(f"{job.variant} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     records = read_metrics(folder / "metrics.jsonl")
@@ -139,29 +131,26 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
         "sharding_mode": run["effective"]["sharding_mode"],
         "num_gpus": run["effective"]["num_processes"],
         "global_batch_size": run["effective"]["global_batch_size"],
-        "effective_precision": " ".join(
-            filter(None, (run["precision"]["effective"], run["precision"]["effective_scenario"]))
-        ),
+        "effective_precision": precision_name(run["precision"]["effective"], run["precision"]["effective_scenario"]),
         "fp8_linear_flop_share": run["precision"]["coverage"]["fp8_linear_flop_share"],
         "num_parameters": run["model"]["num_parameters"],
-        "evaluations": [
-            [r["step"], r["tokens_seen"], r["eval_loss"]] for r in with_tokens(records) if "eval_loss" in r
-        ],
-        "train_loss": [[r["step"], round(r["loss"], 5)] for r in records if "loss" in r],
+        "evaluations": evaluations(records),
+        "train_loss": [[record["step"], round(record["loss"], 5)] for record in records if "loss" in record],
         "final_eval_loss": summary["last_evaluation"]["eval_loss"],
         "tokens_seen": summary["tokens_seen"],
         "wall_time_s": summary["wall_time_s"],
     }
 
 
-def with_tokens(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Evaluation records with the tokens seen at their step."""
-    tokens = {r["step"]: r["tokens_seen"] for r in records if "tokens_seen" in r}
-    return [{**r, "tokens_seen": tokens[r["step"]]} for r in records]
+def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
+    """[step, tokens seen, eval loss] of each evaluation."""
+    tokens = {record["step"]: record["tokens_seen"] for record in records if "tokens_seen" in record}
+    evaluated = [record for record in records if "eval_loss" in record]
+    return [[record["step"], tokens[record["step"]], record["eval_loss"]] for record in evaluated]
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Final eval loss by variant beside bf16's spread over seeds."""
+    """The final eval loss by variant, and bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
@@ -182,28 +171,26 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each variant on several GPUs, by seed: how far its eval losses are from those of one GPU in the same
-    precision.
-    """
-    one = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
+    """The differences of each variant's eval losses on several GPUs from one GPU in the same precision, by seed."""
+    on_one_gpu = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if run["num_gpus"] == 1:
             continue
-        reference = one[run["variant"].partition(":")[2], run["seed"]]
+        reference = on_one_gpu[run["variant"].partition(":")[2], run["seed"]]
         if run["global_batch_size"] != reference["global_batch_size"]:
             raise FailedCheck(
                 f"{run['variant']} took {run['global_batch_size']} rows a step and one GPU "
                 f"{reference['global_batch_size']}"
             )
-        both = zip(run["evaluations"], reference["evaluations"], strict=True)
+        pairs = zip(run["evaluations"], reference["evaluations"], strict=True)
         variants.setdefault(run["variant"], []).append(
             {
                 "seed": run["seed"],
                 "final_eval_loss": run["final_eval_loss"],
                 "final_eval_loss_one_gpu": reference["final_eval_loss"],
                 "final_difference": run["final_eval_loss"] - reference["final_eval_loss"],
-                "largest_difference": max(abs(here[2] - there[2]) for here, there in both),
+                "largest_difference": max(abs(own_loss - loss) for (*_, own_loss), (*_, loss) in pairs),
             }
         )
     return {"variants": variants}
@@ -212,18 +199,14 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def finished_runs(
     settings: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What an earlier call left in --output: its runs, and with what they were made. Raises `UserError` where they
-    were asked for otherwise.
-    """
+    """The runs that an earlier call left in --output, and their provenance. Raises `UserError` for other options."""
     output = Path(settings.output)
     if not output.exists():
         return [], []
-    try:
+    with reading("--output", output, "the runs of this script", "Give another file."):
         record = read_json(output)
         script, *words = record["provenance"]["command"]
         runs = record["runs"]
-    except (UserError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--output {output} exists and is not a file of this script's; give another.") from error
     if Path(script).name != Path(__file__).name:
         raise UserError(f"--output {output} was written by {script}; give another file.")
     earlier = parser.parse_args(words)
@@ -233,12 +216,10 @@ def finished_runs(
                 f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same "
                 "options."
             )
-    # Files from before runs were kept one by one have no such list.
     return runs, [*record.get("earlier_provenance", []), record["provenance"]]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns"
@@ -256,19 +237,19 @@ def make_parser() -> argparse.ArgumentParser:
         "--num_gpus",
         type=int,
         default=1,
-        help="compare one GPU with so many: 2, 4 or 8 (default 1: compare precisions)",
+        help="compare one GPU with 2, 4 or 8 (default 1: compare precisions)",
     )
     parser.add_argument(
         "--parallel",
         type=int,
         default=4,
-        help="trainings at a time (default 4); one on several GPUs takes a share of each",
+        help="trainings at a time (default 4); one on several GPUs uses all of them",
     )
     return parser
 
 
 def check(settings: argparse.Namespace) -> None:
-    """Raise `UserError` for what every training, or the end of all of them, would fail on."""
+    """Raise `UserError` for options with which every training, or writing the result, would fail."""
     if settings.num_gpus < 1 or ROWS % settings.num_gpus:
         raise UserError(
             f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8."
@@ -294,10 +275,12 @@ def main() -> int:
     jobs = plan(settings)
     order = [(job.variant, job.seed) for job in jobs]
     runs, earlier_provenance = finished_runs(settings, parser)
-    if more := {(run["variant"], run["seed"]) for run in runs} - set(order):
+    unplanned = {(run["variant"], run["seed"]) for run in runs} - set(order)
+    if unplanned:
+        variant, seed = min(unplanned)
         raise UserError(
-            f"--output {settings.output} holds a run of {min(more)[0]} with seed {min(more)[1]}; name both in "
-            "--variants and --seeds too."
+            f"--output {settings.output} holds a run of {variant} with seed {seed}; name both in --variants and "
+            "--seeds too."
         )
     if not torch.cuda.is_available():
         raise UserError("this trains on NVIDIA GPUs, and none is found.")

@@ -3,16 +3,17 @@
 
     python benchmarks/hf_trainer.py --model Llama-3.1-8B --rows 4 --length 1024 --micro_batches 4 --output out.json
 
-Random weights of a bundled architecture; every row of the data fills the whole sequence, so that each variant computes
-the same number of real tokens in a step. Variants, each a process of its own on one GPU, taking turns --rounds times:
+A bundled architecture trains from random weights. Every row of the data fills the whole sequence, so that each variant
+computes the same number of real tokens in a step. Variants run in processes of their own on one GPU and take turns
+--rounds times:
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
     trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...
     train_fp8      train_fp8.py --use_te --mixed_precision fp8 ..., unpacked
     train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked
 
-A step's time is what lies between two logged steps, which every variant logs one by one; the first --warmup steps are
-left out, the recorded step of the certificate among them. See docs/multi_gpu.md.
+A step's time is the time between two log entries, which every variant writes at every step. The first --warmup steps
+are left out, and with them the recorded step of the certificate. See docs/multi_gpu.md.
 """
 
 from __future__ import annotations
@@ -39,23 +40,25 @@ from llm_fp8.tools.bench import Workload, add_measuring_options, check_measuring
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import json_line, read_json, read_metrics, write_json_atomic, write_text_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import run_program
+from llm_fp8.utils.subprocesses import run_program, training_command
 
 TRAINER_VARIANTS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
 OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 
 
 def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Path]:
-    """A folder with the model's config and the embedded tokenizer, without weights, and rows that fill the sequence."""
+    """Write a folder with the model's config and the embedded tokenizer, and a file of rows that fill the sequence."""
     options = ModelConfig(model_name=work.model, random_init=True)
-    model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
+    model = folder / "model"
+    rows = folder / "rows.jsonl"
+    numbers = random.Random(0)
     load_config(options, resolve_source(options)).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
     lines = [
         json_line(
             {
                 "problem": f"Number {number}.",
-                # At least one token for each number, so the solution alone fills the sequence.
+                # A number has at least one token, so the solution alone fills the sequence.
                 "generated_solution": " ".join(str(numbers.randrange(1000)) for _ in range(work.seq_length)),
             }
         )
@@ -66,51 +69,39 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
 
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, num_steps: int) -> list[str]:
-    """The training of a variant."""
+    """The training command of a variant."""
     shared = [
-        *("--model_name", str(model), "--dataset_name", str(rows), "--max_seq_length", str(work.seq_length)),
-        *("--max_steps", str(num_steps), "--gradient_accumulation_steps", str(work.micro_batches)),
-        *("--learning_rate", "1e-5", "--output_dir", str(folder)),
-    ]
+        f"--model_name={model}", f"--dataset_name={rows}", f"--max_seq_length={work.seq_length}",
+        f"--max_steps={num_steps}", f"--gradient_accumulation_steps={work.micro_batches}", "--learning_rate=1e-5",
+        f"--per_device_train_batch_size={work.batch_size}", "--lr_scheduler_type=constant", "--logging_steps=1",
+        f"--output_dir={folder}"
+    ]  # fmt: skip
     if variant in TRAINER_VARIANTS:
         config = f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml"
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-        own = [
-            *("--random_init", "true", "--weights_dtype", "bfloat16", "--logging_steps", "1"),
-            *("--per_device_train_batch_size", str(work.batch_size), "--lr_scheduler_type", "constant"),
-            *("--save_strategy", "no", "--report_to", "none"),
-        ]
+        own = ["--random_init=true", "--weights_dtype=bfloat16", "--save_strategy=no", "--report_to=none"]
         return [*launch, "examples/hf_trainer_fp8.py", *shared, *own]
-    own = [
-        *(
-            "--random_init",
-            "--use_te",
-            "--mixed_precision",
-            OUR_VARIANTS[variant],
-            "--batch_size",
-            str(work.batch_size),
-        ),
-        *("--no-packing", "--overlong", "truncate", "--train_on_prompt", "--validation_fraction", "0"),
-        *("--log_every", "1", "--no-export", "--lr_scheduler", "constant", "--num_warmup_steps", "0"),
-    ]
-    return [sys.executable, "train_fp8.py", *shared, *own]
+    precision = f"--mixed_precision={OUR_VARIANTS[variant]}"
+    data = ["--no-packing", "--overlong=truncate", "--train_on_prompt", "--validation_fraction=0"]
+    own = ["--random_init", "--use_te", precision, *data, "--no-export", "--num_warmup_steps=0"]
+    return training_command(1, *shared, *own)
 
 
 def read_trainer(folder: Path, warmup: int) -> dict[str, Any]:
-    """What trainer_state.json holds of the steps after `warmup`: tokens/s of each, the losses and the memory's peak."""
+    """The tokens/s of each step after `warmup`, the losses and the peak memory, from trainer_state.json."""
     history = read_json(folder / "trainer_state.json")["log_history"]
     steps = [record for record in history if "loss" in record]
     speeds = [
-        (later["num_input_tokens_seen"] - one["num_input_tokens_seen"])
-        / (later["train_runtime"] - one["train_runtime"])
-        for one, later in itertools.pairwise(steps)
+        (step["num_input_tokens_seen"] - before["num_input_tokens_seen"])
+        / (step["train_runtime"] - before["train_runtime"])
+        for before, step in itertools.pairwise(steps)
     ]
     peaks = [record["peak_memory_gib"] for record in history if "peak_memory_gib" in record]
     return figures(speeds[warmup - 1 :], steps, peaks)
 
 
 def read_ours(folder: Path, warmup: int) -> dict[str, Any]:
-    """The same from metrics.jsonl."""
+    """The same figures from metrics.jsonl."""
     steps = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     peaks = [record["peak_memory_gib"] for record in steps if "peak_memory_gib" in record]
     return figures([record["real_tokens_per_s"] for record in steps[warmup:]], steps, peaks)
@@ -125,7 +116,7 @@ def figures(speeds: list[float], steps: list[Any], peaks: list[float]) -> dict[s
 
 
 def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of a variant: its median over all timed steps of all rounds."""
+    """The row of a variant: the median over all timed steps of all rounds."""
     measured = [found for found in rounds if found["failed"] is None]
     if not measured:
         return {"variant": variant, "failed": rounds[0]["failed"]}
@@ -139,29 +130,31 @@ def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure every variant, round by round, and keep the results as JSON."""
+    """Measure every variant, round by round, and write the results as JSON."""
     known = [*TRAINER_VARIANTS, *OUR_VARIANTS]
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="Llama-3.1-8B", help="a bundled architecture (default %(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch (default %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
-    parser.add_argument("--micro_batches", type=int, default=4, help="of a step (default %(default)s)")
+    parser.add_argument("--micro_batches", type=int, default=4, help="micro-batches of a step (default %(default)s)")
     parser.add_argument("--variants", default=",".join(known[:3]), help="comma-separated (default %(default)s)")
     add_measuring_options(parser)
     options = parser.parse_args()
     check_measuring_options(options)
     variants = options.variants.split(",")
-    if unknown := [variant for variant in variants if variant not in known]:
-        raise UserError(f"--variants names {unknown[0]}, which is none of {', '.join(known)}.")
+    for variant in variants:
+        if variant not in known:
+            raise UserError(f"--variants names {variant}, which is none of {', '.join(known)}.")
     work = Workload(options.model, options.rows, options.length, options.micro_batches)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    # As train_fp8.py sets it for itself; with several GPUs to see the Trainer would take nn.DataParallel.
+    # train_fp8.py sets the allocator itself. If the Trainer saw several GPUs it would use nn.DataParallel.
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_VISIBLE_DEVICES": "0", **environ}
     rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as scratch:
         model, rows = write_inputs(work, Path(scratch), options.steps)
         for number, variant in itertools.product(range(options.rounds), variants):
-            folder, log = Path(scratch, f"{variant}-{number}"), Path(scratch, f"{variant}.log")
+            folder = Path(scratch, f"{variant}-{number}")
+            log = Path(scratch, f"{variant}.log")
             command = command_of(variant, work, model, rows, folder, options.steps)
             ended = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=options.timeout_s)
             certificate = folder / "certificate.json"
@@ -172,10 +165,10 @@ def main() -> int:
                 found |= read(folder, options.warmup)
             rounds[variant].append(found)
             print(f"round {number + 1}  {variant:13} {ended.failure or 'measured'}", flush=True)
-    table = [summarise(variant, done) for variant, done in rounds.items()]
+    table = [summarise(variant, found) for variant, found in rounds.items()]
     for row in table:
-        told = f"{row.get('tokens_per_s', 0):9,.0f} tokens/s  {row.get('peak_memory_gib', 0):.1f} GiB"
-        print(f"{row['variant']:13} {row.get('failed') or told}")
+        result = row.get("failed") or f"{row['tokens_per_s']:9,.0f} tokens/s  {row['peak_memory_gib']:.1f} GiB"
+        print(f"{row['variant']:13} {result}")
     if options.output is not None:
         record = {"provenance": collect_provenance(sys.argv), "workload": work.name, **asdict(work), "rows": table}
         write_json_atomic(options.output, record)

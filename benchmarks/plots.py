@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the plots of the documents from recorded results.
+"""Draw the documents' plots from recorded results.
 
     python benchmarks/plots.py speed benchmarks/results/speed_table_h200.json benchmarks/plots/speed_8b.png --row 8b
     python benchmarks/plots.py parts benchmarks/results/speed_table_h200.json benchmarks/plots/step_8b.png --row 8b \\
@@ -8,9 +8,9 @@
     python benchmarks/plots.py pretrained benchmarks/results/pretrained.json benchmarks/plots/pretrained.png
     python benchmarks/plots.py dashboard - benchmarks/plots/wandb_dashboard.svg
 
-speed: tokens/s and peak memory by variant, of ours those without further options unless --variants names others.
-parts: the parts of a recorded step. curves: eval loss from scratch (benchmarks/gsm8k_curves.py). pretrained: what fp8
-costs a pretrained model (benchmarks/pretrained.py). dashboard: the panels of the W&B view, without figures.
+speed: tokens/s and peak memory of the baselines and of our plain recipes, or of --variants. parts: the parts of a
+recorded step. curves: eval loss from scratch (benchmarks/gsm8k_curves.py). pretrained: the cost of fp8 in a pretrained
+model (benchmarks/pretrained.py). dashboard: the panels of the W&B view, without figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.wandb_dashboard import SECTIONS, Bars, Curve
+from llm_fp8.tools.wandb_dashboard import SECTIONS, Panel
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
 from llm_fp8.utils.json_files import read_json, require_writable
 
@@ -48,7 +48,7 @@ COLOURS = {
     "torchao_tensorwise": "#9ccfa0",
     "torchao_rowwise": "#6fae75",
 }
-"""By precision of ours, and baseline."""
+"""Our precision, or a baseline -> its colour."""
 OTHER_COLOUR = "#2e4057"
 LABELS = {
     "hf_bf16": "Hugging Face + Accelerate, bf16",
@@ -58,10 +58,11 @@ LABELS = {
     "torchao_tensorwise": "torchao tensorwise, fp8",
     "torchao_rowwise": "torchao rowwise, fp8",
 }
-"""Of baselines; a variant of ours has its name."""
+"""Baseline -> its label; our variants are labelled by their names."""
 PARTS = {"GEMMs": ("gemm",), "attention": ("attention",), "casts": ("cast",), "all else": ()}
-"""Part of a step -> its kernel classes; the last one takes the rest."""
+"""Part of a step -> its kernel classes; the last part takes all other classes."""
 PART_COLOURS = ("#4a6fa5", "#9db7d8", "#1f2d44", "#c9ced6")
+DARK_PARTS = ("#4a6fa5", "#1f2d44")
 DRAWN = {
     "hf_bf16": ("Hugging Face, bf16", COLOURS["hf_bf16_compiled"], "-"),
     "delayed": ("delayed", COLOURS["delayed"], "-"),
@@ -73,26 +74,26 @@ DRAWN = {
 """Variants of benchmarks/pretrained.py -> label, colour and line."""
 
 
-# --- what the plots share ---------------------------------------------------------------------------------------------
+# --- shared by all plots ----------------------------------------------------------------------------------------------
 
 
-def write_message(figure: Any, message: str, what: str) -> None:
-    """What the plot shows as its title; at its foot, what was measured."""
+def write_message(figure: Any, message: str, measured: str) -> None:
+    """Write the plot's message as its title, and what was measured at its foot."""
     figure.suptitle(message, x=0.01, ha="left", fontsize=12, weight="bold")
-    figure.supxlabel(what, x=0.01, ha="left", fontsize=9, color="#555555")
+    figure.supxlabel(measured, x=0.01, ha="left", fontsize=9, color="#555555")
 
 
 def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: float) -> None:
-    """Labels (label -> height of the line's end, colour) to the right of lines that end at `x`, `gap` apart."""
+    """Label lines at their ends at `x`, at least `gap` apart; `ends`: label -> height of the line's end, colour."""
     height = float("-inf")
     for label, (end, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
         height = max(end, height + gap)
-        where = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
-        axis.annotate(label, (x, height), (6, 0), color=colour, fontsize=10, **where)
+        placement = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+        axis.annotate(label, (x, height), (6, 0), color=colour, fontsize=10, **placement)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG of twice the size that it is read at, on white, which reads on a light page and on a dark one."""
+    """Write a PNG of twice the displayed size, on white, which is readable on light and dark pages."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200, facecolor="white")
     plt.close(figure)
@@ -102,13 +103,13 @@ def save(figure: Any, path: Path) -> None:
 
 
 def precision_of(variant: str) -> str:
-    """The word of a variant's name that has a colour; else its first one."""
+    """The word of a variant's name that has a colour, else the first word."""
     words = variant.split(":")
     return next((word for word in words if word in COLOURS), words[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """The rows of one workload, in the order of `variants`, or baselines first. Raises `UserError`."""
+    """The rows of one workload in the order of `variants`, or with baselines first. Raises `UserError`."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")
@@ -124,13 +125,14 @@ def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> l
         plain = [row for row in rows if row["baseline"] or row["variant"].split(":")[-1] in COLOURS]
         return sorted(plain, key=lambda row: (row["baseline"] is None, speed(row)))
     found = {row["variant"]: row for row in rows}
-    if missing := [name for name in variants if name not in found]:
-        raise UserError(f"--variants {missing[0]}: row {row_name} of {path} has {', '.join(found)}.")
+    for name in variants:
+        if name not in found:
+            raise UserError(f"--variants {name}: row {row_name} of {path} has {', '.join(found)}.")
     return [found[name] for name in variants]
 
 
 def speed(row: Row) -> float:
-    """Tokens/s of one GPU, of real documents without padding; 0 where none was measured."""
+    """Tokens/s of one GPU (real documents: without padding); 0 if it was not measured."""
     kind = "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
     return row.get(kind, 0.0) / row.get("num_gpus", 1)
 
@@ -143,13 +145,13 @@ def label(row: Row) -> str:
 
 
 def what_was_trained(row: Row) -> str:
-    """The workload, for the line below the title."""
+    """The workload, for the foot of a plot."""
     gpus = f"{row['num_gpus']} {row['gpu']}s" if row.get("num_gpus", 1) > 1 else f"one {row['gpu']}"
     return f"{row['model']}, micro-batches of {row['batch_size']} x {row['seq_length']:,} tokens, {gpus}"
 
 
 def finish(axis: Any) -> None:
-    """The first bar on top, no frame."""
+    """Put the first bar on top and remove the frame."""
     axis.invert_yaxis()
     axis.set_xticks([])
     axis.tick_params(left=False)
@@ -157,7 +159,7 @@ def finish(axis: Any) -> None:
 
 
 def draw_speed(rows: list[Row], path: Path) -> None:
-    """A bar per variant with its tokens/s and peak memory; the title says what the fastest of ours gains."""
+    """Draw a bar per variant with tokens/s and peak memory; the title compares our fastest with the others."""
     figure, axis = plt.subplots(figsize=(8, 1 + 0.34 * len(rows)), layout="constrained")
     best = max(map(speed, rows))
     for place, row in enumerate(rows):
@@ -171,21 +173,21 @@ def draw_speed(rows: list[Row], path: Path) -> None:
     axis.set_yticks(range(len(rows)), list(map(label, rows)), fontsize=10)
     axis.set_xlim(0, 1.3 * best)
     finish(axis)
-    ours = max((row for row in rows if not row["baseline"]), key=speed, default=rows[0])
+    fastest = max((row for row in rows if not row["baseline"]), key=speed, default=rows[0])
     others = [row for row in rows if precision_of(row["variant"]) == "bf16"]
     others += sorted((row for row in rows if row["baseline"]), key=speed)[-1:]
     gains = [
-        f"{speed(ours) / speed(row):.2f} times {label(row) if row['baseline'] else 'our bf16'}"
+        f"{speed(fastest) / speed(row):.2f} times {label(row) if row['baseline'] else 'our bf16'}"
         for row in others
-        if row is not ours and speed(row)
+        if row is not fastest and speed(row)
     ]
-    message = f"{ours['variant']}: {', '.join(gains) or f'{speed(ours):,.0f} tokens/s'}"
+    message = f"{fastest['variant']}: {', '.join(gains) or f'{speed(fastest):,.0f} tokens/s'}"
     write_message(figure, message, f"{what_was_trained(rows[0])}; tokens/s and peak memory")
     save(figure, path)
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """`PARTS` of the recorded step, in ms; the time without a kernel belongs to "all else"."""
+    """The `PARTS` of the recorded step in ms; the time without a kernel belongs to "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
     found = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
@@ -194,19 +196,19 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
-    """A bar per variant, cut into `PARTS`; the title says where the last one's time differs from the first one's."""
+    """Draw a bar per variant, divided into `PARTS`; the title compares the last variant with the first."""
     with reading("results", path, "a recorded step of each variant"):
         parts = [step_parts(row) for row in rows]
     figure, axis = plt.subplots(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
-    longest = max(sum(of_row.values()) for of_row in parts)
-    for place, of_row in enumerate(parts):
+    longest = max(sum(row_parts.values()) for row_parts in parts)
+    for place, row_parts in enumerate(parts):
         left = 0.0
-        for (part, time_ms), colour in zip(of_row.items(), PART_COLOURS, strict=True):
+        for (part, time_ms), colour in zip(row_parts.items(), PART_COLOURS, strict=True):
             axis.barh(place, time_ms, left=left, color=colour, height=0.6, label=part if place == 0 else None)
             if time_ms > 0.04 * longest:
-                ink = "white" if colour in PART_COLOURS[::2] else "black"
-                centre = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
-                axis.text(left + time_ms / 2, place, f"{time_ms:,.0f}", **centre)
+                style = {"ha": "center", "va": "center", "fontsize": 9}
+                style["color"] = "white" if colour in DARK_PARTS else "black"
+                axis.text(left + time_ms / 2, place, f"{time_ms:,.0f}", **style)
             left += time_ms
         axis.text(left + 0.01 * longest, place, f"{left:,.0f}", va="center", fontsize=10, weight="bold")
     axis.set_yticks(range(len(rows)), list(map(label, rows)), fontsize=10)
@@ -224,14 +226,18 @@ def draw_parts(rows: list[Row], path: Path) -> None:
 
 
 def draw_curves(record: Row, path: Path) -> None:
-    """The second half of training on one GPU: a line per variant (mean over seeds), bf16's range as a band."""
+    """Draw the second half of training on one GPU: a line per variant (mean over seeds) and bf16's range as a band."""
     runs = [run for run in record["runs"] if ":" not in run["variant"]]
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    ends, finals, last = {}, {}, 0.0
+    ends = {}
+    finals = {}
+    last = 0.0
     for variant in dict.fromkeys(run["variant"] for run in runs):
-        curves = [np.array(run["evaluations"]) for run in runs if run["variant"] == variant]
-        tokens, losses = curves[0][:, 1] / 1e6, np.array([curve[:, 2] for curve in curves])
-        colour, last = COLOURS.get(variant.partition("_")[0], OTHER_COLOUR), tokens.max()
+        evaluations = np.array([run["evaluations"] for run in runs if run["variant"] == variant])
+        tokens = evaluations[0, :, 1] / 1e6
+        losses = evaluations[:, :, 2]
+        last = tokens.max()
+        colour = COLOURS.get(variant.partition("_")[0], OTHER_COLOUR)
         axis.plot(tokens, losses.mean(axis=0), color=colour)
         if variant == "bf16":
             axis.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15, linewidth=0)
@@ -244,7 +250,8 @@ def draw_curves(record: Row, path: Path) -> None:
     axis.set_xlabel("tokens seen (millions)")
     axis.set_ylabel("eval loss (nats per token)")
     axis.spines[["top", "right"]].set_visible(False)
-    low, high = finals["bf16"].min(), finals["bf16"].max()
+    low = finals["bf16"].min()
+    high = finals["bf16"].max()
     inside = all(low <= losses.mean() <= high for losses in finals.values())
     write_message(
         figure,
@@ -255,17 +262,18 @@ def draw_curves(record: Row, path: Path) -> None:
 
 
 def draw_pretrained(record: Row, path: Path) -> None:
-    """A line per variant over the learning rate: the eval loss of its bf16 export above that of the bf16 run of the
-    same seed. A point is a seed, the line joins their means.
+    """Draw a line per variant over the learning rate: the eval loss of its bf16 export minus the loss of the bf16 run
+    with the same seed. A point is a seed; the line joins the means.
     """
     runs = [run for run in record["runs"] if run["seed"]]
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run["bf16_eval_loss"] for run in runs}
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    ends, means_of_fp8 = {}, []
+    ends = {}
+    fp8_means = []
     for variant, (name, colour, line) in DRAWN.items():
         gaps: dict[float, list[float]] = {}
-        for (other, rate, seed), loss in sorted(losses.items()):
-            if other == variant and ("bf16", rate, seed) in losses:
+        for (run_variant, rate, seed), loss in sorted(losses.items()):
+            if run_variant == variant and ("bf16", rate, seed) in losses:
                 gaps.setdefault(rate, []).append(1e3 * (loss - losses["bf16", rate, seed]))
         if not gaps:
             continue
@@ -274,7 +282,8 @@ def draw_pretrained(record: Row, path: Path) -> None:
         for rate, seeds in gaps.items():
             axis.plot([rate] * len(seeds), seeds, "o", color=colour, markersize=4)
         ends[name] = (means[-1], colour)
-        means_of_fp8 += means if variant != "hf_bf16" else []
+        if variant != "hf_bf16":
+            fp8_means += means
     axis.axhline(0, zorder=0, color=COLOURS["bf16"], linewidth=1)
     low, high = axis.get_ylim()
     rates = sorted({rate for _, rate, _ in losses if rate})
@@ -288,7 +297,7 @@ def draw_pretrained(record: Row, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     write_message(
         figure,
-        f"fp8 costs a pretrained 135M model {min(means_of_fp8) / 1e3:.3f} to {max(means_of_fp8) / 1e3:.3f} nats",
+        f"fp8 costs a pretrained 135M model {min(fp8_means) / 1e3:.3f} to {max(fp8_means) / 1e3:.3f} nats",
         "SmolLM2-135M-Instruct on GSM8K; points: seeds, lines: their means; 0: bf16, the same modules",
     )
     save(figure, path)
@@ -296,25 +305,27 @@ def draw_pretrained(record: Row, path: Path) -> None:
 
 # --- the W&B view -----------------------------------------------------------------------------------------------------
 
-COLUMNS, WIDTH, HEIGHT, GAP, TITLE = 6, 176, 96, 8, 28
-"""Panels in a row; sizes in pixels of a panel, of the room between panels, and of a section's title."""
-ICONS: dict[type, str] = {
-    Curve: '<path d="M8 88C48 60 76 80 104 66S150 62 168 56" fill="none" stroke="#2f81f7" stroke-width="2"/>',
-    Bars: '<path d="M8 60h130M8 84h150" stroke="#2f81f7" stroke-width="8"/>',
-}
+COLUMNS = 6  # panels in a row
+WIDTH, HEIGHT = 176, 96  # of a panel, in pixels
+GAP = 8  # between panels
+TITLE = 28  # height of a section's title
+LINE_ICON = '<path d="M8 88C48 60 76 80 104 66S150 62 168 56" fill="none" stroke="#2f81f7" stroke-width="2"/>'
+BAR_ICON = '<path d="M8 60h130M8 84h150" stroke="#2f81f7" stroke-width="8"/>'
 
 
-def draw_panel(panel: Curve | Bars, x: int, y: int) -> str:
-    """A panel with its title and the kind of its chart."""
+def draw_panel(panel: Panel, x: int, y: int) -> str:
+    """A panel with its title and an icon of its chart."""
+    icon = BAR_ICON if panel.by in ("run", "precision") else LINE_ICON
     wrapped = enumerate(textwrap.wrap(panel.title, 25))
     lines = "".join(f'<text x="8" y="{18 + 13 * number}">{escape(line)}</text>' for number, line in wrapped)
     frame = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="4" fill="#ffffff" stroke="#d0d7de"/>'
-    return f'<g transform="translate({x} {y})">{frame}{lines}{ICONS[type(panel)]}</g>'
+    return f'<g transform="translate({x} {y})">{frame}{lines}{icon}</g>'
 
 
 def dashboard() -> str:
     """The sections and panels of the W&B view as an SVG."""
-    parts, y = [], GAP
+    parts = []
+    y = GAP
     for title, panels in SECTIONS.items():
         parts.append(f'<text x="{GAP}" y="{y + 18}" font-size="14" font-weight="bold">{escape(title)}</text>')
         y += TITLE
@@ -325,18 +336,18 @@ def dashboard() -> str:
     width = GAP + COLUMNS * (WIDTH + GAP)
     size = f'width="{width}" height="{y}" viewBox="0 0 {width} {y}"'
     style = 'font-family="sans-serif" font-size="11" fill="#1b1f24"'
-    ground = f'<rect width="{width}" height="{y}" fill="#f6f8fa"/>'
-    body = "\n".join([ground, *parts])
+    background = f'<rect width="{width}" height="{y}" fill="#f6f8fa"/>'
+    body = "\n".join([background, *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
 
 
 def main() -> int:
-    """Read, draw."""
+    """Read the results and draw the plot."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("plot", choices=["speed", "parts", "curves", "pretrained", "dashboard"])
     parser.add_argument("results", type=Path, help="JSON file of the benchmark; - for the dashboard")
     parser.add_argument("output", type=Path, help="PNG file to write; for the dashboard SVG")
-    parser.add_argument("--row", help="speed, parts: row of the speed table; needed where the file has several")
+    parser.add_argument("--row", help="speed, parts: row of the speed table; needed if the file has several")
     parser.add_argument("--variants", help="speed, parts: variants to draw, in this order, separated by commas")
     options = parser.parse_args()
     require_writable("output", options.output)

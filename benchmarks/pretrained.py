@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Fine-tune pretrained weights in every precision and measure what fp8 costs: in evaluation, and in the weights.
+"""Fine-tune pretrained weights in every precision and measure the cost of fp8 in evaluation and in the weights.
 
     python benchmarks/pretrained.py --model FOLDER --data gsm8k_train.jsonl --output benchmarks/results/pretrained.json
 
-Every run is a `train_fp8.py` of its own on the same held-out split; the seed changes the order of the data, and runs of
-one seed and learning rate are paired. Each model is evaluated on the held-out rows twice: in the precision that it was
-trained in, by the run itself, and after its export in bf16 by plain transformers. The difference of the two is what the
-evaluation's own fp8 costs, the rest is in the weights. `untrained` holds the same before any training.
+Every run is a process of `train_fp8.py` with the same held-out split. The seed changes the order of the data, and runs
+with the same seed and learning rate are paired. Each model is evaluated on the held-out rows twice: by the run itself,
+in its precision, and after its export in bf16 by plain transformers. The difference of the two is the cost of fp8 in
+the evaluation; the rest is in the weights. A run with seed 0 evaluates the untrained model.
 
-`equal_loss_steps` is the share of its steps after which the reference had the loss of the variant's export, between its
-evaluations by interpolation. Its learning rate had not decayed by then, so a reference with fewer steps in its schedule
-gets there sooner still.
+`equal_loss_steps` is the share of its steps after which the reference had the loss of the variant's export, by
+interpolation between its evaluations. Its learning rate had not decayed by then, so a reference with a shorter schedule
+would reach this loss sooner.
 
-`--exact_match N` lets every export answer N held-out problems. `--deadline_s` starts no run after so many seconds; the
-same command goes on from what --output holds. The median step time is kept with `--parallel 1` only.
+With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no run starts; the same
+command continues from its --output. The median step time is recorded with `--parallel 1` only.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.config.options import Config, DataConfig, ModelConfig  # noqa: E402
-from llm_fp8.data import prepare_data  # noqa: E402
-from llm_fp8.data.collate import Batch  # noqa: E402
-from llm_fp8.observability.provenance import collect_provenance, visible_gpus  # noqa: E402
-from llm_fp8.tools.compare.statistics import t_interval  # noqa: E402
-from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script  # noqa: E402
-from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic  # noqa: E402
+from llm_fp8.config.options import Config, DataConfig, ModelConfig
+from llm_fp8.data import prepare_data
+from llm_fp8.data.collate import Batch
+from llm_fp8.observability.provenance import collect_provenance, visible_gpus
+from llm_fp8.precision.plan import precision_name
+from llm_fp8.tools.compare.statistics import t_interval
+from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
+from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.subprocesses import training_command
 
 _FP8 = ("--use_te", "--mixed_precision", "fp8")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -66,15 +68,18 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "delayed_lora": (*_FP8, "--fp8_scenario", "delayed", "--lora_rank", "16"),
 }  # fmt: skip
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
-"""What a variant is held against where it is not bf16."""
+"""Variant -> its reference, where it is not bf16."""
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
-SEQ_LENGTH, ROWS, WARMUP_STEPS, EPOCHS, EVAL_EVERY = 1024, 16, 20, 2, 40
-HELD_OUT = 0.1
+SEQ_LENGTH = 1024
+ROWS = 16  # of a micro-batch
+WARMUP_STEPS = 20
+EPOCHS = 2
+EVAL_EVERY = 40
+HELD_OUT = 0.1  # share of the problems
 EVAL_ROWS = 16
 MAX_NEW_TOKENS = 256
 
-_LOADING = threading.Lock()
-"""transformers builds a model under a default device of the process: one thread at a time."""
+_LOADING = threading.Lock()  # transformers sets the process's default device while it builds a model
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,10 @@ class Job:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """Untrained models first, then seed by seed, so that an end before the end leaves whole pairs."""
+    """The untrained models, then all runs seed by seed, so that an early end leaves whole pairs."""
     variants = settings.variants.split(",")
-    if unknown := [name for name in variants if name not in VARIANTS]:
+    unknown = [name for name in variants if name not in VARIANTS]
+    if unknown:
         raise UserError(f"--variants: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
     rates = [float(rate) for rate in settings.learning_rates.split(",")]
     jobs = [Job(variant, 0.0, 0) for variant in variants if "lora" not in variant]
@@ -128,10 +134,11 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
 
 @torch.no_grad()
 def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
-    """Mean cross entropy of the supervised tokens, by transformers' own model in bf16 with fp32 logits."""
+    """The mean cross entropy of supervised tokens by transformers' own model in bf16 with fp32 logits."""
     with _LOADING:
         decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
-    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = 0
     for batch in batches:
         batch = batch.to(device)
         logits = decoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
@@ -141,23 +148,24 @@ def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
 
 
 def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, gpu: int) -> dict[str, Any]:
-    """Train, evaluate the export in bf16, and return both."""
+    """Train, evaluate the export in bf16, and return the results of both."""
     folder = scratch / f"{job.variant}-{job.learning_rate}-{job.seed}"
     environment = dict(os.environ)
     device = "cpu"
     if torch.cuda.is_available():
         environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[gpu]
         device = f"cuda:{gpu}"
-    command = [sys.executable, "train_fp8.py", *job.options(settings, folder)]
+    command = training_command(1, *job.options(settings, folder))
     result = {"variant": job.variant, "learning_rate": job.learning_rate, "seed": job.seed}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {**result, "failed": (done.stdout[-1500:] + done.stderr[-3000:])}
     metrics = read_metrics(folder / "metrics.jsonl")
-    run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
+    precision = read_json(folder / "run.json")["precision"]
+    summary = read_json(folder / "summary.json")
     exported = settings.model if job.seed == 0 else folder / "final"
     result |= {
-        "precision": " ".join(filter(None, (run["precision"]["effective"], run["precision"]["effective_scenario"]))),
+        "precision": precision_name(precision["effective"], precision["effective_scenario"]),
         "certificate": (summary.get("certificate") or {}).get("verdict"),
         "evaluations": [[record["step"], record["eval_loss"]] for record in metrics if "eval_loss" in record],
         "eval_loss": summary["last_evaluation"]["eval_loss"],
@@ -174,28 +182,28 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
             f"--max_new_tokens={MAX_NEW_TOKENS}", f"--output={output}", f"--dataset_name={settings.data}",
             f"--validation_fraction={HELD_OUT}"
         ]  # fmt: skip
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+        subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=True)
         result["exact_match"] = read_json(output)["exact_match"]
     shutil.rmtree(folder)
     return result
 
 
 def interval(differences: list[float]) -> dict[str, Any]:
-    """Mean of paired differences and its 95% interval by Student's t; one pair has none."""
+    """The mean of paired differences and its 95% interval by Student's t; one pair has no interval."""
     found = t_interval(differences)
     half = None if found.low is None else found.value - found.low
     return {"num_pairs": len(differences), "mean": found.value, "half_width": half, "differences": differences}
 
 
 def equal_loss_steps(run: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Share of its steps after which `reference` had the loss of the exported `run`; 1 where it never had."""
+    """The share of its steps after which `reference` had the loss of the exported `run`; 1 if it never had."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Paired differences of each variant to its reference, by learning rate (0: untrained)."""
+    """The paired differences of each variant from its reference, by learning rate (0: untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
     for variant in VARIANTS:
@@ -213,10 +221,10 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if all(name in run for pair in pairs for run in pair):
                     entry[name] = interval([run[name] - other[name] for run, other in pairs])
                     entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
-            # Some runs are known by what was printed of them alone, which has no evaluations on the way.
-            followed = [(run, other) for run, other in pairs if rate and "evaluations" in other]
-            if followed:
-                entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in followed)
+            # Some recorded runs have no intermediate evaluations.
+            evaluated = [(run, other) for run, other in pairs if rate and "evaluations" in other]
+            if evaluated:
+                entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in evaluated)
             comparisons.append(entry)
     return comparisons
 
@@ -228,7 +236,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--learning_rates", default=",".join(map(str, LEARNING_RATES)))
-    parser.add_argument("--seeds", type=int, default=3, help="of each learning rate but the main one")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each learning rate but the main one")
     parser.add_argument("--main_learning_rate", type=float, default=3e-5)
     parser.add_argument("--main_seeds", type=int, default=5)
     parser.add_argument("--exact_match", type=int, default=0, help="held-out problems that every export answers")
@@ -238,7 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run what is missing of the plan."""
+    """Run the plan's missing runs."""
     began = time.monotonic()
     settings = make_parser().parse_args()
     require_writable("--output", settings.output)
@@ -248,10 +256,11 @@ def main() -> int:
     done = {(run["variant"], run["learning_rate"], run["seed"]) for run in runs}
     left = [job for job in plan(settings) if (job.variant, job.learning_rate, job.seed) not in done]
     batches = held_out_batches(settings)
-    provenance, lock = collect_provenance(sys.argv), threading.Lock()
+    provenance = collect_provenance(sys.argv)
+    lock = threading.Lock()
     origin = {"commit": provenance["git"]["commit"], "gpu": next((gpu["name"] for gpu in provenance["gpus"]), None)}
 
-    def keep(future: Future[dict[str, Any] | None]) -> None:
+    def record(future: Future[dict[str, Any] | None]) -> None:
         result = future.result()
         if result is None:
             return
@@ -271,7 +280,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(num_threads) as pool:
         futures = [pool.submit(start, job, number, scratch) for number, job in enumerate(left)]
         for future in futures:
-            future.add_done_callback(keep)
+            future.add_done_callback(record)
     missing = len(plan(settings)) - sum("failed" not in run for run in runs)
     print(f"{len(runs)} runs, {missing} of the plan are missing, {time.monotonic() - began:.0f} s")
     return 0

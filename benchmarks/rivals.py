@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Ours beside the trainers that people use, each from its own package: TRL, torchtitan 0.2, NeMo Automodel, Unsloth.
+"""Compare our trainer with TRL, torchtitan 0.2, NeMo Automodel and Unsloth, each from its own package.
 
     pip install --target /tmp/rivals/trl trl         # each with what it needs, in a folder of its own
     python benchmarks/rivals.py --model Llama-3.2-1B --text gsm8k.jsonl --output rivals_1b.json \\
         --packages trl=/tmp/rivals/trl --packages torchtitan=/tmp/rivals/torchtitan
 
-Every variant of `VARIANTS` fine-tunes the same random weights on the same rows, as many tokens a step, in a process of
-its own, one after the other on the same GPUs, with the settings that its documentation gives for speed: packed rows,
-fused AdamW, nothing recomputed. One that runs out of memory takes half the rows and twice the micro-batches; one that
-fails is an entry with the reason.
+All `VARIANTS` fine-tune the same random weights on the same rows with the same number of tokens per step, one after the
+other on the same GPUs. Each has a process of its own and the settings that its documentation recommends for speed:
+packed rows, fused AdamW, no recomputation. A variant that runs out of memory repeats with half the rows and twice the
+micro-batches. A variant that fails becomes an entry with the reason.
 
-A step is timed from one optimizer step to the next, with a synchronisation, by torch's hook after every optimizer step,
-so that no trainer is changed to be measured; tokens are those that are no padding. The kernels of a warm-up step say
+A step is timed from one optimizer step to the next, with a synchronisation in torch's hook after every optimizer step,
+so that no trainer is changed to be measured. Padding is not counted as tokens. The kernels of a warm-up step show
 whether fp8 ran. torchtitan packs text without regard to documents, and its llama3 ties no embeddings.
 """
 
@@ -76,11 +76,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> package and options."""
 SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8)}
-"""Model -> rows of a micro-batch and micro-batches of a step."""
-FLAVOURS = {"Llama-3.2-1B": "1B", "Llama-3.2-3B": "3B", "Llama-3.1-8B": "8B"}
-"""Our architecture -> torchtitan's."""
-RECORDED_STEP, WARMUP, STEPS = 7, 8, 14
-"""The step whose kernels are recorded, after the fifth, which our own runs record; the first timed one; all."""
+"""Model -> (rows of a micro-batch, micro-batches of a step)."""
+FLAVOURS = {"Llama-3.2-1B": "1B", "Llama-3.2-3B": "3B", "Llama-3.1-8B": "8B"}  # our architecture -> torchtitan's
+RECORDED_STEP = 7  # its kernels are recorded; our own runs record their fifth
+WARMUP = 8  # steps that are not timed
+STEPS = 14
 LEARNING_RATE = 1e-4
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}"
@@ -90,12 +90,11 @@ CHAT_TEMPLATE = (
 
 
 class Probe:
-    """Times, memory and kernels of a training's steps, and what the training tells of itself."""
+    """Records times, memory and kernels of a training's steps; the training adds losses, tokens and attention."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.tokens_per_step: float | None = None
-        """Positions of this process that are no padding, on average."""
+        self.tokens_per_step: float | None = None  # positions of this process that are no padding, on average
         self.attention: str | None = None
         self._counted: list[float] = []
         self._optimizer: Any = None
@@ -107,14 +106,14 @@ class Probe:
         register_optimizer_step_post_hook(self._stepped)
 
     def count_tokens(self, num_tokens: float) -> None:
-        """Of one micro-batch of this process, without padding."""
+        """Count the tokens of one micro-batch of this process, without padding."""
         self._counted.append(num_tokens)
 
     def figures(self, micro_batches: int) -> dict[str, Any]:
-        """What was measured on this process; `micro_batches` of a step."""
+        """The figures of this process; a step has `micro_batches` micro-batches."""
         if self.tokens_per_step is None and self._counted:
             self.tokens_per_step = statistics.mean(self._counted) * micro_batches
-        times = [later - one for one, later in itertools.pairwise(self._ends_s)][WARMUP - 1 :]
+        times = [end - before for before, end in itertools.pairwise(self._ends_s)][WARMUP - 1 :]
         median = statistics.median(times) if times else None
         return {
             "tokens_per_s_per_gpu": self.tokens_per_step / median if self.tokens_per_step and median else None,
@@ -128,14 +127,14 @@ class Probe:
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer:  # a container around it
+        if optimizer is not self._optimizer:  # a wrapper of the first optimizer
             return
         torch.cuda.synchronize()
         self._ends_s.append(time.perf_counter())
         step = len(self._ends_s)
         if step == 1:
-            torch.cuda.reset_peak_memory_stats()  # what loading took is left out
-        else:  # the largest so far: some trainers reset the counters themselves
+            torch.cuda.reset_peak_memory_stats()  # leaves out the peak of loading
+        else:  # keep the largest peak, since some trainers reset the counters
             self._peak = max(self._peak, torch.cuda.max_memory_allocated())
         if step == RECORDED_STEP - 1:
             self._recorded = self._recording.enter_context(record_kernels())
@@ -149,7 +148,7 @@ class Probe:
 
 
 def train_ours(job: Job, probe: Probe) -> None:
-    """train_fp8.py, or train_multi_gpu.py on several GPUs, as python starts it."""
+    """Run train_fp8.py, or train_multi_gpu.py on several GPUs, in this process."""
     options = {
         "model_name": job["model"],
         "dataset_name": job["rows"],
@@ -173,11 +172,12 @@ def train_ours(job: Job, probe: Probe) -> None:
     steps = [record for record in read_metrics(Path(job["folder"], "metrics.jsonl")) if "loss" in record]
     tokens = [record["real_tokens_per_s"] * record["step_time_s"] for record in steps]
     probe.losses = [record["loss"] for record in steps]
-    probe.tokens_per_step, probe.attention = statistics.mean(tokens) / job["num_gpus"], "Transformer Engine"
+    probe.tokens_per_step = statistics.mean(tokens) / job["num_gpus"]
+    probe.attention = "Transformer Engine"
 
 
 class TrlCallback(TrainerCallback):
-    """Tells the probe the losses, and repairs TRL with Transformer Engine's lm_head."""
+    """Passes the losses to the probe, and repairs TRL with Transformer Engine's lm_head."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -185,14 +185,14 @@ class TrlCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         head = kwargs["model"].get_output_embeddings()
         if head.bias is not None and head.bias.numel() == 0:
-            head.bias = None  # te.Linear has an empty tensor there, which TRL's fused head adds to the logits
+            head.bias = None  # te.Linear has an empty tensor here, which TRL's fused head would add to the logits
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._probe.losses = [record["loss"] for record in state.log_history if "loss" in record]
 
 
 def train_sft(job: Job, probe: Probe, model: Any, options: dict[str, Any], **arguments: Any) -> None:
-    """TRL's SFTTrainer on prompts and completions; `options` are SFTConfig's, `arguments` the trainer's."""
+    """Run TRL's SFTTrainer on prompts and completions; `options` go to SFTConfig, `arguments` to the trainer."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -218,8 +218,8 @@ def train_sft(job: Job, probe: Probe, model: Any, options: dict[str, Any], **arg
         gradient_checkpointing=False,
         **options,
     )
-    data, callbacks = Dataset.from_list(chats), [TrlCallback(probe)]
-    trainer = SFTTrainer(model, args=args, train_dataset=data, callbacks=callbacks, **arguments)
+    callbacks = [TrlCallback(probe)]
+    trainer = SFTTrainer(model, args=args, train_dataset=Dataset.from_list(chats), callbacks=callbacks, **arguments)
     collate = trainer.data_collator
 
     def counting(examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -231,19 +231,19 @@ def train_sft(job: Job, probe: Probe, model: Any, options: dict[str, Any], **arg
 
 
 def train_trl(job: Job, probe: Probe) -> None:
-    """TRL's trainer with the fastest attention for packed documents that is installed."""
+    """Run TRL's trainer with the fastest installed attention for packed documents."""
     from transformers.utils import import_utils
 
-    versions = (v for v in (3, 4, 2) if getattr(import_utils, f"is_flash_attn_{v}_available")())
-    probe.attention = next((f"flash_attention_{version}" for version in versions), "sdpa")
+    installed = [number for number in (3, 4, 2) if getattr(import_utils, f"is_flash_attn_{number}_available")()]
+    probe.attention = f"flash_attention_{installed[0]}" if installed else "sdpa"
     options = {name: value for name, value in job["options"].items() if name != "launch"}
-    options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]  # of one size, for fp8
+    options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]  # one size, for fp8
     options["model_init_kwargs"] = {"attn_implementation": probe.attention, "dtype": "float32"}
     train_sft(job, probe, job["model"], options)
 
 
 def train_unsloth(job: Job, probe: Probe) -> None:
-    """Unsloth's model, all of it trained, in TRL's trainer as Unsloth patches it."""
+    """Train all of Unsloth's model in TRL's trainer, as Unsloth patches it."""
     model, tokenizer = importlib.import_module("unsloth").FastLanguageModel.from_pretrained(
         job["model"],
         max_seq_length=job["seq_length"],
@@ -256,7 +256,7 @@ def train_unsloth(job: Job, probe: Probe) -> None:
 
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
-    """torchtitan.train of 0.2, with the rows added to its datasets and the smaller models to its flavours."""
+    """Run torchtitan 0.2, with the rows added to its datasets and the smaller models to its flavours."""
     options = {
         "model.name": "llama3",
         "model.flavor": FLAVOURS[job["architecture"]],
@@ -280,7 +280,7 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
         options["quantize.linear.float8.recipe_name"] = job["options"]["recipe"]
         options["quantize.linear.float8.filter_fqns"] = "output"
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    sys.argv = ["torchtitan", *words, "--compile.enable"]  # before torchtitan is imported, which reads it then
+    sys.argv = ["torchtitan", *words, "--compile.enable"]  # torchtitan reads it while it is imported
     from datasets import load_dataset
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.hf_datasets import DatasetConfig
@@ -310,11 +310,11 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
 
 
 def train_automodel(job: Job, probe: Probe) -> None:
-    """NeMo Automodel's fine-tuning recipe, with the settings of its llama3_1_8b_hellaswag_fp8.yaml."""
+    """Run NeMo Automodel's fine-tuning recipe with the settings of its llama3_1_8b_hellaswag_fp8.yaml."""
     import yaml
 
-    fp8 = "recipe" in job["options"]  # compiled, and torch's compiler fails in Transformer Engine's attention
-    probe.attention = "sdpa" if fp8 else "te"
+    fp8 = "recipe" in job["options"]
+    probe.attention = "sdpa" if fp8 else "te"  # fp8 is compiled, and torch's compiler fails in TE's attention
     llm = "nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset"
     entries: dict[str, Any] = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
@@ -371,8 +371,9 @@ def train_automodel(job: Job, probe: Probe) -> None:
 
 
 def run_job(path: Path) -> int:
-    """Train by a job's file in this process, and write what the probe saw."""
-    job, probe = read_json(path), Probe()
+    """Run a job in this process and write the probe's figures."""
+    job = read_json(path)
+    probe = Probe()
     globals()[f"train_{job['package']}"](job, probe)
     rank = os.environ.get("RANK", "0")
     write_json_atomic(Path(f"{job['folder']}.rank{rank}.json"), probe.figures(job["micro_batches"]))
@@ -380,9 +381,10 @@ def run_job(path: Path) -> int:
 
 
 def write_model(model: str, folder: Path) -> None:
-    """A bundled architecture with random bf16 weights, the embedded tokenizer and a chat template."""
+    """Write a bundled architecture with random bf16 weights, the embedded tokenizer and a chat template."""
     options = ModelConfig(model_name=model, random_init=True)
-    config, tokenizer = load_config(options, resolve_source(options)), AutoTokenizer.from_pretrained(MODEL_DIR)
+    config = load_config(options, resolve_source(options))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.chat_template = CHAT_TEMPLATE
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
@@ -392,13 +394,14 @@ def write_model(model: str, folder: Path) -> None:
 
 
 def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_tokens: int) -> None:
-    """Rows of more than `num_tokens` tokens, each shorter than `seq_length`, from the text's beginning and again."""
+    """Write rows of more than `num_tokens` tokens in all, each shorter than `seq_length`; the text may repeat."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = [text] if text is not None else sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
-    rows, counted = [], 0
+    rows = []
+    counted = 0
     for row in itertools.cycle([row for source in sources for row in read_jsonl(source)]):
         length = len(tokenizer(f"user:\n{row['problem']}\n\nassistant:\n{row['generated_solution']}")["input_ids"]) + 1
-        if length < seq_length:  # longer ones are dropped by some trainers and cut by others
+        if length < seq_length:  # some trainers drop longer rows, others cut them
             rows.append({"problem": row["problem"], "generated_solution": row["generated_solution"]})
             counted += length
         if counted > num_tokens:
@@ -407,7 +410,7 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """Train one variant, with half the rows where memory runs out, and read what it left."""
+    """Train one variant, with half the rows again while memory runs out; returns its entry."""
     while True:
         path = scratch / f"{job['name']}-{job['batch_size']}.json"
         job = {**job, "folder": str(path.with_suffix(""))}
@@ -415,7 +418,8 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         words = ["benchmarks/rivals.py", "--job", str(path)]
         if job["package"] in ("torchtitan", "automodel") or (job["package"] == "ours" and job["num_gpus"] > 1):
             command = torchrun(job["num_gpus"], *words)
-        elif launch := job["options"].get("launch") or ("configs/accelerate_bf16_fsdp.yaml" * (job["num_gpus"] > 1)):
+        elif "launch" in job["options"] or job["num_gpus"] > 1:
+            launch = job["options"].get("launch", "configs/accelerate_bf16_fsdp.yaml")
             number = ["--num_processes", str(job["num_gpus"])]
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch, *number, *words]
         else:
@@ -438,31 +442,33 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked. Raises `UserError`."""
+    """Parse and check the command line. Raises `UserError`."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--job", type=Path, help="train by this file, which this script writes for its own processes")
+    parser.add_argument("--job", type=Path, help="run the job in this file, which this script writes for its processes")
     parser.add_argument("--model", default="Llama-3.2-1B", choices=SHAPES)
     parser.add_argument("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded)")
     parser.add_argument("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (default: all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="default %(default)s")
     parser.add_argument("--seq_length", type=int, default=1024, help="default %(default)s")
-    parser.add_argument("--timeout_s", type=float, default=300, help="of a training (default %(default)s)")
+    parser.add_argument("--timeout_s", type=float, default=300, help="time limit of a training (default %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     options = parser.parse_args(argv)
     if options.job is None:
         if options.output is None:
             raise UserError("--output is missing; name the JSON file of the results.")
         require_writable("--output", options.output)
-        if unknown := [name for name in options.variants.split(",") if name not in VARIANTS]:
-            raise UserError(f"--variants {unknown[0]} is none of {', '.join(VARIANTS)}.")
-        if unnamed := [given for given in options.packages if "=" not in given]:
-            raise UserError(f"--packages {unnamed[0]}: write NAME=FOLDER.")
+        for name in options.variants.split(","):
+            if name not in VARIANTS:
+                raise UserError(f"--variants {name} is none of {', '.join(VARIANTS)}.")
+        for package in options.packages:
+            if "=" not in package:
+                raise UserError(f"--packages {package}: write NAME=FOLDER.")
     return options
 
 
 def main() -> int:
-    """Train every variant and keep what was seen."""
+    """Train every variant and write the entries."""
     options = parse(sys.argv[1:])
     if options.job is not None:
         return run_job(options.job)
@@ -471,12 +477,20 @@ def main() -> int:
     entries: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        model, rows = scratch / "model", scratch / "rows.jsonl"
+        model = scratch / "model"
+        rows = scratch / "rows.jsonl"
         write_model(options.model, model)
         tokens = STEPS * batch_size * micro_batches * options.num_gpus * options.seq_length
         write_rows(rows, options.text, model, options.seq_length, int(1.3 * tokens))  # packing leaves gaps
-        shared = {"architecture": options.model, "model": str(model), "rows": str(rows), "num_gpus": options.num_gpus}
-        shared |= {"seq_length": options.seq_length, "batch_size": batch_size, "micro_batches": micro_batches}
+        shared = {
+            "architecture": options.model,
+            "model": str(model),
+            "rows": str(rows),
+            "num_gpus": options.num_gpus,
+            "seq_length": options.seq_length,
+            "batch_size": batch_size,
+            "micro_batches": micro_batches,
+        }
         for name in options.variants.split(","):
             package, own = VARIANTS[name]
             job = {"name": name, "package": package, "options": own, **shared}

@@ -1,12 +1,10 @@
-"""Whether two commits train the same: loss and gradient norm of every step, bit for bit, on the CPU.
+"""Do two commits train the same? Compares the loss and gradient norm of every step, bit for bit, on the CPU.
 
     python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
 
-A refactoring moves no number. Each commit is checked out into a temporary git worktree, and the trainings of
-`TRAININGS` run there in fp32, the last in emulated fp8, on the embedded model and dataset, with this interpreter and
-one thread a process.
-Compared are `loss` and `grad_norm` of metrics.jsonl, which holds the shortest text that gives back the same float.
-(torchtitan, tests/assets/losses, compares with recorded files; two commits on one machine need no record.)
+A refactoring changes no number. Each commit is checked out into a temporary git worktree, where `TRAININGS` run in
+fp32, the last in emulated fp8, on the embedded model and dataset, with this interpreter and one thread per process.
+`loss` and `grad_norm` are compared as metrics.jsonl has them: the shortest text that gives back the same float.
 """
 
 from __future__ import annotations
@@ -32,9 +30,11 @@ COMMON = [
     *("--gradient_accumulation_steps=2", "--num_of_samples=400", "--eval_batches=1", "--learning_rate=3e-3"),
     *("--lr_scheduler=constant", "--no_export"),
 ]
-PLAIN, TORCHAO = "--mixed_precision=no", ["--mixed_precision=fp8", "--fp8_backend=torchao"]
-ONE, TWO_RANKS = ["train_fp8.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TWO = [*TWO_RANKS, "train_multi_gpu.py", PLAIN, "--sharding_mode=fsdp_full"]
+PLAIN = "--mixed_precision=no"
+TORCHAO = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
+ONE = ["train_fp8.py"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TWO = [*TORCHRUN, "train_multi_gpu.py", PLAIN, "--sharding_mode=fsdp_full"]
 TRAININGS: dict[str, list[list[str]]] = {
     "padded": [[*ONE, PLAIN, f"--max_steps={NUM_STEPS}"]],
     "packed": [[*ONE, PLAIN, f"--max_steps={NUM_STEPS}", "--packing"]],
@@ -46,14 +46,14 @@ TRAININGS: dict[str, list[list[str]]] = {
     ],
     "torchao emulated": [[*ONE, *TORCHAO, f"--max_steps={NUM_STEPS}", "--packing", "--optimizer=adamw_fp32"]],
 }
-"""The commands of each training, one after the other in one run folder, `{run_dir}`. Resuming from the middle takes the
-second half of the steps anew.
+"""Training -> its commands, which run one after the other in one run folder, `{run_dir}`. Resuming from the middle
+takes the second half of the steps again.
 """
 
 
 @contextmanager
 def worktree(revision: str, folder: Path) -> Iterator[Path]:
-    """A checkout of the commit, gone at the end."""
+    """A checkout of the commit, which is removed at the end."""
     git = ["git", "-C", str(ROOT), "worktree"]
     added = subprocess.run(
         [*git, "add", "--detach", str(folder), revision], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -67,16 +67,12 @@ def worktree(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tuple[int, float, float]]:
-    """Run the commands in the checkout; step, loss and gradient norm of every step."""
+    """Run the commands in the checkout; returns step, loss and gradient norm of every step."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for command in commands:
-        words = [
-            sys.executable,
-            *(word.format(run_dir=run_dir) for word in command),
-            *COMMON,
-            f"--output_dir={run_dir}",
-        ]
+        own = [word.format(run_dir=run_dir) for word in command]
+        words = [sys.executable, *own, *COMMON, f"--output_dir={run_dir}"]
         ended = subprocess.run(
             words, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -87,7 +83,7 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
 
 
 def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, float, float]]) -> str | None:
-    """The first step whose loss or gradient norm differs, in words; None where all are equal and none is missing."""
+    """The first step whose loss or gradient norm differs, in words; None if all are equal and none is missing."""
     for (step, *before), (new_step, *after) in zip(old, new, strict=False):
         if (step, before) != (new_step, after):
             return f"step {step}: loss and grad_norm {before}, then (step {new_step}) {after}"
@@ -98,7 +94,7 @@ def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, f
 
 
 def compare(old: str, new: str) -> int:
-    """Run every training at both commits; the exit code."""
+    """Run every training at both commits; returns the exit code."""
     with (
         tempfile.TemporaryDirectory(prefix="same-losses-") as folder,
         worktree(old, Path(folder, "old")) as old_checkout,

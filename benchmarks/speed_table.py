@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""The speed table: every workload in our recipes beside the baselines, with its target.
+"""The speed table: our recipes and the baselines on every workload, with a target.
 
     python benchmarks/speed_table.py --list
     python benchmarks/speed_table.py --output speed_table.json --rows 1b,8b
     python benchmarks/speed_table.py --table benchmarks/speed_table_h100.json --output speed_table_h100.json
 
-Rows stand in benchmarks/speed_table.json (--table takes another file). Each has
+The rows are in benchmarks/speed_table.json (--table takes another file). A row has
 
     row                           its name; rows with num_gpus end in _xN
     model, batch_size, seq_length, micro_batches, num_gpus, dataset     the workload (scripts/benchmark.py)
     variants                      name -> options of the training scripts, or 'baseline NAME OPTIONS'
-    target_tokens_per_s_per_gpu   what the fastest of ours is to reach; may be left out
-    target_times_padded           with a dataset: real tokens/s of ours over those of hf_bf16, which pads
+    target_tokens_per_s_per_gpu   the target of our fastest variant (optional)
+    target_times_padded           with a dataset: the target for our real tokens/s over hf_bf16's, which pads (optional)
 
-Rows of more GPUs than there are, are left out and named. The file is written after every row, and the same command goes
-on with the rows that it lacks.
+Rows that need more GPUs than there are are left out and named. The output is written after every row, and the same
+command continues with the missing rows.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """The rows of a table, or those that `names` (separated by commas) names. Raises `UserError`."""
+    """The rows of a table, all or those in `names`, which has commas. Raises `UserError`."""
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     wanted = names.split(",") if names else list(rows)
-    if unknown := [name for name in wanted if name not in rows]:
-        raise UserError(f"--rows {unknown[0]}: {path} has {', '.join(rows)}.")
+    for name in wanted:
+        if name not in rows:
+            raise UserError(f"--rows {name}: {path} has {', '.join(rows)}.")
     return [rows[name] for name in wanted]
 
 
@@ -71,16 +72,18 @@ def variants_of(row: Row) -> list[Variant]:
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
     """A sentence on each target of a row."""
-    said = []
-    ours = [one for one in measured if one["baseline"] is None and "tokens_per_s" in one]
-    if (target := row.get("target_tokens_per_s_per_gpu")) and ours:
-        best = max(one["tokens_per_s"] for one in ours) / row.get("num_gpus", 1)
-        said.append(f"{row['row']}: {best:,.0f} of {target:,.0f} tokens/s per GPU: {verdict(best >= target)}")
-    reference = next((one for one in measured if one["baseline"] == REFERENCE and "real_tokens_per_s" in one), None)
-    if (target := row.get("target_times_padded")) and ours and reference:
-        times = max(one["real_tokens_per_s"] for one in ours) / reference["real_tokens_per_s"]
-        said.append(f"{row['row']}: {times:.2f} of {target:g} times padded: {verdict(times >= target)}")
-    return said
+    sentences = []
+    own = [one for one in measured if one["baseline"] is None and "tokens_per_s" in one]
+    target = row.get("target_tokens_per_s_per_gpu")
+    if target and own:
+        best = max(one["tokens_per_s"] for one in own) / row.get("num_gpus", 1)
+        sentences.append(f"{row['row']}: {best:,.0f} of {target:,.0f} tokens/s per GPU: {verdict(best >= target)}")
+    padded = next((one for one in measured if one["baseline"] == REFERENCE and "real_tokens_per_s" in one), None)
+    target = row.get("target_times_padded")
+    if target and own and padded:
+        times = max(one["real_tokens_per_s"] for one in own) / padded["real_tokens_per_s"]
+        sentences.append(f"{row['row']}: {times:.2f} of {target:g} times padded: {verdict(times >= target)}")
+    return sentences
 
 
 def verdict(reached: bool) -> str:
@@ -88,7 +91,7 @@ def verdict(reached: bool) -> str:
 
 
 def main() -> int:
-    """Measure the rows that --output lacks and say which targets are reached."""
+    """Measure the rows that --output lacks and print which targets are reached."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--table", type=Path, default=TABLE, help="JSON file of the rows (default %(default)s)")
     parser.add_argument("--rows", help="names of rows, separated by commas (default: all)")
@@ -96,8 +99,8 @@ def main() -> int:
     add_measuring_options(parser)
     options = parser.parse_args()
     check_measuring_options(options)
-    rows, num_gpus = read_table(options.table, options.rows), len(visible_gpus())
-    plan = [(row, workload_of(row), variants_of(row)) for row in rows]
+    num_gpus = len(visible_gpus())
+    plan = [(row, workload_of(row), variants_of(row)) for row in read_table(options.table, options.rows)]
     if options.list:
         for row, work, variants in plan:
             names = ", ".join(variant.name for variant in variants)
@@ -122,7 +125,8 @@ def main() -> int:
                 labels={"row": row["row"]},
             )
             write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), "rows": done})
-        if measured := [one for one in done if one["row"] == row["row"]]:
+        measured = [one for one in done if one["row"] == row["row"]]
+        if measured:
             print_table(measured)
             print("\n".join(judge(row, measured)))
     return 0

@@ -61,7 +61,7 @@ def true_or_false(word: str) -> bool:
     return ("no", "false", "0", "yes", "true", "1").index(word.lower()) > 2
 
 
-def _with_underscores(word: str) -> str:
+def with_underscores(word: str) -> str:
     """The word with underscores in an option's name."""
     name, sign, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
@@ -114,7 +114,7 @@ class OptionsParser(OneSentenceParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, with hyphens in the names of options too."""
-        return super().parse_known_args([_with_underscores(word) for word in args], namespace)
+        return super().parse_known_args([with_underscores(word) for word in args], namespace)
 
     def hint(self, option: str) -> str:
         name = option[2:].replace("-", "_")

@@ -1,7 +1,8 @@
-"""Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence too long for one GPU.
+"""Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence.
 
-Each rank of a group computes embedding, linear layers and loss on 1 / C of every document of the same micro-batch;
-tokens meet in attention only, where Transformer Engine passes keys and values round a ring (`cp_comm_type="p2p"`).
+Each rank of a group computes embedding, linear layers and loss on 1 / C of every document of the same micro-batch.
+Tokens of different ranks meet in attention only, where Transformer Engine passes keys and values round a ring
+(`cp_comm_type="p2p"`).
 
 Causal attention costs more towards the end of a document. So a document is padded to 2 C chunks of equal length
 (llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
@@ -9,8 +10,8 @@ Causal attention costs more towards the end of a document. So a document is padd
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-A sliced batch is always packed ("thd"): Transformer Engine refuses masks of padded sequences here. Source of the
-chunks' order and of the ring's limits (no sliding windows, no fp32): Transformer Engine 2.20,
+A sliced batch is always packed ("thd"), since Transformer Engine refuses masks of padded sequences here. The order of
+the chunks and the ring's limits (no sliding windows, no fp32) were read in Transformer Engine 2.20,
 attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`, `get_thd_partitioned_indices`).
 """
 
@@ -38,16 +39,16 @@ class ContextGroup:
     rank: int  # within the group
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Let the attention of TE decoder layers run over the group, on split batches only; collective over ranks."""
+        """Make the attention of TE decoder layers run over the group, on split batches only. Collective."""
         shape = (dist.get_world_size() // self.size, self.size)
         group = init_device_mesh("cuda", shape, mesh_dim_names=("data", "context")).get_group("context")
-        stream = torch.cuda.Stream()  # of all layers: every second step of the ring is computed on it
+        stream = torch.cuda.Stream()  # shared by all layers; it computes every second step of the ring
         for layer in layers:
             layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a batch, packed [1, num_tokens / size]; the slices' counts add up to the batch's.
-        `cu_seqlens` and `max_seqlen` stay those of unsplit documents, as attention takes them.
+        """This rank's slice of a batch, packed [1, num_tokens / size]. The slices' counts add up to the batch's counts;
+        `cu_seqlens` and `max_seqlen` describe the unsplit documents, as attention takes them.
         """
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
@@ -58,7 +59,8 @@ class ContextGroup:
         def take(tensor: Tensor) -> Tensor:
             return tensor.reshape(1, -1)[:, index]
 
-        labels, num_tokens = take(batch.labels), index.numel()
+        labels = take(batch.labels)
+        num_tokens = index.numel()
         return dataclasses.replace(
             batch,
             input_ids=take(batch.input_ids),
@@ -69,12 +71,12 @@ class ContextGroup:
             num_tokens=num_tokens,
             num_real_tokens=num_tokens if batch.attention_mask is None else int(take(batch.attention_mask).sum()),
             num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
-            # Exact: every length is a multiple of 2 * size.
+            # The division is exact, since every length is a multiple of 2 * size.
             sum_squared_lengths=batch.sum_squared_lengths // self.size,
         )
 
     def on_its_own(self, batch: Batch) -> Batch:
-        """A slice as a packed batch that needs no group, each document's part a document of its own, for parity."""
+        """A slice as a packed batch that needs no group: each document's part becomes a document. For parity checks."""
         assert batch.cu_seqlens is not None
         cu_seqlens = batch.cu_seqlens // self.size
         starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
@@ -87,12 +89,12 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """The tokens of a packed sequence that rank `rank` of `size` takes: int64 [cu_seqlens[-1] / size]."""
+    """The indices of the tokens of a packed sequence that `rank` of `size` takes: int64 [cu_seqlens[-1] / size]."""
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
-    # The first chunk is the document's number `rank`, the second, next to it here, number 2 * size - 1 - rank.
+    # A rank's tokens are chunk `rank` of the document, then chunk 2 * size - 1 - rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before

@@ -1,15 +1,15 @@
-"""DeepSpeed's ZeRO stages, through Accelerate: what is sharded over ranks, and how the loop's arithmetic is kept.
+"""DeepSpeed's ZeRO stages, through Accelerate, with the arithmetic of this project's loop.
 
     deepspeed_1    fp32 master weights and moments are sharded; weights and gradients are not
-    deepspeed_2    gradients too
-    deepspeed_3    weights too; each is gathered when its module runs, forward and backward
+    deepspeed_2    gradients are sharded too
+    deepspeed_3    weights are sharded too; each is gathered when its module runs, forward and backward
 
-A run in bf16 or fp8 hands bf16 parameters to DeepSpeed, which keeps fp32 master weights of this rank's shard and steps
-torch's AdamW on them; `prepare` returns it for the schedule. Stage 1 reduces gradients in the last micro-batch of a
-step, stages 2 and 3 in each.
+A run in bf16 or fp8 gives DeepSpeed bf16 parameters. DeepSpeed keeps the fp32 master weights of this rank's shard and
+steps torch's AdamW on them; `prepare` returns this AdamW for the schedule. Stage 1 reduces gradients in the last
+micro-batch of a step, stages 2 and 3 in each.
 
-The file of --deepspeed_config says how ZeRO communicates and stores. Batch, precision, optimizer, schedule and clipping
-come from the scripts' options: an entry that repeats them, or "auto", is accepted, one that contradicts them refused.
+The file of --deepspeed_config determines how ZeRO communicates and stores. Batch, precision, optimizer, schedule and
+clipping come from the scripts' options. An entry that repeats them, or is "auto", is accepted; another is refused.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ _SET_ELSEWHERE = {
     "optimizer": "--learning_rate and --weight_decay",
     "scheduler": "--lr_scheduler and --num_warmup_steps",
 }
-"""Entries that would have no effect or a bad one, and the options in their place."""
+"""Entry that would have no effect or a bad one -> the options to use instead."""
 
 
 class _Plugin(DeepSpeedPlugin):
-    """Accelerate's, without announcing itself to transformers, which would shard parameters while models are built."""
+    """Accelerate's plugin, hidden from transformers, which would otherwise shard parameters while it builds models."""
 
     def set_deepspeed_weakref(self) -> None:
         pass
 
 
 def load_deepspeed(flag: str = "A deepspeed mode") -> None:
-    """Import DeepSpeed for the device at hand; `UserError` that starts with `flag` where that fails."""
+    """Import DeepSpeed for this machine's device. Raises a `UserError` that starts with `flag` where that fails."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     DEEPSPEED.require(flag)
     import deepspeed.ops
 
-    # The one operator that DeepSpeed would compile unasked: faster collectives on CPUs.
+    # DeepSpeed would compile this operator, for faster collectives on CPUs, unasked.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # torch 2.13 renames collectives that DeepSpeed calls by their old names, and says so at every parameter.
+    # torch 2.13 renamed collectives that DeepSpeed calls by their old names, and warns at every parameter.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def file_of(named: str | None, mode: str) -> Path:
-    """The file `named` by --deepspeed_config; without one the mode's own."""
+    """The file that --deepspeed_config names, else the mode's own file."""
     return Path(named) if named else (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json"
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """What DeepSpeed is given: the file with the run's own values filled in; `UserError` where it contradicts them.
+    """DeepSpeed's settings: the file, completed by the run's values. Raises `UserError` where the two contradict.
     `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
     """
     path, stage = file_of(config.parallel.deepspeed_config, mode), int(mode[-1])
@@ -86,9 +86,9 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         "fp16": {"enabled": False},
     }
     defaults: dict[str, Any] = {
-        # Looking for overflow costs a synchronisation and a reduction in every step; the loop checks its loss anyway.
+        # A check for overflow costs a synchronisation and a reduction in every step, and the loop checks its loss.
         "bf16": {"check_grad_overflow": False},
-        # Below stage 3 weights become views of one tensor; kernels load 16 bytes at a time.
+        # Below stage 3 weights become views of one tensor; kernels need them aligned to load 16 bytes at a time.
         "zero_optimization": {"parameter_alignment": True} if stage < 3 else {},
         "zero_allow_untested_optimizer": True,
         # DeepSpeed's own clock waits for the GPU in every micro-batch.
@@ -102,15 +102,15 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 
 def _without_auto(value: Any) -> Any:
-    """`value` without the entries, at any depth, that are "auto"."""
+    """`value` without its "auto" entries, at any depth."""
     if not isinstance(value, dict):
         return value
     return {key: _without_auto(entry) for key, entry in value.items() if entry != "auto"}
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """`settings` with the entries of `others`, at any depth; where `origin` names the file of the settings, `UserError`
-    for an entry that both have with other values.
+    """`settings` with the entries of `others` added, at any depth. Where `origin` names the file of the settings, an
+    entry with two different values raises `UserError`.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -125,8 +125,8 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
 
 
 def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """What `Accelerator` is given to train with DeepSpeed under these `settings`."""
-    # Accelerate would read these two from the environment.
+    """The arguments with which `Accelerator` trains with DeepSpeed under these `settings`."""
+    # Accelerate would read the last two from the environment.
     plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
     # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -134,7 +134,7 @@ def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """The deepspeed modes. Weights are loaded before `prepare`, unsharded on each rank."""
+    """The strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
 
     saves_itself = True
 
@@ -142,14 +142,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(mode, accelerator, options)
         self.stage = int(mode[-1])
         self.caches_weight_casts = self.stage < 3  # stage 3 frees a gathered weight after use, and its cast with it
-        # Stage 3 gathers weights before a module's backward pass by hooks. Transformer Engine saves the weights
-        # themselves, so the recomputation needs such hooks too: the reentrant kind has them.
+        # In stage 3 hooks gather weights before a module's backward pass. Transformer Engine saves the weights
+        # themselves, so the recomputation needs such hooks too; only reentrant checkpoints run them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._zero: Any  # DeepSpeed's engine, from `prepare` on
+        self._zero: Any  # DeepSpeed's engine, which `prepare` sets
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """DeepSpeed's engine to call, and torch's AdamW inside it, whose parameters are now the master weights."""
+        """Return DeepSpeed's engine, which is called as the model, and its AdamW, which now holds master weights."""
         assert isinstance(model, TrainingModel)
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
         with reading("--deepspeed_config", file_of(self.options.deepspeed_config, self.mode), "it into DeepSpeed"):
@@ -169,7 +169,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """The norm is infinite where a gradient was not finite; the step may then have been skipped."""
+        """Clip and step. The norm is infinite where a gradient was not finite; the step may then have been skipped."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
@@ -178,18 +178,19 @@ class DeepSpeedStrategy(DistributedStrategy):
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if (master := safe_get_full_fp32_param(parameter)) is not None:
+        master = safe_get_full_fp32_param(parameter)
+        if master is not None:
             return master.detach()
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             return parameter.detach().clone()
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
-        """This rank's shard of a parameter under deepspeed_3, 1-D and possibly empty; all of it otherwise."""
+        """This rank's shard of a parameter under deepspeed_3, 1-D and possibly empty; else the whole parameter."""
         if not hasattr(parameter, "ds_tensor"):
             return parameter.detach()
         partitioned: Any = parameter
         shard: Tensor = partitioned.ds_tensor.detach()
-        # The last shards are padded, contents undefined.
+        # The last shards end in padding with undefined contents.
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_bytes(self) -> int:
@@ -206,10 +207,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, bit for bit; collective. Learning rate, weight decay and clipping stay this
-        run's. `UserError` where the number of ranks or the precision differs.
+        """Restore what `save_state` wrote, bit for bit. Collective. Learning rate, weight decay and clipping stay those
+        of this run. Raises `UserError` where the number of ranks or the precision differs.
         """
-        # DeepSpeed restores bf16 weights, without a word, where a rank's file of the optimizer is missing.
+        # Where a rank's optimizer file is missing, DeepSpeed would restore the bf16 weights without a warning.
         prefix = "bf16_" if self.settings["bf16"]["enabled"] else ""
         found = {path.name for path in folder.glob("*_optim_states.pt")}
         ranks = range(self.accelerator.num_processes)
@@ -226,7 +227,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name, without TE's extra state, which is restored elsewhere."""
+    """Load weights and buffers by name. TE's extra state is left out, since it is restored elsewhere."""
     kept = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(kept, strict=False)
     assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

@@ -1,4 +1,4 @@
-"""Several GPUs without DDP, for --cuda_graphs."""
+"""The strategy of --cuda_graphs: one process, or several GPUs without DDP."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 
 
 class PlainCopiesStrategy(DistributedStrategy):
-    """One process, or a copy of the model on each GPU without DDP, for --cuda_graphs: DDP's hooks would run when a
-    graph is captured, and never again. Gradients are averaged over the ranks after a step's last micro-batch.
+    """Trains a copy of the model on each GPU without DDP, whose hooks would run only while a graph is captured.
+    Gradients are averaged over the ranks after a step's last micro-batch.
     """
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.subprocesses import end_with_parent
 
 T = TypeVar("T")
 
@@ -25,22 +26,21 @@ _LOST_PEER = (
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch, if any; `UserError` without a GPU for this one, or without the others."""
+    """Join the other processes of the launch, if any. Raises `UserError` where this one has no GPU or meets nobody."""
     if not ranks.launched or dist.is_initialized():
         return
-    from llm_fp8.utils.subprocesses import end_with_parent
-
     end_with_parent()
     backend = "gloo"
     if torch.cuda.is_available():
-        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
-            many = f"--nproc_per_node={num_gpus}"
-            raise UserError(f"no GPU for LOCAL_RANK {local_rank}: {num_gpus} are visible; use torchrun {many}.")
+            found = f"no GPU for LOCAL_RANK {local_rank}: {num_gpus} are visible"
+            raise UserError(f"{found}; use torchrun --nproc_per_node={num_gpus}.")
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        # torchrun's store outlives a restart, with the addresses of dead processes: each attempt has its own prefix.
+        # torchrun's store outlives a restart and holds addresses of dead processes, so each attempt has its own prefix.
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         attempt = dist.PrefixStore(f"attempt-{ranks.restart_count}", store)
         dist.init_process_group(backend, timeout=TIMEOUT, store=attempt, rank=rank, world_size=size)
@@ -54,14 +54,14 @@ def own_device() -> torch.device:
 
 
 def end_process_group(accelerator: Accelerator) -> None:
-    # DDP first: as the last to refer to the group it would wait, holding the GIL, for threads of gloo that need it.
+    # DDP goes first. As the last owner of the group it would hold the GIL and wait for gloo's threads, which need it.
     accelerator.free_memory()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def largest(value: int) -> int:
-    """The largest `value` of all ranks; collective, on the CPU, without a GPU synchronisation."""
+    """The largest `value` of all ranks. Collective on the CPU, without a GPU synchronisation."""
     tensor = torch.tensor([value])
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -69,7 +69,7 @@ def largest(value: int) -> int:
 
 
 def gathered(value: T) -> list[T]:
-    """`value` of every rank, in their order. Collective."""
+    """The `value` of every rank, in the order of ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -78,29 +78,32 @@ def gathered(value: T) -> list[T]:
 
 
 def decided_by_main(decide: Callable[[], T]) -> T:
-    """What `decide` returns on rank 0, on every rank; or the `UserError` that it raises there. Collective."""
+    """Call `decide` on rank 0, and on every rank return its result or raise its `UserError`. Collective."""
     if not dist.is_initialized():
         return decide()
-    decision: list[Any] = [None, None]
+    result: Any = None
+    failure: str | None = None
     if dist.get_rank() == 0:
         try:
-            decision[0] = decide()
+            result = decide()
         except UserError as error:
-            decision[1] = str(error)
+            failure = str(error)
+    decision = [result, failure]
     dist.broadcast_object_list(decision, src=0, device=torch.device("cpu"))
-    if decision[1] is not None:
-        raise UserError(decision[1])
-    return decision[0]
+    result, failure = decision
+    if failure is not None:
+        raise UserError(failure)
+    return result
 
 
 def smallest_gpu_gib(device: torch.device) -> float | None:
-    """Memory of the smallest GPU of the launch; None on CPUs. Collective."""
+    """Memory of the launch's smallest GPU; None on CPUs. Collective."""
     if device.type != "cuda":
         return None
     return min(gathered(torch.cuda.get_device_properties(device).total_memory / 2**30))
 
 
 def is_loss_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective operation failed because another process is gone, as far as the error's text tells."""
+    """Whether the error's text shows that a collective failed because another process is gone."""
     lost = re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
     return dist.is_initialized() and isinstance(error, RuntimeError) and lost

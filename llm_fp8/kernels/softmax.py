@@ -10,8 +10,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""Label of a position that takes no part in the loss."""
+IGNORE_INDEX = -100  # label of a position that takes no part in the loss
 _ROWS_PER_BLOCK = 1024  # the torch implementation makes an fp32 copy of so many (0.5 GiB for V = 128,256)
 
 

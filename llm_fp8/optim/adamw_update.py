@@ -23,8 +23,7 @@ from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, Key, decode, encode, roun
 from llm_fp8.optim.adamw_master import join_master, split_master
 
 CHUNK_ELEMENTS = 2**18  # updated at a time, for fp32 temporaries of a few MiB; a multiple of CODE_BLOCK
-State = Mapping[str, Tensor]
-"""Name of a state tensor -> the tensor, for one parameter."""
+State = Mapping[str, Tensor]  # name of a state tensor -> the tensor, for one parameter
 
 
 class Coefficients(NamedTuple):

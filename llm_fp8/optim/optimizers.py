@@ -27,7 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE
+from llm_fp8.optim.offload import OffloadedMasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
@@ -79,11 +81,7 @@ def build_optimizer(
     if kind == "adamw_fp32":
         return torch.optim.AdamW(groups, fused=True, **shared)
     if kind == "adamw_master" and config.offload_optimizer:
-        from llm_fp8.optim.offload import OffloadedMasterAdamW
-
         return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
-    from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
-
     if kind == "adamw_master":
         return MasterAdamW(groups, **shared)
     return EightBitAdamW(groups, seed=config.seed, **shared)

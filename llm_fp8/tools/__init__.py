@@ -1,3 +1,3 @@
-"""Programs around a run: verify, diagnose, memory, compare, bench; the Trainer callback, the W&B dashboard,
-evaluation of a checkpoint.
+"""Programs around a run: verify, diagnose, memory, compare, bench, evaluate, export to fp8, the certificate for other
+trainers, the W&B dashboard.
 """

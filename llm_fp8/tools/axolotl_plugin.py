@@ -1,4 +1,4 @@
-"""The certificate for a run of axolotl, by two lines of its YAML file:
+"""The certificate for a run of axolotl. Two lines of its YAML file add it:
 
     plugins:
       - llm_fp8.tools.axolotl_plugin.CertificatePlugin
@@ -19,5 +19,5 @@ class CertificatePlugin(BasePlugin):
     """Adds `CertificateCallback` to axolotl's trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[CertificateCallback]:
-        """Made this late the callback finds in the environment what axolotl asks Accelerate for."""
+        """Make the callback after axolotl has put its requests to Accelerate into the environment."""
         return [CertificateCallback()]

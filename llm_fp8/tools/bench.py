@@ -1,4 +1,4 @@
-"""Training throughput of variants that take turns: each is a line of options of the training scripts.
+"""Training throughput of variants that take turns. Each variant is a line of options of the training scripts.
 
     python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
         --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"
@@ -7,7 +7,7 @@
 
 A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
 tokens, each row one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py, with the same
-data and options. Steps before --warmup are left out, and so is the one whose kernels are recorded.
+data and options. The first --warmup steps and the step whose kernels are recorded are not timed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import run_program, torchrun
+from llm_fp8.utils.subprocesses import run_program, torchrun, training_command
 
 BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise")
 VARIANTS = "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"
-LEAST_WARMUP = 6
-"""The fifth step of a run is the one whose kernels are recorded."""
+LEAST_WARMUP = 6  # the kernels of a run's fifth step are recorded
 SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains on: a bundled architecture or model folder, and a dataset (None: random tokens)."""
+    """The model (bundled architecture or folder), shape and dataset (None: random tokens) of every variant."""
 
     model: str
     batch_size: int
@@ -56,7 +55,7 @@ class Workload:
         return shape + (f"@{self.dataset}" if self.dataset else "")
 
     def words(self, dataset: str, num_steps: int) -> list[str]:
-        """The options that all variants have in common."""
+        """The options that all variants share."""
         return shlex.split(
             f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
             f"--gradient_accumulation_steps {self.micro_batches} --max_steps {num_steps} --validation_fraction 0 "
@@ -66,44 +65,43 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """One line of --variants: options of the training scripts, for our training or one of the `BASELINES`."""
+    """One variant of --variants: options for our training scripts or for one of the `BASELINES`."""
 
     name: str
     words: tuple[str, ...]
     baseline: str | None = None
 
     def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
-        """The command that trains it, with further `words`; its own come last, and so win."""
-        if self.baseline is not None:
-            program = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline]
-        else:
-            program = [str(REPOSITORY / ("train_fp8.py" if num_gpus == 1 else "train_multi_gpu.py"))]
-        given = [*program, *words, *self.words]
-        return [sys.executable, *given] if num_gpus == 1 else torchrun(num_gpus, *given)
+        """The training command with further `words`, which the variant's own options override."""
+        if self.baseline is None:
+            return training_command(num_gpus, *words, *self.words)
+        command = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline, *words, *self.words]
+        return [sys.executable, *command] if num_gpus == 1 else torchrun(num_gpus, *command)
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
-    """The variants of 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises `UserError`, which names --variants."""
+    """The variants in 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises a `UserError` that names --variants."""
     found: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
-        name, colon, rest = line.partition(":")
-        words = shlex.split(rest)
+        name, colon, options = line.partition(":")
+        name = name.strip()
+        words = shlex.split(options)
         baseline = None
         if words[:1] == ["baseline"]:
             baseline, words = "".join(words[1:2]), words[2:]
             if baseline not in BASELINES:
                 raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
-        if not colon or not name.strip() or name.strip() in found:
+        if not colon or not name or name in found:
             raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
         parse_config(words, prog="--variants", parallel=num_gpus > 1)
-        found[name.strip()] = Variant(name.strip(), tuple(words), baseline)
+        found[name] = Variant(name, tuple(words), baseline)
     if not found:
         raise UserError("--variants names none; write NAME: OPTIONS, separated by semicolons.")
     return list(found.values())
 
 
 def write_random_rows(path: Path, num_rows: int, length: int) -> None:
-    """Rows of text, each of which has at least `length` tokens in any tokenizer: numbers between spaces."""
+    """Write rows of numbers between spaces; each row has at least `length` tokens in any tokenizer."""
     numbers = random.Random(0)
     with path.open("w") as file:
         for _ in range(num_rows):
@@ -114,7 +112,7 @@ def write_random_rows(path: Path, num_rows: int, length: int) -> None:
 def measure(
     work: Workload, variant: Variant, dataset: str, num_steps: int, warmup: int, timeout_s: float
 ) -> dict[str, Any]:
-    """One run of a variant: its timed steps and what its summary says; {"failed": why} where it did not finish."""
+    """Run a variant once; returns its timed steps, losses and figures, or {"failed": why} where it did not finish."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
@@ -127,25 +125,28 @@ def measure(
     found = {"failed": None, "steps": timed, "losses": [step["loss"] for step in steps]}
     found |= {name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)}
     peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
-    return {**found, "peak_memory_gib": max(peaks)} if peaks else found
+    if peaks:
+        found["peak_memory_gib"] = max(peaks)
+    return found
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The row of a variant: its median over the timed steps of all rounds, and the middle eight tenths of them."""
+    """The row of a variant: for each speed the median, 10th and 90th percentile over the timed steps of all rounds."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.words)
-    measured = [answer for answer in rounds if answer["failed"] is None]
+    measured = [found for found in rounds if found["failed"] is None]
     if not measured:
         return row | {"failed": rounds[0]["failed"]}
-    if failures := [answer["failed"] for answer in rounds if answer["failed"]]:
-        row["failed_rounds"] = failures
-    steps = [step for answer in measured for step in answer["steps"]]
+    if len(measured) < len(rounds):
+        row["failed_rounds"] = [found["failed"] for found in rounds if found["failed"]]
+    steps = [step for found in measured for step in found["steps"]]
     for name in SPEEDS:
         values = [step[name] for step in steps]
         tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
         row |= {name: statistics.median(values), f"{name}_p10": tenths[0], f"{name}_p90": tenths[-1]}
     row |= {"num_rounds": len(measured), "num_timed_steps": len(steps), "losses": measured[0]["losses"]}
-    if peaks := [answer["peak_memory_gib"] for answer in measured if "peak_memory_gib" in answer]:
+    peaks = [found["peak_memory_gib"] for found in measured if "peak_memory_gib" in found]
+    if peaks:
         row["peak_memory_gib"] = max(peaks)
     return row | {name: measured[-1][name] for name in ("recorded_step", "gpu_idle") if name in measured[-1]}
 
@@ -161,7 +162,7 @@ def measure_all(
     output: Path | None = None,
     labels: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the variants in turns; the rows, with `labels`, which `output` holds after each measurement as well."""
+    """Measure the variants in turns; returns their rows with `labels`. `output` is written after each measurement."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -171,12 +172,14 @@ def measure_all(
             write_random_rows(Path(dataset), num_rows, work.seq_length)
         for number in range(num_rounds):
             for variant in variants:
-                if any(answer["failed"] for answer in rounds[variant.name]):
+                if any(found["failed"] for found in rounds[variant.name]):
                     continue  # it would fail again
-                answer = measure(work, variant, dataset, num_steps, warmup, timeout_s)
-                rounds[variant.name].append(answer)
-                told = answer["failed"] or f"{statistics.median(step['tokens_per_s'] for step in answer['steps']):,.0f}"
-                print(f"round {number + 1}  {work.name}  {variant.name}: {told} tokens/s", flush=True)
+                found = measure(work, variant, dataset, num_steps, warmup, timeout_s)
+                rounds[variant.name].append(found)
+                speed = found["failed"]
+                if speed is None:
+                    speed = f"{statistics.median(step['tokens_per_s'] for step in found['steps']):,.0f} tokens/s"
+                print(f"round {number + 1}  {work.name}  {variant.name}: {speed}", flush=True)
                 measured = [one for one in variants if rounds[one.name]]
                 rows = [{**(labels or {}), **summarise(work, one, rounds[one.name])} for one in measured]
                 if output is not None:
@@ -185,11 +188,11 @@ def measure_all(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line per row, with its speed over that of the first."""
+    """Print a line per row with its speed relative to the first row."""
     kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
     first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")
-    print(f"\n{rows[0]['workload']}: {title} at the median step, and the middle eight tenths of the steps")
+    print(f"\n{rows[0]['workload']}: {title}, median over steps, and 10th to 90th percentile")
     for row in rows:
         if kind not in row:
             print(f"  {row['variant']:20} not measured: {row['failed']}")
@@ -207,12 +210,12 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
     add("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
     add("--rounds", type=int, default=3, help="how often the variants take turns (default %(default)s)")
-    add("--timeout_s", type=float, default=600, help="a longer run has failed (default %(default)s)")
+    add("--timeout_s", type=float, default=600, help="a longer run counts as failed (default %(default)s)")
     add("--output", type=Path, help="JSON file for the results")
 
 
 def check_measuring_options(options: argparse.Namespace) -> None:
-    """Raise `UserError` on values that measure nothing, or where nothing can be written."""
+    """Raise `UserError` for values that measure nothing, and where the output cannot be written."""
     if not LEAST_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
     if options.rounds < 1:
@@ -222,13 +225,13 @@ def check_measuring_options(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Measure the variants of the command line and print the table; the exit code is 1 where none was measured."""
+    """Measure the variants of the command line and print the table. The exit code is 1 if none was measured."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="Llama-3.2-1B", help="bundled name or folder (default %(default)s)")
     add("--rows", type=int, default=8, help="rows of a micro-batch per GPU (default %(default)s)")
     add("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
-    add("--micro_batches", type=int, default=4, help="of a step (default %(default)s)")
+    add("--micro_batches", type=int, default=4, help="micro-batches of a step (default %(default)s)")
     add("--num_gpus", type=int, default=1, help="GPUs of this host (default %(default)s)")
     add("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
     add("--variants", default=VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
@@ -236,8 +239,14 @@ def main() -> int:
     given = parser.parse_args()
     check_measuring_options(given)
     work = Workload(given.model, given.rows, given.length, given.micro_batches, given.num_gpus, given.dataset)
-    variants, how = parse_variants(given.variants, given.num_gpus), {"num_steps": given.steps, "warmup": given.warmup}
-    how |= {"num_rounds": given.rounds, "timeout_s": given.timeout_s, "output": given.output}
-    rows = measure_all(work, variants, **how)
+    rows = measure_all(
+        work,
+        parse_variants(given.variants, given.num_gpus),
+        num_steps=given.steps,
+        warmup=given.warmup,
+        num_rounds=given.rounds,
+        timeout_s=given.timeout_s,
+        output=given.output,
+    )
     print_table(rows)
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0

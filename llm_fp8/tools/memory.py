@@ -1,6 +1,6 @@
-"""Whether a model fits, and with which options: GPU memory by way of training and sharding, without a GPU or weights.
+"""Does a model fit, and with which options? GPU memory for each way of training and sharding, without GPU or weights.
 
-`llm-fp8 memory` and scripts/memory.py. The figures are those of `llm_fp8.distributed.memory`.
+`llm-fp8 memory` and scripts/memory.py. `llm_fp8.distributed.memory` computes the figures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
+from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import bundled_architectures
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from llm_fp8.distributed.memory import RunSize
 
 GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
-"""Part of a GPU's name -> its GiB as torch counts them; of several sizes the largest."""
+"""Part of a GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
 WITHOUT_FP8 = ("a100",)
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,14 +35,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"offload_optimizer": 1.0},
     "LoRA": {"lora_rank": 16},
 }
-"""Ways of training, the cheapest in time and quality first -> their options."""
+"""Way of training -> its options; the cheapest in time and quality comes first."""
 SHARDED_WAYS = ("full", "full, recomputed", "LoRA")
-HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}
-"""Start of a bundled name -> the owner on the hub."""
+HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled model's name -> its owner on the hub
 
 
 class Row(NamedTuple):
-    """A way of training by a sharding mode: `run` as asked for, `fitted` with the longest micro-batch that fits."""
+    """A way of training in a sharding mode: `run` as requested, `fitted` with the longest micro-batch that fits."""
 
     way: str
     mode: str
@@ -50,18 +50,19 @@ class Row(NamedTuple):
 
     @property
     def fits(self) -> str:
-        """'yes', the --batch_size with which it does, or 'no'."""
+        """'yes', 'with --batch_size N' or 'no'."""
         if self.fitted is None:
             return "no"
         rows = self.fitted.config.data.batch_size
         return "yes" if rows == self.run.config.data.batch_size else f"with --batch_size {rows}"
 
     def command(self, model_words: list[str]) -> str:
-        """The command that trains so."""
-        config, num_gpus = (self.fitted or self.run).config, self.run.num_gpus
+        """The training command for this row."""
+        config = (self.fitted or self.run).config
         words = ["python", "train_fp8.py"]
-        if num_gpus > 1:
-            words = ["torchrun", f"--nproc_per_node={num_gpus}", "train_multi_gpu.py", f"--sharding_mode={self.mode}"]
+        if self.run.num_gpus > 1:
+            words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
+            words.append(f"--sharding_mode={self.mode}")
         options = {
             "use_te": config.model.use_te,
             "mixed_precision": config.precision.mixed_precision,
@@ -74,16 +75,31 @@ class Row(NamedTuple):
         given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
         return shlex.join([*words, *model_words, *given])
 
+    def to_dict(self, model_words: list[str]) -> dict[str, Any]:
+        """The row in the JSON file."""
+        estimate = self.run.estimate()
+        return {
+            "training": self.way,
+            "sharding_mode": self.mode,
+            "fits": self.fits,
+            "parts_gib": estimate.parts,
+            "total_gib": estimate.total_gib,
+            "needed_gib": estimate.needed_gib,
+            "command": self.command(model_words),
+        }
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; options of training have the names and defaults of train_fp8.py's."""
+    """Parse the command line. Training options have the names and defaults of train_fp8.py."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    bundled, add = ", ".join(bundled_architectures()), parser.add_argument
-    data, sizes = Config().data, ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps")
+    add = parser.add_argument
+    bundled = ", ".join(bundled_architectures())
     add("--model_name", type=os.path.expanduser, required=True, help=f"hub id, folder, or bundled name: {bundled}")
     add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
-    for name, default in zip(sizes, (1, data.batch_size, data.max_seq_length, 1), strict=True):
-        add(f"--{name}", type=int, default=default, help="(default %(default)s)")
+    defaults = Config().options
+    sizes = ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps")
+    for name in sizes:
+        add(f"--{name}", type=int, default=defaults.get(name, 1), help="(default %(default)s)")
     add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
     add("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
     options = parser.parse_args(argv)
@@ -96,7 +112,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def gpu_memory(name: str | None) -> tuple[str, float, bool]:
-    """The GPU's name, its memory in GiB, and whether it has fp8. Raises `UserError` for a GPU that is not known."""
+    """The GPU's name, its memory in GiB, and whether it has fp8. Raises `UserError` for an unknown GPU."""
     if name is None:
         import torch
 
@@ -114,7 +130,7 @@ def gpu_memory(name: str | None) -> tuple[str, float, bool]:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """The model's config, and the words of a training's command line that name it."""
+    """The model's config, and the words that name the model on a training command line."""
     from llm_fp8.models.source import load_config, resolve_source
 
     plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
@@ -136,7 +152,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 def rows_of(
     options: argparse.Namespace, hf_config: PretrainedConfig, gpu_gib: float, precision: Literal["bf16", "fp8"]
 ) -> list[Row]:
-    """Every way by every mode, the cheapest that fits first."""
+    """The rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.distributed.memory import RunSize
     from llm_fp8.distributed.sharding_mode import default_optimizer
 
@@ -146,21 +162,21 @@ def rows_of(
         precision=PrecisionConfig(mixed_precision=precision),
         optim=OptimConfig(gradient_accumulation_steps=options.gradient_accumulation_steps),
     )
-    recipe = "delayed" if precision == "fp8" else "bf16"
+    recipe = DEFAULTS["te"] if precision == "fp8" else "bf16"
     rows = []
     for way, changes in WAYS.items():
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
             if mode.startswith("fsdp") and way not in SHARDED_WAYS:
                 continue
             run = RunSize(config, hf_config, recipe, default_optimizer(mode), mode, options.num_gpus).changed(**changes)
-            if run.spec is None:  # no TE decoder for this model, and so no count of its activations
+            if run.spec is None:  # without a TE decoder for this model its activations are not counted
                 if "gradient_checkpointing" in changes:
                     continue
                 run = run.changed(use_te=False)
-            # Shorter micro-batches are several, between which fsdp modes would keep whole gradients.
+            # Shorter micro-batches make several a step, and fsdp modes would keep whole gradients between them.
             reduced_at_once = run.changed(sync_every_micro_batch=True) if run.sharded else run
             rows.append(Row(way, mode, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
-    return sorted(rows, key=lambda row: ("yes", "with", "no").index(row.fits.split()[0]))
+    return sorted(rows, key=lambda row: (row.fitted is None, row.fits != "yes"))
 
 
 def main() -> int:
@@ -180,25 +196,25 @@ def main() -> int:
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
     rows = rows_of(options, hf_config, gpu_gib, precision)
     console = Console(markup=False, highlight=False, soft_wrap=True)  # names may hold brackets
-    size, shape = rows[0].run.num_parameters / 1e9, f"{options.batch_size} x {options.max_seq_length:,}"
+    billions = rows[0].run.num_parameters / 1e9
+    shape = f"{options.batch_size} x {options.max_seq_length:,}"
     where = f"on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"
-    console.print(f"{options.model_name}, {size:.2f} billion parameters, {precision}, {shape} tokens {where}")
+    console.print(f"{options.model_name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {where}")
     table = Table(
         "training", "sharding", Column("GiB per GPU", justify="right"), Column("needs", justify="right"), "fits"
     )
-    content = []
     for row in rows:
-        found = row.run.estimate()
-        table.add_row(row.way, row.mode, f"{found.total_gib:.1f}", f"{found.needed_gib:.1f}", row.fits)
-        figures = {"parts_gib": found.parts, "total_gib": found.total_gib, "needed_gib": found.needed_gib}
-        how = {"training": row.way, "sharding_mode": row.mode, "fits": row.fits}
-        content.append({**how, **figures, "command": row.command(model_words)})
+        estimate = row.run.estimate()
+        table.add_row(row.way, row.mode, f"{estimate.total_gib:.1f}", f"{estimate.needed_gib:.1f}", row.fits)
     console.print(table, soft_wrap=False)
-    if not found.is_whole:
+    if not rows[0].run.estimate().is_whole:
         console.print("note: without a TE decoder for this model activations, logits and casts are not counted")
-    nothing = "nothing fits: take more GPUs or shorter rows"
-    console.print(f"the cheapest that fits:\n  {content[0]['command']}" if rows[0].fitted else nothing)
+    if rows[0].fitted is not None:
+        console.print(f"the cheapest that fits:\n  {rows[0].command(model_words)}")
+    else:
+        console.print("nothing fits: take more GPUs or shorter rows")
     if options.output is not None:
         given = {name: str(value) for name, value in vars(options).items()}
+        content = [row.to_dict(model_words) for row in rows]
         write_json_atomic(options.output, {"options": given, "gpu": gpu, "gpu_gib": gpu_gib, "rows": content})
     return 0

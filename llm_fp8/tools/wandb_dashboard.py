@@ -1,10 +1,10 @@
 """Lay out the comparison of training runs in W&B: throughput, loss, memory, energy, certificate and more.
 
-    --entity my-team --project llm-fp8    makes a saved view of the project's workspace, and prints its address
-    --view 'https://wandb.ai/...?nw=abc'  updates the sections of these names in that view; others stay
-    --offline runs                        what offline runs hold, and the commands that send them
+    --entity my-team --project llm-fp8    makes a saved view of the project's workspace and prints its address
+    --view 'https://wandb.ai/...?nw=abc'  updates this program's sections in that view; other sections stay
+    --offline runs                        lists offline runs and the commands that send them
 
-The layout is data (`SECTIONS`), in the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
+The layout is data (`SECTIONS`) with the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
 
 PRECISION = "precision_name"
-MAX_RUNS = 50
-"""Runs that a panel shows; W&B's own default is 10."""
+MAX_RUNS = 50  # the number of runs that a panel shows; W&B's default is 10
 
 
 class Panel(NamedTuple):
-    """A line per run, of the history by "step" or "tokens_seen"; or a bar, of the summary, for each "run" or for the
-    mean of the runs of each "precision".
+    """A line plot or a bar plot, according to `by`: "step" and "tokens_seen" draw a line of the history per run; "run"
+    and "precision" draw a bar of the summary per run, or of the mean over the runs of a precision.
     """
 
     title: str
@@ -86,7 +85,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sharding_mode", "median_tokens_per_s")
-"""Labels and summary figures beside each run's name in the list of runs."""
+"""Labels and summary figures that the list of runs shows beside each name."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -105,11 +104,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def build_workspace(entity: str, project: str, group: str | None, name: str) -> Any:
-    """The dashboard as a `wandb_workspaces.workspaces.Workspace`, not sent."""
+    """Build the dashboard as a `wandb_workspaces.workspaces.Workspace`, without sending it."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    wanted = [expr.Metric("JobType") == "train", *([expr.Metric("Group") == group] if group else [])]
+    filters = [expr.Metric("JobType") == "train"]
+    if group:
+        filters.append(expr.Metric("Group") == group)
     columns = [f"config:{key}" if key in LABELS else f"summary:{key}" for key in COLUMNS]
     return ws.Workspace(
         entity=entity,
@@ -117,7 +118,7 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
         name=name,
         sections=[ws.Section(name=title, panels=list(map(_panel, panels))) for title, panels in SECTIONS.items()],
         settings=ws.WorkspaceSettings(max_runs=MAX_RUNS),
-        runset_settings=ws.RunsetSettings(filters=expr.And(*wanted), pinned_columns=columns),
+        runset_settings=ws.RunsetSettings(filters=expr.And(*filters), pinned_columns=columns),
     )
 
 
@@ -129,9 +130,10 @@ def _panel(panel: Panel) -> Any:
         axes: Any = {"title_x": METRICS[by].unit, "title_y": METRICS[key].unit}
         legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
         return wr.LinePlot(title=title, x="Step" if by == "step" else by, y=[key], legend_template=legend, **axes)
-    grouping: Any = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-    how = grouping if by == "precision" else {}
-    return wr.BarPlot(title=title, metrics=[key], max_runs_to_show=MAX_RUNS, max_bars_to_show=MAX_RUNS, **how)
+    grouping: Any = {}
+    if by == "precision":
+        grouping = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+    return wr.BarPlot(title=title, metrics=[key], max_runs_to_show=MAX_RUNS, max_bars_to_show=MAX_RUNS, **grouping)
 
 
 def lay_out(options: argparse.Namespace) -> None:
@@ -142,7 +144,8 @@ def lay_out(options: argparse.Namespace) -> None:
     require_wandb_login("scripts/wandb_dashboard.py")
     advice = "Check --entity and --project, 'wandb login', the network and WANDB_BASE_URL."
     with reading("--view" if options.view else "--project", options.view or options.project, "W&B's answer", advice):
-        entity, project = str(options.entity or wandb.Api().default_entity), options.project
+        entity = str(options.entity or wandb.Api().default_entity)
+        project = options.project
         if options.view:
             view = ws.Workspace.from_url(options.view)
             _, entity, project = urlparse(options.view).path.split("/")
@@ -155,22 +158,25 @@ def lay_out(options: argparse.Namespace) -> None:
 
 
 def show_offline(folder: Path, options: argparse.Namespace) -> None:
-    """List the offline runs of the output folders at or below `folder`, and the commands that send them."""
-    starts: dict[tuple[Path, str], list[Path]] = {}
-    # 'offline-run-TIME-ID' are those that W&B has not got yet; a run that was resumed has several.
+    """List the offline runs of output folders at or below `folder`, and the commands that send them."""
+    unsent: dict[tuple[Path, str], list[Path]] = {}  # (output folder, run id) -> its folders 'offline-run-TIME-ID'
     for path in sorted(folder.rglob("wandb/offline-run-*")):
-        starts.setdefault((path.parent.parent, path.name.split("-", 3)[-1]), []).append(path)
-    if not starts:
+        run_id = path.name.split("-", 3)[-1]
+        unsent.setdefault((path.parent.parent, run_id), []).append(path)  # a resumed run has several
+    if not unsent:
         raise UserError(f"--offline {folder} holds no offline W&B run.")
-    table, commands = Table("run", "precision", "model", "steps", "median tokens/s"), []
-    for (output, run_id), parts in starts.items():
+    table = Table("run", "precision", "model", "steps", "median tokens/s")
+    commands = []
+    for (output, run_id), parts in unsent.items():
         with reading("--offline", output, "the run"):
             record = read_json(output / "run.json")
             summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else {}
-            labels, config = run_labels(record), record["config"]["run"]
-        rate, steps = summary.get("throughput", {}).get("median_tokens_per_s", 0.0), summary.get("steps", "unfinished")
+            labels = run_labels(record)
+            config = record["config"]["run"]
         name = config["wandb_run_name"] or run_id
-        table.add_row(name, labels[PRECISION], labels["model_short_name"], str(steps), f"{rate:,.0f}")
+        steps = str(summary.get("steps", "unfinished"))
+        tokens_per_s = summary.get("throughput", {}).get("median_tokens_per_s", 0.0)
+        table.add_row(name, labels[PRECISION], labels["model_short_name"], steps, f"{tokens_per_s:,.0f}")
         entity = ["--entity", options.entity] if options.entity else []
         commands.append(["wandb", "sync", *entity, "--project", config["wandb_project"], *map(str, parts)])
     Console().print(table)
@@ -178,7 +184,7 @@ def show_offline(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the action that the command line selects."""
     options = parse(sys.argv[1:])
     if options.offline:
         show_offline(options.offline, options)

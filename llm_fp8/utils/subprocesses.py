@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_fp8.utils.packages import REPOSITORY
+
 
 def output_of(*command: str, timeout_s: float = 30) -> str | None:
     """What a program prints to stdout; None where it does not exist, fails or hangs."""
@@ -93,6 +95,13 @@ def torchrun(num_processes: int, *words: str) -> list[str]:
     """The command that starts `num_processes` on this host."""
     # --standalone binds a free port.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
+
+
+def training_command(num_gpus: int, *words: str) -> list[str]:
+    """The command that trains with the options `words` on GPUs of this host."""
+    if num_gpus == 1:
+        return [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
+    return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)
 
 
 def end_with_parent() -> None:

@@ -45,7 +45,7 @@ def test_another_file_is_not_overwritten(tmp_path):
         Outcomes(tmp_path / "other.json")
 
 
-def test_folders_are_their_gpu_tests():
+def test_a_folder_selects_its_gpu_tests():
     assert gpu_files(["tests/benchmarks/test_gpu_tests.py"]) == ["tests/benchmarks/test_gpu_tests.py"]
     files = gpu_files(["tests/kernels"])
     assert files and all(name.endswith("_gpu.py") for name in files)

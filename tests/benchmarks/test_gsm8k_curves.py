@@ -33,7 +33,7 @@ def test_variants_that_cannot_be_compared(variants):
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])
-def test_on_several_gpus_a_step_is_that_of_one(num_gpus):
+def test_the_global_batch_does_not_depend_on_the_number_of_gpus(num_gpus):
     chosen = settings(num_gpus)
     for job in plan(chosen):
         config = parse_config(job.options(Path("out"), chosen), parallel=job.mode is not None)

@@ -70,7 +70,7 @@ def _bounds(batch: Batch) -> list[int]:
 
 
 @sizes
-def test_the_index_is_the_chunks_one_document_after_the_other(size: int) -> None:
+def test_slice_index_lists_a_ranks_chunks_document_by_document(size: int) -> None:
     lengths = [2 * size * n for n in (3, 1, 0, 7, 2)]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     for rank in range(size):

@@ -55,7 +55,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_stand_is_refused_by_file_and_key(tmp_path, name):
+def test_a_contradicting_entry_is_refused_by_file_and_key(tmp_path, name):
     values, pattern = REFUSED[name]
     with pytest.raises(UserError, match=pattern) as caught:
         settings_of(tmp_path, values)

@@ -268,7 +268,7 @@ def is_fp8(name: str) -> bool:
         (4, "fsdp_hybrid", False),
     ],
 )
-def test_masters_take_the_steps_of_one_process(
+def test_master_weights_follow_one_process(
     tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool
 ) -> None:
     norms, master_weights = train_whole()

@@ -31,7 +31,7 @@ def take_fsdp2s() -> None:
         ("--sharding_mode=fsdp_full", "--mixed_precision=fp8", "--sync_every_micro_batch"),
     ],
 )
-def test_the_steps_are_those_of_fsdp2_with_less_memory_reserved(options, tmp_path, monkeypatch, record_property):
+def test_steps_equal_fsdp2s_and_reserve_less_memory(options, tmp_path, monkeypatch, record_property):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the scripts set it
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # so that equal sums give equal losses
     losses, peaks, reserved = {}, {}, {}

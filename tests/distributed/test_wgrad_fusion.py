@@ -104,7 +104,7 @@ def clean(model: nn.Module) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_gradients_are_autograds(num_micro_batches, dtype, recomputed, tied, fused):
+def test_gradients_equal_autograds(num_micro_batches, dtype, recomputed, tied, fused):
     found = {}
     for summed_by in ("autograd", "gemms"):
         model = small_model(dtype, tie_word_embeddings=tied)

@@ -100,7 +100,7 @@ def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision,
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, NUM_MICRO_BATCHES])
 @pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
-def test_all_gradients_are_there(kind, scenario, num_micro_batches, recomputed, device):
+def test_all_weights_get_gradients(kind, scenario, num_micro_batches, recomputed, device):
     """Every parameter has those of every micro-batch, and no more than that."""
     batches = micro_batches(num_micro_batches, device)
     found = {}
@@ -119,7 +119,7 @@ def test_all_gradients_are_there(kind, scenario, num_micro_batches, recomputed, 
 
 
 @pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
-def test_additions_are_gone_and_no_gemm_is_added(kind, scenario, device, record_property):
+def test_fused_wgrad_removes_additions_and_adds_no_gemm(kind, scenario, device, record_property):
     batches = micro_batches(NUM_MICRO_BATCHES, device)
     additions, gemms = {}, {}
     for summed_by in ("autograd", "gemms"):

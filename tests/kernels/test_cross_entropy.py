@@ -121,7 +121,7 @@ def test_tied_weight_sums_both_gradients(chunk_tokens):
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_only_what_requires_grad_gets_one(frozen, chunk_tokens):
+def test_only_inputs_that_require_grad_get_gradients(frozen, chunk_tokens):
     hidden, weight, labels = make_inputs()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens).backward()

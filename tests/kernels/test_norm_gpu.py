@@ -76,7 +76,7 @@ def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", ["tuned", "others"])
-def test_norms_are_right(kind, record_property):
+def test_norms_match_the_reference(kind, record_property):
     widths = TUNED_WIDTHS if kind == "tuned" else OTHER_WIDTHS
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_norm_gpu", *map(str, widths)],

@@ -88,7 +88,7 @@ def test_the_kernel_is_transformer_engines_path_to_rounding(name, dtype, device,
     assert_same_split(through_layer, through_te, case, dtype, "contiguous", device)
 
 
-def test_a_position_that_the_table_lacks_is_nan_and_spoils_no_other(split_rope, device):
+def test_a_position_beyond_the_table_gives_nan_for_its_token_only(split_rope, device):
     case = Case(4, 2, 64, 64, lengths=(10, 14))
     fused, cu_seqlens = case.fused(torch.bfloat16, device), case.cu_seqlens(device)
     angles = case.angles(device)

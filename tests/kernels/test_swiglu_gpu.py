@@ -56,7 +56,7 @@ def scalars(device: Any, amax: float = 0.0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_are_the_exact_ones_rounded_once(shape, dtype, fp8_dtype, dswiglu_cast, device):
+def test_values_are_exact_values_rounded_once(shape, dtype, fp8_dtype, dswiglu_cast, device):
     gradient, gate_and_up = inputs(shape, dtype, device)
     scale, amax = scalars(device)
     rowwise, transposed, scale_inverse = dswiglu_cast(gradient, gate_and_up, scale, amax, fp8_dtype)
@@ -73,7 +73,7 @@ def test_values_are_the_exact_ones_rounded_once(shape, dtype, fp8_dtype, dswiglu
     assert scale_inverse.item() == 1 / SCALE
 
 
-def test_a_larger_maximum_stays(dswiglu_cast, device):
+def test_amax_keeps_a_larger_value(dswiglu_cast, device):
     gradient, gate_and_up = inputs((64, 64), torch.bfloat16, device)
     scale, amax = scalars(device, amax=1e6)
     dswiglu_cast(gradient, gate_and_up, scale, amax, torch.float8_e5m2)
@@ -81,7 +81,7 @@ def test_a_larger_maximum_stays(dswiglu_cast, device):
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
-def test_what_is_out_of_range_ends_at_the_ranges_end_and_nan_stays(fp8_dtype, dswiglu_cast, device):
+def test_out_of_range_values_saturate_and_nan_stays(fp8_dtype, dswiglu_cast, device):
     gradient, gate_and_up = torch.ones(16, 16, device=device), torch.ones(16, 32, device=device)
     gradient[0, 0], gradient[1, 1], gradient[2, 2] = 1e9, -1e9, float("nan")
     rowwise, _, _ = dswiglu_cast(gradient, gate_and_up, *scalars(device), fp8_dtype)

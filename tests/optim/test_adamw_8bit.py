@@ -49,7 +49,7 @@ def dense_numbers(signed):
 
 
 @SIGNS
-def test_values_and_codes_are_torchaos(signed):
+def test_values_and_codes_equal_torchaos(signed):
     torchao = pytest.importorskip("torchao.optim.quant_utils")
     values = torch.tensor(torchao.create_dynamic_map(signed))
     assert torch.equal(code_values(signed), values)
@@ -86,7 +86,7 @@ def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
 # --- stochastic rounding ----------------------------------------------------------------------------------------------
 
 
-def test_random_bits_are_those_of_the_documented_hash():
+def test_random_bits_follow_the_documented_hash():
     """In numpy, whose uint32 wraps; counted on from any even element."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
@@ -99,7 +99,7 @@ def test_random_bits_are_those_of_the_documented_hash():
     assert np.array_equal(rounding_bits((first, second), 4_000, 777, CPU).numpy(), want[4_000:4_777])
 
 
-def test_what_bf16_holds_is_not_rounded_and_nan_and_infinity_stay():
+def test_rounding_keeps_bf16_numbers_nan_and_infinity():
     numbers = torch.tensor([0.0, -0.0, 1.0, -0.15625, torch.inf, -torch.inf])
     highest = torch.full((6,), 0xFFFF, dtype=torch.int32)
     assert torch.equal(round_stochastically(numbers, highest).float().view(torch.int32), numbers.view(torch.int32))
@@ -134,7 +134,7 @@ def train(parameters, optimizer, steps):
 
 
 @pytest.mark.slow
-def test_a_step_is_torchaos():
+def test_a_step_equals_torchaos():
     """Moments, scales and the number that is rounded, by torchao's functions, in the middle of a run."""
     adam = pytest.importorskip("torchao.optim.adam")
     quant_utils = pytest.importorskip("torchao.optim.quant_utils")
@@ -172,7 +172,7 @@ def test_a_step_is_torchaos():
     assert (ulps > 0.5).float().mean().item() == pytest.approx(their_share, abs=0.04)
 
 
-def test_rows_that_are_seldom_seen_move_as_under_fp32_adamw():
+def test_rarely_updated_rows_move_as_under_fp32_adamw():
     """An embedding's rows in one block, some of them with small gradients now and then beside large ones."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(64, 128).uniform_(-6, 0, generator=generator)
@@ -193,7 +193,7 @@ def test_rows_that_are_seldom_seen_move_as_under_fp32_adamw():
 
 
 @pytest.mark.slow
-def test_all_ranks_round_alike_and_other_seeds_otherwise():
+def test_all_ranks_round_alike_and_seeds_differ():
     """No generator is asked, so replicas stay equal, and none is moved on."""
     ends = []
     for generator_seed, seed in ((1, 0), (2, 0), (2, 9)):

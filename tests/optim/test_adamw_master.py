@@ -128,7 +128,7 @@ def test_it_follows_torchs_adamw(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.37), (torch.bfloat16, 0.25)])
-def test_gradient_scale_is_scaling_beforehand_and_serves_one_step(dtype, factor):
+def test_gradient_scale_equals_scaling_gradients_and_applies_to_one_step(dtype, factor):
     folded, scaled = matrix(dtype), matrix(dtype)
     optimizers = [MasterAdamW([folded], lr=1e-3), MasterAdamW([scaled], lr=1e-3)]
     for step in range(5):

@@ -77,7 +77,7 @@ def assert_same_bits(parameters, optimizer, others, other_optimizer):
     ids=["bf16", "remainders", "fp32"],
 )
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
-def test_the_bits_are_those_without_it(share, remainders, dtype):
+def test_offloading_changes_no_bit(share, remainders, dtype):
     plain, offloaded = make_parameters(dtype, remainders), make_parameters(dtype, remainders)
     optimizers = build(plain, 0.0), build(offloaded, share)
     assert [type(optimizer) for optimizer in optimizers] == [MasterAdamW, OffloadedMasterAdamW]
@@ -107,7 +107,7 @@ def test_the_largest_are_offloaded_whole():
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.4, 0.9)])
-def test_a_checkpoint_goes_on_with_any_share(before, after):
+def test_a_checkpoint_resumes_with_any_share(before, after):
     whole, first, second = (make_parameters(remainders=True) for _ in range(3))
     never_stopped, stopped, resumed = build(whole, 0.0), build(first, before), build(second, after)
     initialize_state(never_stopped), initialize_state(stopped)

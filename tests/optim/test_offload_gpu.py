@@ -69,7 +69,7 @@ def assert_same_bits(parameters, optimizer, others, other_optimizer):
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_the_bits_are_those_without_it(share, pieces):
+def test_offloading_changes_no_bit(share, pieces):
     plain, offloaded = make_parameters(), make_parameters()
     optimizers = build(plain, 0.0), build(offloaded, share)
     for steps in (range(1), range(1, 5), range(5, 30)):  # read after one step, and after many without waiting between
@@ -83,7 +83,7 @@ def test_the_bits_are_those_without_it(share, pieces):
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0)])
-def test_a_checkpoint_goes_on_in_both_directions(before, after, pieces):
+def test_a_checkpoint_resumes_with_and_without_offloading(before, after, pieces):
     whole, first, second = (make_parameters() for _ in range(3))
     never_stopped, stopped, resumed = build(whole, 0.0), build(first, before), build(second, after)
     train(whole, never_stopped, range(8))
@@ -93,7 +93,7 @@ def test_a_checkpoint_goes_on_in_both_directions(before, after, pieces):
     assert_same_bits(whole, never_stopped, second, resumed)
 
 
-def test_the_gpu_holds_the_rest_alone():
+def test_the_gpu_holds_only_state_that_is_not_offloaded():
     """At rest and at the peak of a step, with the pieces of training."""
     shapes = {f"layer_{i}": (2**13, 2**12) for i in range(8)}
     count = sum(rows * columns for rows, columns in shapes.values())

@@ -67,7 +67,7 @@ def test_groups_hold_each_trainable_parameter_once():
 
 
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
-def test_bytes_are_what_is_allocated(kind):
+def test_bytes_per_parameter_match_allocated_bytes(kind):
     parameter = torch.nn.Parameter(torch.zeros(256, 256, dtype=parameter_dtype(kind)))
     optimizer = build_optimizer(OptimConfig(), kind, [("weight", parameter)])
     parameter.grad = torch.ones_like(parameter)

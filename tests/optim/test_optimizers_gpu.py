@@ -194,7 +194,7 @@ def test_the_eight_bit_kernel_finds_every_code():
 
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
-def test_memory_is_what_the_table_says(kind):
+def test_allocated_memory_matches_bytes_per_parameter(kind):
     """12 or 6 bytes per parameter at rest, and a clipped step needs next to nothing beyond them."""
     matrices = {
         f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)

@@ -33,7 +33,7 @@ def test_a_variant_is_a_line_of_options():
         "a: --use_te --attn_implementation eager",
     ],
 )
-def test_variants_that_cannot_be(text):
+def test_invalid_variants_are_refused(text):
     with pytest.raises(UserError):
         parse_variants(text)
 
@@ -45,7 +45,7 @@ def test_an_option_that_does_not_exist_ends_the_benchmark(capsys):
 
 
 @pytest.mark.parametrize("words", [["--warmup", "5"], ["--steps", "6"], ["--rounds", "0"], ["--variants", "x"]])
-def test_options_that_measure_nothing(words, monkeypatch):
+def test_options_that_measure_nothing_are_refused(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark", *words])
     with pytest.raises(UserError, match=words[0]):
         bench.main()
@@ -65,7 +65,7 @@ def answer(*speeds: float, failed: str | None = None, **more) -> dict:
     return {"failed": failed, "steps": steps, "losses": [2.0, 1.0], **more}
 
 
-def test_a_row_is_over_the_steps_of_all_rounds():
+def test_a_row_summarises_the_steps_of_all_rounds():
     found = summarise(
         WORK, Variant("a", ("--x",)), [answer(1, 2, 3, peak_memory_gib=4.0), answer(4, 5, peak_memory_gib=5.0)]
     )
@@ -94,14 +94,14 @@ def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch,
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_is_a_reason(monkeypatch):
+def test_a_failed_run_returns_its_reason(monkeypatch):
     monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
     found = bench.measure(WORK, Variant("a", ()), "rows.jsonl", 8, 6, 9.0)
     assert "no such file" in found["failed"]
 
 
 @pytest.mark.slow
-def test_ours_and_a_baseline_train_on_the_same_full_rows(tmp_path):
+def test_our_variants_and_baselines_train_on_the_same_full_rows(tmp_path):
     variants = parse_variants("ours: --mixed_precision no; hf: baseline hf_bf16")
     rows = measure_all(WORK, variants, num_steps=8, warmup=6, num_rounds=1, timeout_s=300)
     for row in rows:

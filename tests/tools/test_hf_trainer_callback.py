@@ -210,7 +210,7 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     )
 
 
-def test_a_callback_that_no_run_could_satisfy_is_refused():
+def test_invalid_callback_arguments_are_refused():
     for precision in ("foo", "FP8", "float8"):
         with pytest.raises(ValueError, match=f"^precision '{precision}': give fp8, bf16, fp16, no, or None$"):
             CertificateCallback(precision)
@@ -218,7 +218,7 @@ def test_a_callback_that_no_run_could_satisfy_is_refused():
         CertificateCallback("fp8", step=0)
 
 
-def test_the_energy_of_the_training_stands_beside_the_verdict(trained, tmp_path, capsys, monkeypatch):
+def test_the_certificate_file_holds_the_energy_of_the_training(trained, tmp_path, capsys, monkeypatch):
     readings = iter([100.0, 160.0])
     monkeypatch.setattr(callback_module, "open_counter", lambda: lambda: next(readings))
     trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
@@ -427,7 +427,7 @@ def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, is
     assert certificate["verdict"] == "certified" and certificate["attention"].startswith("sdpa")
 
 
-def test_what_was_asked_for(tmp_path):
+def test_asked_precision_prefers_the_argument_then_the_launcher(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
     assert asked_precision(None, {}, arguments) == "bf16" and asked_precision("fp8", BF16_LAUNCH, arguments) == "fp8"
     assert asked_precision(None, FP8_LAUNCH, arguments) == "fp8"

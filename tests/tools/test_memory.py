@@ -33,12 +33,12 @@ def figures(tmp_path, monkeypatch, capsys):
     ("name", "gib"),
     [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)],
 )
-def test_a_gpu_is_a_name_or_its_memory(name, gib):
+def test_gpu_memory_comes_from_a_name_or_a_number(name, gib):
     assert gpu_memory(name)[1] == gib
 
 
 @pytest.mark.parametrize("name", ["H900", "-3", "0", "nan", ""])
-def test_another_gpu_gets_no_figure(name):
+def test_an_unknown_gpu_is_refused(name):
     with pytest.raises(UserError, match="--gpu"):
         gpu_memory(name)
 
@@ -58,12 +58,12 @@ def test_a_model_is_a_bundled_name_a_hub_id_or_a_folder(name, words):
     assert hf_config.num_hidden_layers > 0 and found == words
 
 
-def test_a_misspelt_model_is_told_the_nearest():
+def test_a_misspelt_model_name_suggests_the_nearest():
     with pytest.raises(UserError, match="llama-3.1-8b"):
         find_model("lama-3.1-8b")
 
 
-def test_every_way_by_every_mode_what_fits_first(figures):
+def test_rows_cover_every_way_and_mode_and_fitting_ones_come_first(figures):
     rows = figures("--model_name=llama-3.1-8b", "--gpu=H100", "--num_gpus=2")["rows"]
     assert {(row["training"], row["sharding_mode"]) for row in rows} == {
         *((way, mode) for way in ("full", "full, recomputed", "LoRA") for mode in ("ddp", "fsdp_grad", "fsdp_full")),
@@ -75,7 +75,7 @@ def test_every_way_by_every_mode_what_fits_first(figures):
     assert all(sum(row["parts_gib"].values()) == pytest.approx(row["total_gib"]) for row in rows)
 
 
-def test_the_commands_are_understood(figures):
+def test_the_printed_commands_parse(figures):
     for words in (["--gpu=H100"], ["--gpu=44", "--num_gpus=4"], ["--gpu=A100", "--mixed_precision=bf16"]):
         for row in figures("--model_name=Llama-3.2-3B", "--batch_size=12", *words)["rows"]:
             command = shlex.split(row["command"])
@@ -93,6 +93,6 @@ def test_a_gpu_without_fp8_trains_in_bf16(figures, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
-def test_sizes_that_cannot_be(figures, words):
+def test_impossible_sizes_are_refused(figures, words):
     with pytest.raises(UserError, match=words.partition("=")[0]):
         figures("--model_name=Llama-3.2-1B", "--gpu=H100", words)

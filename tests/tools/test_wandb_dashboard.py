@@ -29,7 +29,7 @@ def the_spec(group: str | None = None) -> dict[str, Any]:
     return json.loads(view.spec.model_dump_json(by_alias=True, exclude_none=True))["section"]
 
 
-def test_every_figure_of_the_layout_is_one_that_runs_have() -> None:
+def test_every_panel_shows_a_key_that_runs_write() -> None:
     in_summary = {
         *METRICS,  # the last of each
         *(f"median_{key}" for key in MEDIANS),
@@ -59,7 +59,7 @@ def test_the_view_that_is_sent_draws_the_layout() -> None:
 
 
 @pytest.mark.slow
-def test_the_view_shows_training_runs_of_the_group_and_what_tells_them_apart() -> None:
+def test_the_view_filters_by_group_and_shows_distinguishing_columns() -> None:
     def wanted(runs: dict[str, Any]) -> dict[str, str]:
         return {item["key"]["name"]: item["value"] for item in runs["filters"]["filters"]}
 
@@ -143,7 +143,7 @@ def test_the_view_is_sent_and_updated_and_what_others_added_stays(
     assert [section.name for section in views[address].sections] == ["Mine", *SECTIONS]
 
 
-def test_what_the_server_refuses_is_one_sentence(
+def test_a_refusal_by_the_server_is_one_sentence(
     views: dict[str, ws.Workspace], call: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(view: ws.Workspace) -> None:

@@ -1,9 +1,9 @@
-"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ in nothing else, or reads finished ones, and says so with
-its figures.
+"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ only in precision, or reads finished runs, and compares
+them.
 
-`llm-fp8 compare` and scripts/compare_performance.py. Runs lie in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs.
-Variants take turns within each seed, so that a machine that slows down slows all of them. The same command again goes
-on: a finished run is taken as it is, an interrupted one continues from its last checkpoint.
+`llm-fp8 compare` and scripts/compare_performance.py. Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs.
+Variants take turns within each seed, so that a machine that slows down slows all of them. The same command again
+continues: it keeps finished runs and resumes an interrupted run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import shlex
 import signal
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llm_fp8.config.parser import parse_config
+from llm_fp8.config.parser import parse_config, with_underscores
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison, render_page
 from llm_fp8.tools.compare.run_record import (
     VARIANT_FIELDS,
@@ -37,32 +36,32 @@ from llm_fp8.train.checkpoint import has_checkpoint
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import run_program, torchrun
+from llm_fp8.utils.subprocesses import run_program, training_command
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
-"""What scripts/train_bf16.sh and scripts/train_fp8.sh write: compared where nothing else is named."""
+"""The outputs of scripts/train_bf16.sh and scripts/train_fp8.sh, which are compared by default."""
 
 _SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_name")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--train", metavar="OPTIONS", help="train: options that all runs share, in quotes")
+    source.add_argument("--train", metavar="OPTIONS", help="train runs with these shared options, in quotes")
     source.add_argument("--runs", type=Path, nargs="+", metavar="FOLDER", help="read output folders of finished runs")
     source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     names = ", ".join(variants())
-    parser.add_argument("--variants", default="bf16,fp8", help=f"of a --train, of {names} (default: %(default)s)")
+    parser.add_argument("--variants", default="bf16,fp8", help=f"variants to train, of {names} (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of each run with --train (default: 1)")
-    margin = "nats of eval loss by which a variant may be worse and pass for as good (default: %(default)s)"
+    margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
     parser.add_argument("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
     parser.add_argument("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
     words = list(argv)
-    if "--train" in words[:-1]:  # argparse takes a single word of options ('--use_te') for an option of its own
-        at = words.index("--train")
-        words[at : at + 2] = [f"--train={words[at + 1]}"]
+    if "--train" in words[:-1]:  # argparse would read a single quoted option ('--use_te') as one of this parser's
+        place = words.index("--train")
+        words[place : place + 2] = [f"--train={words[place + 1]}"]
     options = parser.parse_args(words)
     if min(options.seeds, options.num_gpus) < 1:
         raise UserError("--seeds and --num_gpus must be at least 1.")
@@ -75,28 +74,28 @@ class PlannedRun:
     variant: str
     seed: int
     folder: Path
-    words: tuple[str, ...]
-    """Options of the training script."""
+    words: tuple[str, ...]  # the options for the training script
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """The runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot run with
-    or that are set here, and for a folder of another comparison.
+    """The runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot take or
+    that this program sets, and for a folder of another comparison.
     """
     with reading("--train", repr(train), "the options"):
-        words = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), w) for w in shlex.split(train)]
+        words = [with_underscores(word) for word in shlex.split(train)]
     given = {word.partition("=")[0].removeprefix("--") for word in words}
     if taken := given.intersection(_SET_HERE):
         raise UserError(f"--train: --{min(taken)} is set by --variants, --seeds or --output; leave it out.")
     runs = []
     for seed in range(1, num_seeds + 1):
         for variant in variants:
-            own = folder / "runs" / f"{variant}-seed{seed}"
-            options = [*variant_words(variant, words), "--seed", str(seed), "--output_dir", str(own)]
+            run_folder = folder / "runs" / f"{variant}-seed{seed}"
+            options = [*variant_words(variant, words), "--seed", str(seed), "--output_dir", str(run_folder)]
             if parse_config(options, parallel=num_gpus > 1).run.use_wandb:
-                options += ["--wandb_run_name", own.name]
-            runs.append(PlannedRun(variant, seed, own, tuple(options)))
-    plan, shared = folder / "plan.json", {"train": words, "num_gpus": num_gpus}
+                options += ["--wandb_run_name", run_folder.name]
+            runs.append(PlannedRun(variant, seed, run_folder, tuple(options)))
+    plan = folder / "plan.json"
+    shared = {"train": words, "num_gpus": num_gpus}
     if plan.is_file() and read_json(plan) != shared:
         raise UserError(f"--output {folder} holds a comparison with other options ({plan}); choose another folder.")
     write_json_atomic(plan, shared)
@@ -104,19 +103,18 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
 
 
 def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
-    """Run what has not finished yet."""
-    name, summary = run.folder.name, run.folder / "summary.json"
+    """Train a run unless it has finished; returns its failure, if any."""
+    name = run.folder.name
+    summary = run.folder / "summary.json"
     if summary.is_file() and why_unfinished(read_json(summary)) is None:
-        console.print(f"{name}: finished earlier, taken as it is ({run.folder})")
+        console.print(f"{name}: finished earlier ({run.folder})")
         return None
     words = list(run.words)
     if has_checkpoint(run.folder):
         words += ["--resume_from", "latest"]
     elif run.folder.exists():  # interrupted before its first checkpoint
         run.folder.rename(run.folder.with_name(f"{name}.unfinished-{time.strftime('%Y%m%d-%H%M%S')}"))
-    command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
-    if num_gpus > 1:
-        command = torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)
+    command = training_command(num_gpus, *words)
     output = run.folder.parent.parent
     log = output / "logs" / f"{name}.log"
     console.print(f"{name}: started, log in {log}")
@@ -127,14 +125,14 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
 
 
 def main() -> int:
-    """Train or read, compare, report. Exit code 1 where a run failed; it does not stop the others."""
+    """Train or read runs, compare and report them. A failed run gives exit code 1 but stops no other."""
     options = parse(sys.argv[1:])
     console = Console(soft_wrap=True, markup=False, highlight=False)
     folder, num_gpus = options.output, options.num_gpus
     failures: list[Failure] = []
     if options.train is not None:
         plan = plan_runs(options.train, parse_variants(options.variants), options.seeds, num_gpus, folder)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run of the moment saves and stops first
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets the current run save and stop first
         ended = [(run, _run(run, num_gpus, console)) for run in plan]
         failures = [failure for _, failure in ended if failure]
         records = [read_run_folder(run.folder, "--train") for run, failure in ended if not failure]

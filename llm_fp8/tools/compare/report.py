@@ -1,5 +1,5 @@
-"""A comparison as one value that JSON can hold, as a table on the terminal, and as one HTML page that loads nothing and
-runs no script: words, tables, and charts as SVG.
+"""A comparison as one value for JSON, as a table on the terminal, and as one HTML page with tables and SVG charts. The
+page loads no other file and runs no script.
 """
 
 from __future__ import annotations
@@ -38,25 +38,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparison.json holds; the reference stands first."""
+    """The content of comparison.json; the reference comes first."""
 
     variants: list[VariantFigures]
     verdicts: dict[str, Verdict]
     differences: list[Difference]
     failures: list[Failure]
-    curves: list[dict[str, Any]]
-    """Steps, losses and eval losses of each run."""
-    runs: dict[str, str]
-    """Label of each run -> its folder or W&B path."""
-    provenance: dict[str, Any]
-    """That of the first run; where another differs, it stands in `differences`."""
+    curves: list[dict[str, Any]]  # the variant, seed, losses and eval losses of each run, as (step, loss)
+    runs: dict[str, str]  # label of a run -> its folder or W&B path
+    provenance: dict[str, Any]  # the provenance of the first run; `differences` holds what differs in others
     quality_margin: float
 
 
 def compare(
     runs: Sequence[RunRecord], failures: Sequence[Failure] = (), quality_margin: float = QUALITY_MARGIN
 ) -> Comparison:
-    """Compare finished runs, at least one. Raises `UserError` for two of the same variant and seed."""
+    """Compare one or more finished runs. Raises `UserError` for two runs of the same variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
@@ -64,13 +61,13 @@ def compare(
         sources[run.label] = run.source
     in_order = sorted(runs, key=lambda run: (run.variant != REFERENCE, run.seed))
     differences = find_differences(runs)
-    by_name: dict[str, list[RunRecord]] = {}
+    by_variant: dict[str, list[RunRecord]] = {}
     for run in in_order:
-        by_name.setdefault(run.variant, []).append(run)
-    failed = Counter(failure.variant for failure in failures)
-    names = sorted({**by_name, **failed}, key=lambda name: name != REFERENCE)
-    reference = by_name.get(REFERENCE, [])
-    figures = [variant_figures(name, by_name.get(name, []), reference, failed[name]) for name in names]
+        by_variant.setdefault(run.variant, []).append(run)
+    num_failed = Counter(failure.variant for failure in failures)
+    variants = sorted({**by_variant, **num_failed}, key=lambda variant: variant != REFERENCE)
+    reference = by_variant.get(REFERENCE, [])
+    figures = [variant_figures(name, by_variant.get(name, []), reference, num_failed[name]) for name in variants]
     baseline = figures[0] if figures[0].variant == REFERENCE else None
     curves = []
     for run in in_order:
@@ -96,7 +93,7 @@ def _text(value: Interval | float | None, shape: str) -> str:
 
 
 def figure_rows(own: VariantFigures) -> dict[str, str]:
-    """Title with unit -> text, of the figures of a variant."""
+    """Title with unit -> text, for the figures of a variant."""
     gap, answers, certificate = own.loss_gap, own.answers, own.certificate
     match = _text(own.exact_match and 100 * own.exact_match, "{:.1f}")
     if answers is not None:
@@ -117,7 +114,7 @@ def figure_rows(own: VariantFigures) -> dict[str, str]:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print verdicts, figures, failures and differences on a console that takes words without markup."""
+    """Print verdicts, figures, failures and differences on a console without markup."""
     for verdict in comparison.verdicts.values():
         console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}")
     table = Table("", *(own.name for own in comparison.variants))
@@ -133,52 +130,66 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def speed_bars(comparison: Comparison) -> list[dict[str, Any]]:
-    """A bar and its whisker for each variant with a speed, as places in percent of the drawing's width."""
-    found = [(style, own, own.tokens_per_s) for style, own in enumerate(comparison.variants) if own.tokens_per_s]
-    longest = max((speed.high or speed.value for *_, speed in found), default=1.0)
+    """A bar and its whisker for each variant with a speed; lengths are in percent of the drawing's width."""
+    measured = [(style, own, own.tokens_per_s) for style, own in enumerate(comparison.variants) if own.tokens_per_s]
+    longest = max((speed.high or speed.value for *_, speed in measured), default=1.0)
     bars = []
-    for style, own, speed in found:
+    for style, own, speed in measured:
         verdict = comparison.verdicts[own.variant]
-        bar = {"style": style, "name": own.name, "text": speed.describe("{:,.0f} tokens/s")}
-        bar |= {"note": f"{verdict.conclusion}, quality: {verdict.quality}", "length": 100 * speed.value / longest}
-        bar["is_doubtful"] = verdict.quality in ("worse", "not shown")
-        bar["whisker"] = [100 * max(end, 0) / longest for end in (speed.low, speed.high) if end is not None]
+        bar = {
+            "style": style,
+            "name": own.name,
+            "text": speed.describe("{:,.0f} tokens/s"),
+            "note": f"{verdict.conclusion}, quality: {verdict.quality}",
+            "length": 100 * speed.value / longest,
+            "is_doubtful": verdict.quality in ("worse", "not shown"),
+            "whisker": [100 * max(end, 0) / longest for end in (speed.low, speed.high) if end is not None],
+        }
         bars.append(bar)
     return bars
 
 
 def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] | None:
-    """The losses under `key` by step: a polyline per run, in thousandths from the top left; None without two steps.
-    The training loss is a trailing mean.
+    """A chart of the losses under `key` by step, with a polyline per run in thousandths from the top left; None with
+    fewer than two steps. The training loss is a trailing mean.
     """
     styles = {own.variant: number for number, own in enumerate(comparison.variants)}
     curves = []
     for curve in comparison.curves:
-        steps, losses = [step for step, _ in curve[key]], [loss for _, loss in curve[key]]
+        losses = [loss for _, loss in curve[key]]
         window = len(losses) // 20 + 1 if key == "loss" else 1
-        means = [fmean(losses[max(0, at - window) : at]) for at in range(1, len(losses) + 1)]
-        places = [(step, mean) for step, mean in zip(steps, means, strict=True) if math.isfinite(mean)]
-        curves.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", places))
-    points = [place for *_, places in curves for place in places]
-    if len({step for step, _ in points}) < 2:
+        points = []
+        for number, (step, _) in enumerate(curve[key], start=1):
+            mean = fmean(losses[max(0, number - window) : number])
+            if math.isfinite(mean):
+                points.append((step, mean))
+        curves.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", points))
+    all_points = [point for *_, points in curves for point in points]
+    if len({step for step, _ in all_points}) < 2:
         return None
-    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
-    across, up = 1000 / (right - left), 1000 / (high - low or 1)
+    first, last = min(step for step, _ in all_points), max(step for step, _ in all_points)
+    low, high = min(loss for _, loss in all_points), max(loss for _, loss in all_points)
+    x_scale = 1000 / (last - first)
+    y_scale = 1000 / (high - low or 1)
     lines = [
-        (style, name, " ".join(f"{(step - left) * across:.0f},{(high - loss) * up:.0f}" for step, loss in places))
-        for style, name, places in curves
+        (
+            style,
+            name,
+            " ".join(f"{(step - first) * x_scale:.0f},{(high - loss) * y_scale:.0f}" for step, loss in points),
+        )
+        for style, name, points in curves
     ]
-    ends = {"x_ends": (f"step {left:.0f}", f"step {right:.0f}"), "y_ends": (f"{low:.3f}", f"{high:.3f}")}
+    ends = {"x_ends": (f"step {first:.0f}", f"step {last:.0f}"), "y_ends": (f"{low:.3f}", f"{high:.3f}")}
     return {"title": title, "lines": lines, **ends}
 
 
 def without_folders(text: Any) -> Any:
-    """`text` with the last part alone of each absolute path: the page may be sent to others."""
+    """`text` with absolute paths cut to their last part, since the page may be sent to others."""
     return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text) if type(text) is str else text
 
 
 def render_page(comparison: Comparison) -> str:
-    """The whole page."""
+    """The HTML page of a comparison."""
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, finalize=without_folders
     )

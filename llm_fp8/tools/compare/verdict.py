@@ -1,4 +1,4 @@
-"""Figures of a variant -> a judgement in words. A pure function: no file, no clock, no randomness."""
+"""From the figures of a variant to a verdict in words; pure functions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from llm_fp8.tools.compare.figures import Difference, VariantFigures, concerning
 from llm_fp8.utils.errors import listed
 
-MIN_SEEDS = 3
-"""Seeds of both variants below which none is recommended: two may lie near each other by chance."""
+MIN_SEEDS = 3  # the fewest common seeds for a recommendation: the losses of two seeds may be near each other by chance
 QUALITY_MARGIN = 0.005
-"""Nats of eval loss by which a variant may be worse and still pass for as good: a quarter of a percent of a loss of 2,
-the relative difference below which DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training from bf16's."""
+"""Nats of eval loss by which a variant may be worse and still count as good. It is a quarter of a percent of a loss of
+2; DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training within this relative difference of bf16."""
 
 _ADVICE = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
     "slower": "it gains no speed here",
     "not faster": "it gains no speed here",
-    "speed unknown": "whether it pays was not measured",
+    "speed unknown": "its speed was not measured",
     "too few seeds": f"too few seeds to tell, run at least {MIN_SEEDS}",
     "not shown": "that it learns as well is not shown, run more seeds",
     "slightly worse": "its loss is worse in every seed, if by little: weigh it against the speed",
@@ -31,12 +30,10 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Verdict:
-    conclusion: str
-    """A key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"."""
-    sentences: list[str]
-    """On speed, on quality, and what to do; a single one where nothing can be compared."""
+    conclusion: str  # a key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"
+    sentences: list[str]  # sentences on speed, on quality and on what to do; a single one where nothing can be compared
     quality: str = "not shown"
-    """What was learned, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
+    """The quality, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
 
 
 def judge(
@@ -45,10 +42,12 @@ def judge(
     differences: Sequence[Difference],
     margin: float = QUALITY_MARGIN,
 ) -> Verdict:
-    """The verdict on a variant against its baseline `reference` (None where that has no finished run)."""
+    """The verdict on a variant relative to the baseline `reference` (None if the baseline has no finished run)."""
     if not own.seeds:
         return Verdict("failed", [f"{own.name}: no run finished, so there is nothing to compare."])
-    name, state, reasons = own.name, own.certificate.state, "; ".join(own.certificate.reasons)
+    name = own.name
+    state = own.certificate.state
+    reasons = "; ".join(own.certificate.reasons)
     if own.num_failed:
         name += f" ({own.num_failed} of {own.num_failed + len(own.seeds)} runs failed)"
     if reference is not None and own.variant == reference.variant:
@@ -61,7 +60,8 @@ def judge(
         return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {' and '.join(own.effective)}."])
     if reference.certificate.state == "failed":
         return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
-    if confounded := concerning(differences, own.variant, "both"):
+    confounded = concerning(differences, own.variant, "both")
+    if confounded:
         return Verdict("not comparable", [f"{name} is not comparable: the runs differ in {listed(confounded)}."])
     is_fp8 = any(ran.startswith("fp8") for ran in own.effective)
     speed_confounded = concerning(differences, own.variant, "speed")
@@ -83,7 +83,8 @@ def judge(
 
 
 def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
-    gap, answers = own.loss_gap, own.answers
+    gap = own.loss_gap
+    answers = own.answers
     if confounded:
         return "not shown"
     if (answers is not None and answers.is_worse) or (gap is not None and not math.isfinite(gap.value)):
@@ -92,7 +93,7 @@ def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
         return "not shown"
     if gap.low > margin:
         return "worse"
-    # Those that finished are no fair sample: a failed run may have failed because it learnt nothing.
+    # Finished runs are a biased sample, since a run may have failed because its loss diverged.
     if own.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or (answers and answers.may_be_worse):
         return "not shown"
     return "slightly worse" if min(gap.by_seed.values()) > 0 else "as good"
@@ -140,7 +141,7 @@ def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequ
         return f"its quality cannot be compared: the runs differ in {listed(confounded)}"
     gap = own.loss_gap
     if gap is None:
-        return f"its eval loss was not measured beside that of {reference.name}"
+        return f"its eval loss has no counterpart of {reference.name}"
     words = f"its eval loss differs by {gap.value:+.4f} nats/token"
     if gap.low is None or gap.high is None:
         return f"{words} in one seed"

@@ -19,13 +19,13 @@ from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 
 def main() -> int:
-    """Diagnose, print, write; returns the exit code."""
+    """Diagnose the run, print and write the findings; returns the exit code."""
     parser = OneSentenceParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write what is found to this JSON file")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this JSON file")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--trace", type=Path, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
-    either.add_argument("--quality", action="store_true", help="measure instead what fp8 costs, by kind of module")
+    either.add_argument("--quality", action="store_true", help="measure instead the cost of fp8, by kind of module")
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help-all"} & set(rest):
         print(parser.format_help())
@@ -33,14 +33,15 @@ def main() -> int:
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
         if path is not None:
             require_writable(flag, path)
-    import torch  # here, so that --help and mistakes answer without loading it
+    import torch  # only here, so that --help and mistakes do not wait for it
 
     from llm_fp8.observability.provenance import collect_provenance
 
     if own.quality:
         from llm_fp8.tools.diagnose.quality import describe, measure_quality
 
-        found, code = measure_quality(config), 0
+        found = measure_quality(config)
+        code = 0
         print(describe(found))
     elif torch.cuda.is_available():
         from llm_fp8.tools.diagnose.step import diagnose
@@ -63,21 +64,22 @@ ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "-
     "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
 }
 """Kernel class -> the option that acts on it."""
-WORTH_A_WORD = 0.05
-"""Share of a step from which on there is advice."""
+MIN_SHARE_FOR_ADVICE = 0.05  # the share of a step from which on a kernel class gets advice
 
 
 def render(found: Mapping[str, Any]) -> None:
-    """Print what was found; problems come last, where a reader's eye is."""
-    certificate, step = found["certificate"], found["step"]
+    """Print the findings; problems come last, where the reader looks first."""
+    certificate = found["certificate"]
+    step = found["step"]
     print(f"\nattention: {found['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
-    step_s, tokens_per_s = step["step_time_s"], step["tokens_per_s"]
-    print(f"\none step: {step_s * 1e3:.1f} ms, {tokens_per_s:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s")
-    for name, taken in found["classes"].items():
-        advice = ADVICE.get(name, "") if taken["time_s"] >= WORTH_A_WORD * step_s else ""
-        print(_line(name, taken, step_s), advice)
-        for kind, of_kind in found["gemms"].items() if name == "gemm" else ():
-            print(_line(f"  {kind} operands", of_kind, step_s))
+    step_s = step["step_time_s"]
+    speed = f"{step['tokens_per_s']:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s"
+    print(f"\none step: {step_s * 1e3:.1f} ms, {speed}")
+    for name, kernels in found["classes"].items():
+        advice = ADVICE.get(name, "") if kernels["time_s"] >= MIN_SHARE_FOR_ADVICE * step_s else ""
+        print(_line(name, kernels, step_s), advice)
+        for dtype, gemms in found["gemms"].items() if name == "gemm" else ():
+            print(_line(f"  {dtype} operands", gemms, step_s))
     print("\nmemory at the peak of a step, GiB")
     for kind, gib in found["memory_gib"].items():
         print(f"  {kind.replace('_', ' '):20}{gib:8.2f}")
@@ -85,6 +87,6 @@ def render(found: Mapping[str, Any]) -> None:
         print(f"PROBLEM: {problem}")
 
 
-def _line(name: str, taken: Mapping[str, Any], step_s: float) -> str:
-    time_s = taken["time_s"]
-    return f"  {name.replace('_', ' '):20}{taken['count']:>8}{time_s * 1e3:>10.1f} ms{time_s / step_s:>8.1%} "
+def _line(name: str, kernels: Mapping[str, Any], step_s: float) -> str:
+    time_s = kernels["time_s"]
+    return f"  {name.replace('_', ' '):20}{kernels['count']:>8}{time_s * 1e3:>10.1f} ms{time_s / step_s:>8.1%} "

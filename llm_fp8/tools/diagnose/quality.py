@@ -1,8 +1,8 @@
-"""What fp8's forward pass costs before any training, by kind of module: `diagnose_fp8.py --quality`.
+"""The cost of fp8's forward pass before any training, by kind of module: `diagnose_fp8.py --quality`.
 
-The model predicts the same text in bf16, in fp8, with one kind of module alone in fp8, and with all but that kind. The
-next-token distributions are compared with bf16's by the Kullback-Leibler divergence, in nats per supervised token;
-bf16's own rounding diverges by about 0.001. Losses are no measure: any disturbance may lower the loss of new text.
+The model predicts the same text in bf16, in fp8, with only one kind of module in fp8, and with all other kinds in fp8.
+The measure is the Kullback-Leibler divergence from bf16's next-token distributions, in nats per supervised token; the
+rounding of bf16 itself diverges by about 0.001. The loss is no measure: a disturbance may lower the loss of new text.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import uncompiled
 
 NUM_BATCHES = 4
-NUM_LISTED = 10
-"""Modules that the terminal shows; the JSON file has all."""
-_CHUNK = 512
-"""Tokens whose logits are in memory at a time."""
+NUM_LISTED = 10  # the number of modules that the terminal shows; the JSON file has all
+_CHUNK = 512  # the number of tokens whose logits are in memory at a time
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure the model and recipe of the run that `config`, which was checked, describes, on batches of its eval text,
-    else of its training text. Raises `UserError` as the run itself would.
+    """Measure the model and recipe of the run of `config`, which was checked, on batches of its eval text, else of its
+    training text. Raises `UserError` as the run itself would.
     """
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
@@ -56,10 +54,11 @@ def measure_quality(config: Config) -> dict[str, Any]:
 
 
 class _Comparison:
-    """A model whose modules can be taken out of fp8, and bf16's last hidden states of `batches`."""
+    """A model whose modules can be taken out of fp8, and the last hidden states of `batches` in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
-        self.setup, self.batches = setup, batches
+        self.setup = setup
+        self.batches = batches
         in_fp8 = setup.precision.fp8_modules
         self.names = {module: name for name, module in setup.model.named_modules() if module in in_fp8}
         self._in_bf16: Collection[nn.Module] = self.names
@@ -70,7 +69,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Divergences and loss differences, by kind of module and of all; errors of single modules."""
+        """Divergences and loss differences by kind of module and for all modules, and errors of single modules."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))
@@ -94,43 +93,46 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """How far predictions are from those in bf16, nats per token, with fp8 in all but these modules."""
+        """The divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
         self._in_bf16 = in_bf16
-        sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
+        divergence: Any = torch.zeros((), dtype=torch.float64, device=self.setup.plan.device)
+        loss_difference: Any = torch.zeros_like(divergence)
         weight = self.setup.model.get_output_embeddings().weight
         for batch, reference in zip(self.batches, self.reference, strict=True):
             labels = batch.labels[batch.labels != IGNORE_INDEX]
             parts = [tensor.split(_CHUNK) for tensor in (reference, self._hidden(batch), labels)]
-            for right, found, label in zip(*parts, strict=True):
-                log_p, log_q = (F.log_softmax((h @ weight.to(h.dtype).t()).float(), -1) for h in (right, found))
+            for exact, own, label in zip(*parts, strict=True):
+                log_p = F.log_softmax((exact @ weight.to(exact.dtype).t()).float(), -1)
+                log_q = F.log_softmax((own @ weight.to(own.dtype).t()).float(), -1)
                 difference = log_p - log_q
-                sums[0] += (log_p.exp() * difference).sum()
-                sums[1] += difference.gather(-1, label[:, None]).sum()
+                divergence += (log_p.exp() * difference).sum()
+                loss_difference += difference.gather(-1, label[:, None]).sum()
+        sums = torch.stack([divergence, loss_difference])
         divergence, loss_difference = (sums / self.num_tokens).tolist()
         return {"divergence": divergence, "loss_difference": loss_difference}
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """Last hidden states of the supervised tokens [tokens, h]."""
+        """The last hidden states of the supervised tokens [tokens, h]."""
         with self.setup.precision.context(first_microbatch=None):
             return self.setup.training_model.hidden(batch)[batch.labels != IGNORE_INDEX]
 
     def _forward(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if module not in self._in_bf16:
             return forward(*args, **kwargs)
-        if isinstance(module, nn.Linear):  # torchao's, whose class computes in fp8 by itself
+        if isinstance(module, nn.Linear):  # torchao's class, which computes in fp8 by itself
             output = nn.Linear.forward(module, *args)
         else:
             output = self.setup.precision.without_fp8(forward, *args, **kwargs)
         if self.names[module] not in self._errors:
             error = (forward(*args, **kwargs) - output).float().norm() / output.float().norm()
             inputs = args[0].float()
-            peak = inputs.abs().amax() / inputs.square().mean().sqrt()  # outliers leave few values to the others
+            peak = inputs.abs().amax() / inputs.square().mean().sqrt()  # outliers leave few codes to other values
             self._errors[self.names[module]] = {"relative_error": float(error), "input_peak": float(peak)}
         return output
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The findings as lines, and which kind of module in bf16 would help most for its FLOPs."""
+    """The findings as lines, and the kind of module whose bf16 would help most for its FLOPs."""
     total = found["all_in_fp8"]["divergence"]
     saved = {kind: total - cost["without"]["divergence"] for kind, cost in found["kinds"].items()}
     shares = {kind: cost["linear_flop_share"] for kind, cost in found["kinds"].items()}
@@ -146,7 +148,8 @@ def describe(found: dict[str, Any]) -> str:
     lines.append("largest errors of single modules (relative error of the output; largest input over its rms):")
     for name, error in itertools.islice(found["modules"].items(), NUM_LISTED):
         lines.append(f"  {name:38}{error['relative_error']:8.4f}{error['input_peak']:10.0f}")
-    if saved[best := order[0]] > 0:
-        words = f"{saved[best] / total:.0%} off the divergence for {shares[best]:.1%} of the linear FLOPs"
-        lines.append(f"--fp8_bf16_modules {best} would take {words}")
+    best = order[0]
+    if saved[best] > 0:
+        cost = f"{shares[best]:.1%} of the linear FLOPs in bf16"
+        lines.append(f"--fp8_bf16_modules {best} would lower the divergence by {saved[best] / total:.0%}, with {cost}")
     return "\n".join(lines)

@@ -1,11 +1,12 @@
-"""A run, built by the run's own functions and measured for a few steps: which modules are in fp8, whether the kernels
-are those that should run, where the time goes, and what holds the memory.
+"""A few measured steps of a run, built by the run's own functions: fp8 coverage, certificate, time by class of kernels,
+and memory by kind.
 
-Recording slows the host and not the kernels: the GPU is idle for what unrecorded steps take beyond the kernels.
+Recording slows the host but not the kernels, so the GPU's idle time is the time of an unrecorded step minus the
+kernels' time.
 
-Memory is divided at the last forward pass of a step: "kept_casts" is what was there before it beside weights, optimizer
-state and gradients (fp8 casts of weights, which later micro-batches reuse), "activations" what the pass added, and
-"backward_pass" how far the peak is above that: with one micro-batch it holds the gradients.
+Memory is divided at the last forward pass of a step. "kept_casts" was allocated before it, beside weights, optimizer
+state and gradients: fp8 casts of weights, which later micro-batches reuse. "activations" is what the pass allocated.
+"backward_pass" is the rest of the peak; with one micro-batch it holds the gradients.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.kernel_trace import (
+    KernelTime,
     gemm_kernels,
     kernel_intervals,
     kernel_times,
@@ -53,7 +55,7 @@ NUM_TIMED_STEPS = 7
 
 
 def plan_without_output(config: Config) -> RunPlan:
-    """The run of `config`, which was checked; it writes nothing and sends nothing to a tracker."""
+    """The plan of the run of `config`, which was checked, without output folder and trackers."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     quiet_libraries()
@@ -63,9 +65,9 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """What is found of the run of `config`, as the JSON file has it; times in seconds, memory in GiB.
+    """The findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB.
 
-    `trace`: file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
+    `trace` is the file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
     """
     plan = plan_without_output(config)
     with explained_failures(plan.folder):
@@ -74,8 +76,8 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
 
 
 def build_loop(plan: RunPlan) -> TrainingLoop:
-    """The run's loop on its own data, ready for `take_step`; it has no reporter and no checkpoints."""
-    config, strategy = plan.config, plan.strategy
+    """The run's loop on its own data, ready for `take_step`, without reporter and checkpoints."""
+    config = plan.config
     set_seed(config.optim.seed)
     tokenizer, _ = load_tokenizer(config.model, plan.source)
     check_model(config, plan.hf_config, tokenizer)
@@ -83,21 +85,22 @@ def build_loop(plan: RunPlan) -> TrainingLoop:
     setup = build_setup(plan)
     optimizer = build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
     warm_up = functools.partial(warm_up_scales, setup, data.train)
-    model, optimizer = prepare_with_scales(strategy, setup.training_model, optimizer, warm_up)
+    model, optimizer = prepare_with_scales(plan.strategy, setup.training_model, optimizer, warm_up)
     reporter: Any = None
-    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2
+    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
     scheduler = build_scheduler(optimizer, config.optim, num_steps)
     return TrainingLoop(setup, model, optimizer, scheduler, data.train, reporter, num_steps)
 
 
 def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
-    """Take steps of the loop: to warm up, for their time, for the memory, and one whose kernels are recorded."""
-    setup, plan = loop.setup, loop.setup.plan
+    """Take steps of the loop: first to warm up, then for the time, the memory and the kernels."""
+    setup = loop.setup
+    plan = setup.plan
     loop.model.train()
     steps = iter(loop.loader)
 
     def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
-        """The mean seconds of steps, and the last one's micro-batches."""
+        """Take steps; returns the mean seconds of a step and the micro-batches of the last one."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(num_steps):
@@ -115,8 +118,10 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         recorded.export_chrome_trace(str(trace))
     kernels = kernel_times(recorded)
     busy_s = length(covered(interval for _, interval in kernel_intervals(recorded)))
-    on_torch = f"{setup.attention} ({attention_library(kernels)})"
-    attention = te_llama.attention_backend() if plan.config.model.use_te else on_torch
+    if plan.config.model.use_te:
+        attention = te_llama.attention_backend()
+    else:
+        attention = f"{setup.attention} ({attention_library(kernels)})"
     certificate = certify(
         setup.expected,
         kernels,
@@ -125,22 +130,24 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         recipe_inside_modules=setup.precision.recipe_inside_modules,
         attention=attention,
     )
-    size, peak = decoder_size(plan.hf_config, setup.num_adapter_parameters), device_peak_tflops(plan.device)
-    idle = {"count": 0, "time_s": max(0.0, step_s - busy_s)}
-    classes, gemms = (
-        {name: {"count": taken.count, "time_s": taken.time_s} for name, taken in times.items()}
-        for times in (time_by_class(kernels), gemm_kernels(kernels))
-    )
+    size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
+    peak = device_peak_tflops(plan.device)
+    classes = _figures(time_by_class(kernels))
+    classes["gpu_idle"] = {"count": 0, "time_s": max(0.0, step_s - busy_s)}
     return {
         "precision": plan.precision.to_dict(),
         "coverage": setup.coverage.to_dict(),
         "certificate": certificate.to_dict(),
         "attention": attention,
         "step": speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
-        "classes": {**classes, "gpu_idle": idle},
-        "gemms": gemms,
+        "classes": classes,
+        "gemms": _figures(gemm_kernels(kernels)),
         "memory_gib": memory,
     }
+
+
+def _figures(by_name: Mapping[Any, KernelTime]) -> dict[str, dict[str, float]]:
+    return {name: {"count": taken.count, "time_s": taken.time_s} for name, taken in by_name.items()}
 
 
 def held_gib(tensors: Iterable[Any]) -> float:
@@ -148,7 +155,7 @@ def held_gib(tensors: Iterable[Any]) -> float:
 
 
 def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, float]:
-    """GiB of a step's peak by kind, which the module's docstring explains; `take` takes a step."""
+    """The memory of a step's peak in GiB by kind (see the module's docstring); `take` takes a step."""
     parameters = list(loop.model.parameters())
     marks: list[tuple[float, float]] = []
 
@@ -161,8 +168,9 @@ def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, 
     take()
     for hook in hooks:
         hook.remove()
-    peak, weights = torch.cuda.max_memory_allocated() / GIB, held_gib(parameters)
-    (before, gradients), (after, _) = marks[-2:]
+    peak = torch.cuda.max_memory_allocated() / GIB
+    weights = held_gib(parameters)
+    (before, gradients), (after, _) = marks[-2:]  # before and after the last forward pass
     state = held_gib(value for entry in unwrap(loop.optimizer).state.values() for value in entry.values())
     return {
         "weights": weights,
@@ -177,8 +185,9 @@ def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, 
 
 
 def problems(found: Mapping[str, Any]) -> list[str]:
-    """Sentences on what is not as it was asked for; they make the exit code 1."""
-    precision, certificate = found["precision"], found["certificate"]
+    """Sentences on what differs from the request; with any of them the exit code is 1."""
+    precision = found["precision"]
+    certificate = found["certificate"]
     wrong = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
         wrong.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")

@@ -1,4 +1,4 @@
-"""`llm-fp8 verify` and scripts/verify_fp8.py: the checks, the command line, the output, and the exit code."""
+"""`llm-fp8 verify` and scripts/verify_fp8.py: the table of checks, the command line, the output and the exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llm_fp8.utils.packages import VERIFY
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 
 
-CHECKS = (  # in the order in which they run
+CHECKS = (  # in the order of execution
     Check("packages", check_packages),
     Check("gpu", check_gpu),
     Check("variables", check_variables),
@@ -44,7 +44,7 @@ CHECKS = (  # in the order in which they run
 
 
 def run_check(check: Check, setup: Setup) -> Result:
-    """The check's answer; failed where it raises."""
+    """Run a check; it fails if it raises."""
     print(f"{check.name} ...", file=sys.stderr, flush=True)
     began = time.perf_counter()
     try:
@@ -55,20 +55,22 @@ def run_check(check: Check, setup: Setup) -> Result:
     except Exception as error:
         result = Result(details=traceback.format_exc().splitlines()[-12:])
         result.fail(f"the check ended with {type(error).__name__}: {error}", f"{VERIFY} --only {check.name}")
-    result.name, result.wall_s = check.name, time.perf_counter() - began
+    result.name = check.name
+    result.wall_s = time.perf_counter() - began
     return result
 
 
 def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
-    """The options, checked. Raises `UserError`."""
+    """Parse and check the command line. Raises `UserError`."""
     parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, names = parser.add_argument, [check.name for check in CHECKS]
+    add = parser.add_argument
+    names = [check.name for check in CHECKS]
     add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
     add("--max_seq_length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--batch_size", type=int, default=8, help="sequences of a micro-batch (default %(default)s)")
     add("--quick", action="store_true", help="leave out rates, torchao's recipes and the run on all GPUs")
     add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
-    add("--output", "--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
+    add("--output", "--json", type=Path, metavar="FILE", help="write all findings to this JSON file")
     options = parser.parse_args(argv)
     for size in ("max_seq_length", "batch_size"):
         if getattr(options, size) < 1:
@@ -82,15 +84,16 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
     """Run the checks; returns the exit code."""
-    options, environ = parse(argv, description), dict(os.environ)
+    options = parse(argv, description)
+    environ = dict(os.environ)
     for name in filter(is_left_over, environ):
-        del os.environ[name]  # with it the runs would take themselves for processes of a launch
+        del os.environ[name]  # or the runs would behave as processes of a launch
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the run under way is ended
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the current run too
     with tempfile.TemporaryDirectory(prefix="verify-fp8-") as scratch:
         setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, Path(scratch))
-        with contextlib.suppress(ImportError, OSError):  # which the check of the packages reports
+        with contextlib.suppress(ImportError, OSError):  # `check_packages` reports them
             cut_model(setup)
         results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
     failed = any(result.failures for result in results)
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
 
 
 def print_table(results: list[Result], console: Console) -> None:
-    """The table, then what fixes what is wrong. Details are shown where something is."""
+    """Print the table, with details of failures and warnings, and then the commands that fix them."""
     table = Table(Column(no_wrap=True), Column(no_wrap=True), "", "", box=None, pad_edge=False, show_header=False)
     for result in results:
         wrong = [*result.failures, *result.warnings]

@@ -1,7 +1,7 @@
-"""Environment variables that guides to fp8 training name, and those that silently break or slow a run.
+"""Environment variables that guides to fp8 training name, and others that silently break or slow a run.
 
-docs/multi_gpu.md explains these and the useful ones. Read in the sources of torch 2.13, accelerate 1.15 and the Python
-part of Transformer Engine 2.20.
+docs/multi_gpu.md explains these and useful ones. The rules were read in the sources of torch 2.13, accelerate 1.15 and
+the Python part of Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from llm_fp8.tools.verify.result import Result, Setup
 
 
 class Rule(NamedTuple):
-    """A setting that the check reports: regular expressions of the whole name and the whole value (in any case), and in
-    a finding the name and the value. `level`: harmful (a run is several times slower, hangs or is not what was asked
-    for), slower, or no effect. `says` ends a sentence that begins with the setting.
+    """A setting that the check reports. `name` and `value` are regular expressions for the whole name and the whole
+    value in any case; in a finding they are the name and the value. `level` is harmful (a run is several times slower,
+    hangs or is not as requested), slower, or no effect. `effect` ends a sentence that begins with the setting.
     """
 
     name: str
     value: str
     level: str
-    says: str
+    effect: str
 
 
 _LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
@@ -30,7 +30,7 @@ _ACCELERATE = (
     "ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS|USE_.*|(FP8|DEEPSPEED|DYNAMO)_.*)"
     "|(FSDP|PARALLELISM_CONFIG)_.*"
 )
-"""What a launcher sets for the processes it starts; it should not be in a shell."""
+"""Variables that a launcher sets for its processes; they should not be in a shell."""
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
@@ -49,11 +49,11 @@ RULES: tuple[Rule, ...] = (
     Rule("ACCELERATE_USE_CPU", "1|true|yes|on", "harmful", "makes Accelerate train on the CPU"),
     Rule(_ACCELERATE, ".*", "slower", "is left over from accelerate launch and sets an option of the next run"),
 )
-"""For each variable the first rule that matches its name and value counts."""
+"""The first rule that matches a variable's name and value counts."""
 
 
 def judge(environ: Mapping[str, str]) -> list[Rule]:
-    """The variables of `environ`, a shell's, that a run should not start with, harmful ones first."""
+    """The variables in a shell's `environ` with which a run should not start, harmful ones first."""
     findings = []
     for name, value in environ.items():
         matching = (rule for rule in RULES if re.fullmatch(rule.name, name))
@@ -64,16 +64,16 @@ def judge(environ: Mapping[str, str]) -> list[Rule]:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a launcher set the variable for the processes it started."""
+    """Whether a launcher sets this variable for its processes."""
     return re.fullmatch(f"{_LAUNCH}|{_ACCELERATE}", name) is not None
 
 
 def check_variables(setup: Setup) -> Result:
-    """A harmful variable of the user's environment fails; one that slows or has no effect is a warning."""
+    """Fail for harmful variables in the user's environment; warn of variables that slow or have no effect."""
     result = Result()
     for found in judge(setup.environ):
         report = result.fail if found.level == "harmful" else result.warn
-        report(f"{found.name}={found.value} {found.says}", f"unset {found.name}")
+        report(f"{found.name}={found.value} {found.effect}", f"unset {found.name}")
         result.facts[found.name] = {"value": found.value, "level": found.level}
     if not result.facts:
         result.summary = "none that is harmful or has no effect"

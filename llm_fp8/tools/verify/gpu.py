@@ -1,4 +1,4 @@
-"""The GPUs: whether torch can use them, and the rates of their GEMMs."""
+"""Checks of the GPUs: torch can use them, and their GEMMs reach the recorded rates."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ KNOWN_TFLOPS = {
     "NVIDIA H100 80GB HBM3": {"bf16": 680.1, "fp8": 1281.5},
     "NVIDIA H200": {"bf16": 687.3, "fp8": 1309.8},
 }
-"""What `measure_tflops` gave on a GPU of this name; a GPU that is not here is not judged."""
+"""Name of a GPU -> the recorded result of `measure_tflops`; other GPUs are not judged."""
 LEAST_SHARE = 0.85
 
 
 def check_gpu(setup: Setup) -> Result:
-    """A machine without a GPU is skipped; a GPU that torch cannot use fails."""
+    """Skip a machine without a GPU; fail if torch cannot use a GPU of the driver."""
     import torch
 
     listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout_s=60)
-    gpus, cuda = (listed or "").splitlines(), torch.version.cuda
+    gpus = (listed or "").splitlines()
+    cuda = torch.version.cuda
     result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})
     if setup.num_gpus:
-        name, driver = torch.cuda.get_device_name(0), "".join(gpus[:1]).rpartition(", ")[2]
+        name = torch.cuda.get_device_name(0)
+        driver = "".join(gpus[:1]).rpartition(", ")[2]
         cudnn = torch.backends.cudnn.version()
         result.summary = f"{setup.num_gpus} x {name}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}"
     elif not gpus:
-        result.summary, result.skipped = "no NVIDIA GPU: nvidia-smi lists none, torch finds none", True
-    elif (visible := setup.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        result.summary = "no NVIDIA GPU: nvidia-smi lists none, torch finds none"
+        result.skipped = True
+    elif "CUDA_VISIBLE_DEVICES" in setup.environ:
+        visible = setup.environ["CUDA_VISIBLE_DEVICES"]
         result.fail(f"torch finds no GPU: CUDA_VISIBLE_DEVICES is '{visible}'", "unset CUDA_VISIBLE_DEVICES")
     else:
         fix = "nvidia-smi   # 'CUDA Version' is the newest for this driver; install a newer one, or a torch for it"
@@ -44,8 +48,8 @@ def check_gpu(setup: Setup) -> Result:
 
 
 def measure_tflops(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of GEMMs of three sizes of `GEMM_SIZE` in bf16 and, where the GPU has it, fp8 (e4m3, one scale per
-    tensor, bf16 result), on random normal data: zeros draw less power, so clocks stay higher than training sees.
+    """TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, where the GPU has it, fp8 (e4m3, one scale per tensor, bf16
+    result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
     """
     import torch
 
@@ -66,21 +70,22 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
         result = torch.empty_like(left)
         found = {"bf16": tflops(lambda: torch.mm(left, right, out=result))}
         if torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY:
-            left8, scale = left.to(torch.float8_e4m3fn), torch.ones((), device=device)
+            left8 = left.to(torch.float8_e4m3fn)
+            scale = torch.ones((), device=device)
             right8 = right.t().contiguous().to(torch.float8_e4m3fn).t()  # column-major, as the kernel takes it
             found["fp8"] = tflops(lambda: fp8_gemm(left8, right8, scale))
     return found
 
 
 def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
-    """A rate below `LEAST_SHARE` of the recorded one is a warning; without a record nothing is judged."""
+    """Warn of a rate below `LEAST_SHARE` of the recorded one."""
     known = KNOWN_TFLOPS.get(gpu_name, measured)
     share = min(value / known[name] for name, value in measured.items())
     result = Result(", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items()))
     result.facts = {"measured": measured, "known": KNOWN_TFLOPS.get(gpu_name)}
     if share < LEAST_SHARE:
         fix = "nvidia-smi; nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # while the GPU is busy"
-        result.warn(f"{share:.0%} of what an {gpu_name} reaches: its clocks are lowered, or others use it", fix)
+        result.warn(f"{share:.0%} of the rate of an {gpu_name}: its clocks are lowered, or others use it", fix)
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a check is, what it gets (`Setup`), and what it answers (`Result`)."""
+"""A check (`Check`), its input (`Setup`) and its result (`Result`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 
 @dataclass
 class Result:
-    """The answer of one check, to which `fail` and `warn` add what is wrong."""
+    """The result of one check; `fail` and `warn` add findings."""
 
     summary: str = ""
     details: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """The evidence, as plain JSON values."""
+    facts: dict[str, Any] = field(default_factory=dict)  # the evidence, as plain JSON values
     skipped: bool = False
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    fixes: list[str] = field(default_factory=list)
-    """Commands for a shell in the repository."""
+    fixes: list[str] = field(default_factory=list)  # commands for a shell in the repository
     name: str = ""
     wall_s: float = 0.0
 
@@ -41,19 +39,17 @@ class Result:
 
 @dataclass
 class Setup:
-    """What all checks get: the user's shape and the environment at the start."""
+    """The input of all checks: the user's shape and the environment at the start."""
 
     model_name: str
     max_seq_length: int
     batch_size: int
-    environ: dict[str, str]
-    """The environment before the program removed any variable."""
-    scratch: Path
-    """An empty folder for files of the checks."""
+    environ: dict[str, str]  # the environment before the program removed any variable
+    scratch: Path  # an empty folder for files of the checks
 
     @functools.cached_property
     def num_gpus(self) -> int:
-        """GPUs that torch can use; 0 where torch does not load, which the check of the packages reports."""
+        """The number of GPUs that torch can use; 0 if torch does not load, which `check_packages` reports."""
         try:
             import torch
         except (ImportError, OSError):
@@ -62,7 +58,7 @@ class Setup:
 
 
 class Check(NamedTuple):
-    """A row of the table; `quick`: --quick runs it too."""
+    """A row of the table of checks; --quick runs it if `quick`."""
 
     name: str
     function: Callable[[Setup], Result]

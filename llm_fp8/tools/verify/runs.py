@@ -1,8 +1,9 @@
 """Short training runs, started as a user starts them and read from their run folders.
 
-On a GPU two decoder layers of --model_name are trained from random weights on the embedded dataset, at the user's
-sequence length and batch size: in bf16, then in each fp8 recipe, which is judged by its certificate, its attention, and
-its losses beside those of bf16. Without a GPU the embedded model trains on the CPU; torchao's recipes are emulated.
+On a GPU two decoder layers of --model_name train from random weights on the embedded dataset, with the user's sequence
+length and batch size, first in bf16, then in each fp8 recipe. A recipe is judged by its certificate, its attention and
+the distance of its losses from bf16's. Without a GPU the embedded model trains on the CPU and emulates torchao's
+recipes.
 """
 
 from __future__ import annotations
@@ -10,29 +11,28 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_fp8.config.recipes import Backend, recipe_names
+from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_names
 from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_metrics
-from llm_fp8.utils.packages import REPOSITORY, TRANSFORMER_ENGINE
-from llm_fp8.utils.subprocesses import Ended, run_program, torchrun
+from llm_fp8.utils.packages import TRANSFORMER_ENGINE
+from llm_fp8.utils.subprocesses import Ended, run_program, training_command
 
 OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packing --validation_fraction 0 --no_export")
-"""The fifth step's kernels are recorded for the certificate."""
+"""The kernels of the fifth step are recorded for the certificate."""
 CPU_OPTIONS = shlex.split("--model_name embedded --max_seq_length 256 --batch_size 2 --num_of_samples 200")
 NUM_LAYERS = 2
 MAX_LOSS_DIFFERENCE = 0.02
-"""fp8 moves the losses of these few steps from bf16's by far less; a wrong scale or layout moves them by much more."""
+"""Sound fp8 changes the losses of these few steps by far less; a wrong scale or layout changes them by much more."""
 
 
 class Run(NamedTuple):
-    """A run that has ended; the summary and the losses (nats per supervised token) are empty where it wrote none."""
+    """A run that has ended; its summary and its losses (nats per supervised token) are empty if it failed."""
 
     name: str
     command: list[str]
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 def cut_model(setup: Setup) -> Path:
     """A model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and the
-    tokenizer's vocabulary. Raises `UserError` for a model that is not there.
+    tokenizer's vocabulary. Raises `UserError` for a missing model.
     """
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
@@ -66,23 +66,19 @@ def cut_model(setup: Setup) -> Path:
 
 
 def fp8_words(backend: Backend, name: str) -> list[str]:
-    """The options of an fp8 recipe, which must not fall back to another one."""
+    """The options that train in an fp8 recipe without a fallback."""
     strict = ["--fp8_strict"] if backend == "te" else []  # torchao's recipes have no fallback
     return ["--mixed_precision", "fp8", "--fp8_backend", backend, "--fp8_scenario", name, *strict]
 
 
-def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
-    """Train for a few steps; `num_processes`: under torchrun, where it is not 0."""
+def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
+    """Train for a few steps."""
     folder = Path(tempfile.mkdtemp(dir=setup.scratch, prefix=name)) / "run"
     shape = CPU_OPTIONS
     if setup.num_gpus:
         shape = ["--max_seq_length", str(setup.max_seq_length), "--batch_size", str(setup.batch_size)]
         shape += ["--model_name", str(cut_model(setup)), "--random_init"]
-    given = (*OPTIONS, *shape, *words, "--output_dir", str(folder))
-    if num_processes:
-        command = torchrun(num_processes, str(REPOSITORY / "train_multi_gpu.py"), *given)
-    else:
-        command = [sys.executable, str(REPOSITORY / "train_fp8.py"), *given]
+    command = training_command(num_processes, *OPTIONS, *shape, *words, "--output_dir", str(folder))
     ended = run_program(command, log=folder.with_suffix(".log"), timeout_s=300)
     if ended.failure is not None:
         return Run(name, command, ended, {}, [])
@@ -91,8 +87,10 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 0) -> Run:
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
-    """Add a run to the result: it must end, be certified, use fast attention, learn, and stay near `baseline`."""
-    name, losses, again = run.name, run.losses, shlex.join(run.command)
+    """Judge a run: it must succeed, be certified, use fast attention, lower its loss, and stay near `baseline`."""
+    name = run.name
+    losses = run.losses
+    again = shlex.join(run.command)
     result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
     if run.ended.failure is not None:
         result.fail(f"{name}: the run failed: {run.ended.failure}", again)
@@ -109,9 +107,9 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         result.fail(f"{name}: the loss does not fall ({losses})", again)
     elif baseline is not None and baseline.losses:
-        away = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, baseline.losses, strict=True))
-        if away > MAX_LOSS_DIFFERENCE:
-            result.fail(f"{name}: the losses {losses} are {away:.1%} from bf16's {baseline.losses}", again)
+        difference = max(abs(own / base - 1) for own, base in zip(losses, baseline.losses, strict=True))
+        if difference > MAX_LOSS_DIFFERENCE:
+            result.fail(f"{name}: the losses {losses} differ from bf16's {baseline.losses} by {difference:.1%}", again)
     ran = f", {verdict}, {certificate['num_fp8_gemm_kernels']} fp8 GEMM kernels" if certificate else ""
     result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{ran}, {run.ended.wall_s:.0f} s")
 
@@ -124,14 +122,14 @@ def train_in_each(setup: Setup, backend: Backend, recipes: Iterable[str], *words
     for name in recipes:
         judge(result, train(setup, name, *fp8_words(backend, name), *words), baseline)
     if not result.failures:
-        where = "certified" if setup.num_gpus else "on the CPU, so nothing is said of fp8 kernels"
+        where = "certified" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
         attention = baseline.summary["attention_backend"]
         result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {where}; attention: {attention}"
     return result
 
 
 def check_steps(setup: Setup) -> Result:
-    """bf16 and each of Transformer Engine's recipes that this GPU has; on the CPU bf16 alone."""
+    """Train in bf16 and in each recipe of Transformer Engine that this GPU has; on the CPU in bf16 only."""
     if not setup.num_gpus:
         return train_in_each(setup, "te", ())
     import torch
@@ -139,7 +137,8 @@ def check_steps(setup: Setup) -> Result:
     from llm_fp8.config.options import PrecisionConfig
     from llm_fp8.precision.plan import resolve_precision
 
-    usable, lacking = [], []
+    usable = []
+    lacking = []
     for name in recipe_names("te"):
         options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name, fp8_strict=True)
         try:
@@ -155,16 +154,18 @@ def check_steps(setup: Setup) -> Result:
 
 
 def check_torchao_steps(setup: Setup) -> Result:
-    """bf16 and each of torchao's recipes, emulated on the CPU. A lacking package is a warning: one option needs it."""
+    """Train in bf16 and in each recipe of torchao. A missing package is a warning, since only one option needs it."""
     result = train_in_each(setup, "torchao", recipe_names("torchao"))
-    if result.failures and all("exit code 2" in sentence for sentence in result.failures):
-        result.warnings, result.failures = result.failures, []
+    if all("exit code 2" in sentence for sentence in result.failures):
+        result.warnings += result.failures
+        result.failures = []
     return result
 
 
 def check_several_gpus(setup: Setup) -> Result:
-    """fp8 on all GPUs, sharded with FSDP2."""
-    result, words = Result(), ("--use_te", "--sharding_mode", "fsdp_full", *fp8_words("te", "delayed"))
+    """Train in fp8 on all GPUs, sharded by FSDP2."""
+    result = Result()
+    words = ("--use_te", "--sharding_mode", "fsdp_full", *fp8_words("te", DEFAULTS["te"]))
     judge(result, train(setup, "fsdp_full", *words, num_processes=setup.num_gpus))
     if not result.failures:
         result.summary = f"fsdp_full trains in fp8 on {setup.num_gpus} GPUs"

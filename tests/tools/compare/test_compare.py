@@ -115,7 +115,7 @@ def test_verdict_use_it():
     assert all(figure in said for figure in ("1.31", "1.29 to 1.33", "-0.0020 to +0.0020", "margin of 0.005", "-0.4"))
 
 
-def test_the_margin_is_the_callers():
+def test_the_quality_margin_is_an_argument():
     own = dataclasses.replace(GOOD, loss_gap=GAP)
     assert judge(own, REFERENCE, [], margin=0.001).conclusion == "not shown"
     far = dataclasses.replace(GOOD, loss_gap=LossGap(0.02, 0.018, 0.022, LEANING))
@@ -179,7 +179,7 @@ def test_verdict_of_runs_that_differ(effect, conclusion):
     assert verdict([anothers]).conclusion == "use it"
 
 
-def test_the_certificate_of_a_variant_is_that_of_its_worst_run():
+def test_a_variant_has_the_certificate_of_its_worst_run():
     good, open_, bad = ({"verdict": v, "reasons": [v]} for v in ("certified", "undetermined", "failed"))
     assert certificate_state([good, good]).state == "certified"
     assert certificate_state([good, None]).state == certificate_state([]).state == "missing"
@@ -217,7 +217,7 @@ def test_a_field_that_differs_is_named_with_what_it_confounds(section, path, val
     assert (found.field, found.effect, found.variants) == (field, effect, ["delayed"])
 
 
-def test_what_is_each_runs_own_is_no_difference_and_a_reference_that_disagrees_concerns_all():
+def test_fields_of_single_runs_are_ignored_and_differing_references_concern_all_variants():
     own = changed(made_up_run("delayed"), "config", ["run", "output_dir"], "elsewhere")
     assert find_differences([made_up_run("bf16"), own]) == []
     base = [made_up_run("bf16", 1), changed(made_up_run("bf16", 2), "effective", ["packing"], False)]
@@ -225,7 +225,7 @@ def test_what_is_each_runs_own_is_no_difference_and_a_reference_that_disagrees_c
     assert found.variants == ["bf16", "delayed"]
 
 
-def test_other_rows_other_weights_and_other_precisions_are_seen():
+def test_different_rows_weights_and_precisions_are_found():
     base, own = made_up_run("bf16"), made_up_run("delayed")
     other_rows = [{**step, "tokens_seen": step["tokens_seen"] + 1} for step in own.steps]
     (found,) = find_differences([base, dataclasses.replace(own, steps=other_rows)])
@@ -299,12 +299,12 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
 
 
 @pytest.mark.parametrize("train", ["--seed 3", "--mixed_precision=fp8", "--batch_size 0", "--lora 'x"])
-def test_a_plan_that_cannot_be_is_refused(tmp_path, train):
+def test_an_impossible_plan_is_refused(tmp_path, train):
     with pytest.raises(UserError, match="--train|--batch_size"):
         plan_runs(train, ["bf16"], 1, 1, tmp_path)
 
 
-def test_the_page_is_whole_and_tells_no_folder():
+def test_the_page_is_complete_and_names_no_folder():
     runs = [*three("bf16", 1e5, [1.0, 1.04, 1.02]), *three("delayed", 1.3e5, [1.1, 1.14, 1.12])]
     runs = [dataclasses.replace(run, source=f"/home/me/runs/{run.variant}-{run.seed}") for run in runs]
     failure = Failure("mxfp8", 1, "<script>alert(1)</script>", "/home/me/log")

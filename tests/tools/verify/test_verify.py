@@ -112,7 +112,7 @@ def test_rates():
     assert gpu.judge_tflops({"bf16": 10.0}, "NVIDIA T4").status == "passed"
 
 
-def test_the_fp8_gemm_is_a_product():
+def test_the_fp8_gemm_multiplies():
     """The CPU emulates torch's private function, with the operands as a GPU takes them."""
     left, right = (torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) for n in range(2))
     left8, right8 = left.to(torch.float8_e4m3fn), right.t().contiguous().to(torch.float8_e4m3fn).t()
@@ -153,7 +153,7 @@ def test_a_run(run, status, word):
     assert word in "".join([*result.failures, *result.warnings])
 
 
-def test_what_torchao_lacks_is_a_warning(setup, monkeypatch):
+def test_a_missing_torchao_is_a_warning(setup, monkeypatch):
     def train(setup: Setup, name: str, *words: str) -> Run:
         return made_up_run(code=0 if name == "bf16" else 2)
 
@@ -171,7 +171,7 @@ def test_the_model_is_cut(setup):
 
 
 @without_gpu
-def test_it_trains_on_the_cpu(setup):
+def test_check_steps_trains_on_the_cpu(setup):
     run = runs.train(setup, "bf16", "--mixed_precision", "bf16", "--max_steps", "2")
     result = Result()
     runs.judge(result, run)
