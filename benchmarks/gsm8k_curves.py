@@ -68,21 +68,24 @@ class Job:
         """Name of the curve."""
         return self.precision if self.mode is None else f"{self.mode}:{self.precision}"
 
-    def command(self, folder: Path, settings: argparse.Namespace) -> list[str]:
-        """The training command."""
-        num_gpus = 1 if self.mode is None else settings.num_gpus
+    def num_gpus(self, settings: argparse.Namespace) -> int:
+        """The number of GPUs of this training."""
+        return 1 if self.mode is None else settings.num_gpus
+
+    def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
+        """The options of the training script."""
+        rows = ROWS // self.num_gpus(settings)
         more = [] if self.mode is None else ["--sharding_mode", self.mode]
         if settings.num_gpus > 1:
             more += ["--optimizer", "adamw_fp32"]
-        options = [
+        return [
             "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data,
-            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(ROWS // num_gpus),
+            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(rows),
             "--gradient_accumulation_steps", str(MICRO_BATCHES), "--num_epochs", str(settings.epochs),
             "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50", "--eval_every",
             str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
             *VARIANTS[self.precision], *more
         ]  # fmt: skip
-        return training_command(num_gpus, *options)
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -118,7 +121,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     environment = dict(os.environ)
     if job.mode is None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    command = job.command(folder, settings)
+    command = training_command(job.num_gpus(settings), *job.options(folder, settings))
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise FailedCheck(f"{job.variant} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
