@@ -98,6 +98,7 @@ def fill_weights(
     see `build_model`. Raises `UserError` naming file and tensor that do not fit.
     """
     if has_random_weights(options, source):
+        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
         initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
         return False
     from llm_fp8.models.weights import load_weights

@@ -12,9 +12,11 @@ All other files are the source's own, in which only that is changed that trainin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
+from llm_fp8.models.left_out import LeftOut, left_out_of
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_parts
 from llm_fp8.utils.errors import UserError
@@ -96,6 +99,8 @@ def export_adapter(
         return
     described = peft_config(options, {name.rpartition(".")[2] for name in adapters}, base_model)
     described.inference_mode = True
+    if left_out := left_out_of(model):  # whose layers may have the same names
+        described.exclude_modules = rf".*({'|'.join(map(re.escape, left_out))})\..*"
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
@@ -107,7 +112,8 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
     """Approximate size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.named_parameters() if is_adapter(name))
-    return sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts) * dtype.itemsize
+    trained = sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts)
+    return trained * dtype.itemsize + LeftOut(model).num_bytes
 
 
 @contextlib.contextmanager
@@ -160,7 +166,7 @@ def _write_weights(
     model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_file_size: str
 ) -> None:
     """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
-    layout = stored_parts(model)
+    layout, left_out = stored_parts(model), LeftOut(model)
     # In the order of gathering, so that files are completed one after the other.
     shapes = {part.hf_name: part.shape for parts in (layout or parts_of(model)).values() for part in parts}
     planned = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
@@ -169,11 +175,13 @@ def _write_weights(
         gathered = iter(revert_weight_conversion(model, dict(gathered)).items())
     for name in ignored_on_save(model):
         planned.pop(name, None)
+    planned = {left_out.source_name(name): tensor for name, tensor in planned.items()} | left_out.empty
+    trained = ((left_out.source_name(name), tensor) for name, tensor in gathered)
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
-    for name, tensor in gathered:
+    for name, tensor in itertools.chain(trained, left_out.tensors()):
         if name not in planned:
             continue
         file_name = split.tensor_to_filename[name]

@@ -95,7 +95,8 @@ def load_generation_config(options: ModelConfig, source: ModelSource) -> Generat
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
     """The dtype of the stored weights according to the config, else `default`."""
-    return hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else default
+    stated = (hf_config.dtype, text_config(hf_config).dtype)
+    return next((dtype for dtype in stated if isinstance(dtype, torch.dtype)), default)
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from llm_fp8.config.recipes import size_multiple
 from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
 from llm_fp8.models.export import export_size_bytes
+from llm_fp8.models.left_out import LeftOut, left_out_of
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.optim.adamw_master import remainder_of
@@ -98,6 +99,8 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     if strategy.shards_parameters:
         loaded = fill_weights(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
         _initialize_adapters(plan, model)
+    if left_out_of(model):
+        plan.say(LeftOut(model).describe(model))
     if loaded and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan, model))
     if plan.precision.backend == "torchao" and not plan.precision.emulated:

@@ -1,0 +1,70 @@
+"""The tensors of a multimodal checkpoint that text does not pass through: an export takes them over from the source.
+
+`build.without_towers` takes their modules out of the model, whose other names stay those of the whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.source import ModelSource
+from llm_fp8.models.weights import StoredCheckpoint, weight_files
+from llm_fp8.utils.hf_internals import renaming_on_load
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float32,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""safetensors' names of dtypes; fp8 tensors are read as fp32."""
+
+
+def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Whether a stored tensor of this name belongs to a module that was taken out of `model`."""
+    modules = "|".join(map(re.escape, left_out_of(model)))
+    pattern, renamed = re.compile(rf"({modules})(\.|$)" if modules else r"(?!)"), renaming_on_load(model)
+    return lambda name: pattern.match(name) is not None or pattern.match(renamed(name)) is not None
+
+
+def left_out_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """The modules that were taken out of `model`; empty for a language model."""
+    return getattr(model, "left_out", ())
+
+
+class LeftOut:
+    """What was taken out of `model`, in the files of its source; nothing where its weights were drawn."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.empty: dict[str, Tensor] = {}  # without memory
+        self._source_names: dict[str, str] = {}  # of the model's own tensors
+        self._renamed = renaming_on_load(model)
+        if not left_out_of(model):
+            return
+        name = model.config.name_or_path
+        files = weight_files(ModelConfig(model_name=name), ModelSource(name, name, architecture_only=False))
+        self._checkpoint, belongs, renamed = StoredCheckpoint(files, model), is_left_out(model), renaming_on_load(model)
+        self.names = {renamed(stored_name): stored_name for stored_name in self._checkpoint.stored}
+        for stored_name, (_, dtype, shape) in self._checkpoint.stored.items():
+            if belongs(stored_name) and not (self._checkpoint.fp8 and self._checkpoint.fp8.is_surplus(stored_name)):
+                self.empty[stored_name] = torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.empty.values())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor, on the CPU and one at a time, as stored."""
+        for name in self.empty:
+            tensor: Any = self._checkpoint.read(name, torch.device("cpu"))
+            yield name, tensor.contiguous()
+
+    def describe(self, model: PreTrainedModel) -> str:
+        """The line for the start of a run."""
+        what = f"{len(self.empty)} tensors, {self.num_bytes / 1e6:,.1f} MB"
+        return f"text alone is trained: {', '.join(left_out_of(model))} ({what}) go into the export as they are"
