@@ -33,6 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
+from llm_fp8.models.build import auto_class
 from llm_fp8.models.left_out import LeftOut, left_out_of
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_parts
@@ -69,7 +70,7 @@ def export_hf(
         with replaced_folder(folder, advice=advice) as temporary:
             _write_weights(model, gathered, temporary, dtype, max_file_size)
             save_side_files(model, tokenizer, temporary, dtype, origin)
-            (temporary / "README.md").write_text(model_card(card))
+            (temporary / "README.md").write_text(model_card(card, auto_class(model.config).__name__))
     finally:
         deque(gathered, maxlen=0)  # the other ranks wait in the remaining collectives
 
@@ -105,7 +106,8 @@ def export_adapter(
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
         save_side_files(model, tokenizer, temporary, None, origin)
-        (temporary / "README.md").write_text(model_card(card, of_adapter=True))
+        reader = f"peft.PeftModel.from_pretrained({auto_class(model.config).__name__} of the base model, folder)"
+        (temporary / "README.md").write_text(model_card(card, reader, "peft"))
 
 
 def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
@@ -196,13 +198,11 @@ def _write_weights(
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def model_card(card: dict[str, Any], of_adapter: bool = False) -> str:
-    """README.md of an exported folder: how the model, or adapter, was trained."""
+def model_card(card: dict[str, Any], reader: str, library: str = "transformers") -> str:
+    """README.md of an exported folder: how the model, or adapter, was trained; `reader` loads it."""
     base, bar = card["base model"], "\\|"
-    library = "peft" if of_adapter else "transformers"
-    loading = "peft.PeftModel.from_pretrained(base_model, folder)" if of_adapter else "AutoModelForCausalLM"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
     # The hub refuses a base_model that it does not have.
     of_base = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
-    text = f"Trained with the llm-fp8 scripts. Load it with `{loading}`.\n\n| | |\n|---|---|\n{rows}\n"
+    text = f"Trained with the llm-fp8 scripts. Load it with `{reader}`.\n\n| | |\n|---|---|\n{rows}\n"
     return f"---\nlibrary_name: {library}\n{of_base}---\n\n# {base}, fine-tuned\n\n{text}"

@@ -48,7 +48,8 @@ class LeftOut:
             return
         name = model.config.name_or_path
         files = weight_files(ModelConfig(model_name=name), ModelSource(name, name, architecture_only=False))
-        self._checkpoint, belongs, renamed = StoredCheckpoint(files, model), is_left_out(model), renaming_on_load(model)
+        self._checkpoint = StoredCheckpoint(files, model.config)
+        belongs, renamed = is_left_out(model), renaming_on_load(model)
         self.names = {renamed(stored_name): stored_name for stored_name in self._checkpoint.stored}
         for stored_name, (_, dtype, shape) in self._checkpoint.stored.items():
             if belongs(stored_name) and not (self._checkpoint.fp8 and self._checkpoint.fp8.is_surplus(stored_name)):

@@ -74,14 +74,29 @@ def require_peft(why: str) -> None:
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
     """The layers that --lora_targets means in `model`; `UserError` for an unknown one."""
-    head = model.get_output_embeddings()
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    head, mamba = model.get_output_embeddings(), _outputs_of_mamba(model)
+    # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    known = [name for name in dict.fromkeys(name.rpartition(".")[2] for name in linears) if name not in mamba]
     if ALL_LINEAR in options.targets:
         return tuple(known)
     if unknown := sorted(set(options.targets).difference(known)):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(known)}; choose from these.")
     return options.targets
+
+
+def _outputs_of_mamba(model: nn.Module) -> set[str]:
+    """Last names of the output layers of Mamba's mixers: fused kernels read their weight and would pass an adapter by,
+    so that PEFT forbids one.
+    """
+    mixers = [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    return {name for mixer in mixers for name, _ in mixer.named_children() if name.startswith("out_proj")}
+
+
+def without_adapter(model: PreTrainedModel) -> str | None:
+    """The line that names linear layers which get no adapter by their kind; None where there are none."""
+    names = sorted(_outputs_of_mamba(model))
+    return f"no adapter for {', '.join(names)}, whose weight Mamba's kernels read past it" if names else None
 
 
 def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | None = None) -> Any:

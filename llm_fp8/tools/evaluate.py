@@ -73,11 +73,14 @@ def adapter_base(folder: str | Path) -> str | None:
 
 def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
     """The model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
+    from llm_fp8.models.build import auto_class
+
     with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
-        model = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype)
+        config = AutoConfig.from_pretrained(base or folder)
+        model = auto_class(config).from_pretrained(base or folder, dtype=dtype)
         if base is None:
             return model
         from peft import PeftModel

@@ -129,7 +129,7 @@ def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared["device"] = plan.device
     if lora.lora_rank:
-        from llm_fp8.models.lora import add_adapters, needs_unfused_mlp
+        from llm_fp8.models.lora import add_adapters, needs_unfused_mlp, without_adapter
 
         shared["unfused_mlp"] = needs_unfused_mlp(lora)
     sharded, loaded = plan.strategy.shards_parameters, False
@@ -139,6 +139,8 @@ def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model, loaded = build_model(options, plan.source, plan.hf_config, **shared)
     if lora.lora_rank:
+        if note := without_adapter(model):
+            plan.say(note)
         add_adapters(model, lora, plan.parameter_dtype)
         if not sharded:
             _initialize_adapters(plan, model)
