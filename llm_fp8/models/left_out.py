@@ -49,11 +49,17 @@ class LeftOut:
         name = model.config.name_or_path
         files = weight_files(ModelConfig(model_name=name), ModelSource(name, name, architecture_only=False))
         self._checkpoint = StoredCheckpoint(files, model.config)
-        belongs, renamed = is_left_out(model), renaming_on_load(model)
-        self.names = {renamed(stored_name): stored_name for stored_name in self._checkpoint.stored}
+        belongs = is_left_out(model)
+        self._source_names = {self._renamed(stored_name): stored_name for stored_name in self._checkpoint.stored}
         for stored_name, (_, dtype, shape) in self._checkpoint.stored.items():
             if belongs(stored_name) and not (self._checkpoint.fp8 and self._checkpoint.fp8.is_surplus(stored_name)):
                 self.empty[stored_name] = torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+
+    def source_name(self, name: str) -> str:
+        """What the source calls the tensor that transformers stores as `name`: families have an older and a newer
+        layout.
+        """
+        return self._source_names.get(self._renamed(name), name)
 
     @property
     def num_bytes(self) -> int:
