@@ -256,7 +256,9 @@ class LoraConfig:
     )
     lora_dropout: float = option(0.0, "Dropout before adapters.", needs=("lora_rank",), at_least=0, below=1)
     lora_targets: str = option(
-        ALL_LINEAR, "Layers with an adapter, as in q_proj,v_proj, or all but the lm_head.", needs=("lora_rank",)
+        ALL_LINEAR,
+        "Layers with an adapter, as q_proj,experts, or all but lm_head and routed experts.",
+        needs=("lora_rank",),
     )
 
     @property

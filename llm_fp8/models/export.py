@@ -88,7 +88,7 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> None:
     """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
-    from llm_fp8.models.lora import adapters_of, peft_config
+    from llm_fp8.models.lora import adapters_of, config_for_loading
 
     adapters = adapters_of(model)
     tensors = {
@@ -98,8 +98,7 @@ def export_adapter(
     }
     if not is_main:
         return
-    described = peft_config(options, {name.rpartition(".")[2] for name in adapters}, base_model)
-    described.inference_mode = True
+    described = config_for_loading(model, options, base_model)
     if left_out := left_out_of(model):  # whose layers may have the same names
         described.exclude_modules = rf".*({'|'.join(map(re.escape, left_out))})\..*"
     with replaced_folder(folder) as temporary:
@@ -148,15 +147,15 @@ def hf_tensors(
     if any(map(is_adapter, parameters)):
         from llm_fp8.models.lora import adapters_of, with_adapter
 
-        adapters = adapters_of(model)
+        adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
     own = parts_of(model)
     for name, parts in (stored_parts(model) or own).items():
         full = (full_tensor(parameters[name]) if name in parameters else tensors[name]).detach()
-        if len(own[name]) == 1 and (adapter := adapters.get(own[name][0].hf_name.removesuffix(".weight"))):
+        if len(own[name]) == 1 and (adapter := adapters.get(own[name][0].hf_name)):
             full = with_adapter(full, adapter, full_tensor)
         for part in parts:
             tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
-            if len(own[name]) > 1 and (adapter := adapters.get(part.hf_name.removesuffix(".weight"))):
+            if len(own[name]) > 1 and (adapter := adapters.get(part.hf_name)):
                 tensor = with_adapter(tensor, adapter, full_tensor)
             if dtype is not None:
                 yield part.hf_name, tensor.to("cpu", dtype, copy=True).contiguous()

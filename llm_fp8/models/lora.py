@@ -5,16 +5,18 @@
 (Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), PEFT's initialisation, from a seed made
 of --seed and the layer's name: the same numbers in every precision, decoder, layout and world size.
 
-Hugging Face's decoder gets its adapters from PEFT, which does not know the fused modules of the TE decoder: there a
+Hugging Face's decoder gets its adapters from PEFT, in a mixture of experts beside attention and shared experts, and
+beside routed ones where --lora_targets names them. PEFT does not know the fused modules of the TE decoder: there a
 forward hook calls a module `adapters` in each fused one, with one A and B per Hugging Face layer, so that both kinds
 are exported and merged as the same PEFT adapter. Their GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,8 @@ from transformers import PreTrainedModel
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, LoraConfig
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard
+from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
 from llm_fp8.utils.parts import Part
@@ -33,11 +36,13 @@ from llm_fp8.utils.te_import import prefer_torchs_cudnn
 
 
 class Adapter(NamedTuple):
-    """The two matrices beside one Hugging Face linear layer: `a` [rank, in], `b` [out, rank]."""
+    """The two matrices beside one Hugging Face weight: `a` [rank, in], `b` [out, rank]; of experts those of all."""
 
     a: nn.Parameter
     b: nn.Parameter
     scaling: float
+    weight: str  # its name
+    delta: Callable[[], Tensor] | None = None  # what they add to the weights of experts
 
 
 def scaling_of(options: LoraConfig) -> float:
@@ -72,17 +77,37 @@ def require_peft(why: str) -> None:
     PEFT.require(why)
 
 
-def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[str, ...]:
-    """The layers that --lora_targets means in `model`; `UserError` for an unknown one."""
-    head, mamba = model.get_output_embeddings(), _outputs_of_mamba(model)
+EXPERTS = "experts"  # in --lora_targets: the weights of routed experts
+
+
+class Targets(NamedTuple):
+    """What gets an adapter, by the ends of names: linear layers, and parameters."""
+
+    modules: Collection[str]
+    parameters: Collection[str] = ()
+
+
+def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> Targets:
+    """What --lora_targets means in `model`; `UserError` for an unknown name."""
+    head, mamba, routed = model.get_output_embeddings(), _outputs_of_mamba(model), routed_modules(model)
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-    known = [name for name in dict.fromkeys(name.rpartition(".")[2] for name in linears) if name not in mamba]
-    if ALL_LINEAR in options.targets:
-        return tuple(known)
-    if unknown := sorted(set(options.targets).difference(known)):
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module not in routed]
+    names = [name.rpartition(".")[2] for name in linears if model.get_submodule(name) is not head]
+    known = [name for name in dict.fromkeys(names) if name not in mamba]
+    experts = _weights_of_experts(model)
+    choices = {*known, *([EXPERTS] if experts else []), ALL_LINEAR}
+    if unknown := sorted(set(options.targets) - choices):
+        known += [EXPERTS] if experts else []
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(known)}; choose from these.")
-    return options.targets
+    chosen = known if ALL_LINEAR in options.targets else [name for name in options.targets if name != EXPERTS]
+    return Targets(chosen, experts if EXPERTS in options.targets else ())
+
+
+def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
+    """The ends of their names, as experts.down_proj."""
+    modules = [(name.rpartition(".")[2], module) for name, module in model.named_modules() if expert_weights(module)]
+    named = (f"{end}.{own}" for end, module in modules for own, p in module.named_parameters("", False) if p.dim() == 3)
+    return tuple(dict.fromkeys(named))
 
 
 def _outputs_of_mamba(model: nn.Module) -> set[str]:
@@ -93,13 +118,17 @@ def _outputs_of_mamba(model: nn.Module) -> set[str]:
     return {name for mixer in mixers for name, _ in mixer.named_children() if name.startswith("out_proj")}
 
 
-def without_adapter(model: PreTrainedModel) -> str | None:
-    """The line that names linear layers which get no adapter by their kind; None where there are none."""
-    names = sorted(_outputs_of_mamba(model))
-    return f"no adapter for {', '.join(names)}, whose weight Mamba's kernels read past it" if names else None
+def without_adapter(model: PreTrainedModel, options: LoraConfig) -> str | None:
+    """The line that names what gets no adapter by its kind; None where there is nothing."""
+    mamba, said = ", ".join(sorted(_outputs_of_mamba(model))), []
+    if mamba:
+        said.append(f"no adapter for {mamba}, whose weight Mamba's kernels read past it")
+    if EXPERTS not in options.targets and _weights_of_experts(model):
+        said.append(f"no adapter for routed experts (--lora_targets {options.lora_targets},{EXPERTS} adds it)")
+    return "; ".join(said) or None
 
 
-def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | None = None) -> Any:
+def peft_config(options: LoraConfig, targets: Targets, base_model: str | None = None) -> Any:
     """PEFT's description of the adapters (adapter_config.json)."""
     from peft import LoraConfig as PeftLoraConfig
 
@@ -108,20 +137,56 @@ def peft_config(options: LoraConfig, targets: Iterable[str], base_model: str | N
         r=options.lora_rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,
         lora_dropout=options.lora_dropout,
-        target_modules=sorted(targets),
+        target_modules=sorted(targets.modules),
+        target_parameters=sorted(targets.parameters) or None,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
     )
 
 
+def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: str) -> Any:
+    """`peft_config` of the adapters that `model` has, as PEFT reads it on the plain model.
+
+    In a mixture of experts PEFT takes gate_proj, up_proj and down_proj for experts, as transformers 4 called them,
+    whatever layers of these names there are. Named as parameters, the weights of these layers are taken as they are.
+    """
+    adapters = adapters_of(model)
+    parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
+    modules = {name.rpartition(".")[2] for name, adapter in adapters.items() if not adapter.delta}
+    misread = {name for name in modules if _is_misread(model, peft_config(options, Targets((name,))))}
+    targets = Targets(modules - misread, parameters | {f"{name}.weight" for name in misread})
+    found = peft_config(options, targets, base_model)
+    found.inference_mode = True
+    if found.target_parameters:
+        found.lora_dropout = 0.0  # PEFT has none beside parameters
+    return found
+
+
+def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
+    """Whether PEFT takes the linear layers of `settings` for others in `model`."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    try:
+        convert_peft_config_for_transformers(settings, model, None)
+    except ValueError:  # it wants gate_proj and up_proj together
+        return True
+    return not settings.target_modules
+
+
 def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     from peft import inject_adapter_in_model
 
-    on_meta = next(model.parameters()).is_meta
-    settings = peft_config(options, _hf_targets(model, options))
+    on_meta, targets = next(model.parameters()).is_meta, _hf_targets(model, options)
+    if targets.parameters and on_meta:
+        raise UserError(
+            f"--lora_targets {EXPERTS}: PEFT's adapters of experts are not sharded; use --sharding_mode ddp."
+        )
+    around = nn.Module()  # has no config, by which PEFT would take shared experts for the routed ones
+    around.add_module("model", model)
+    settings = peft_config(options, targets)
     with reading("--lora_rank", options.lora_rank, "the model into PEFT", f"Run: pip install -r {BASE_REQUIREMENTS}"):
-        inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
+        inject_adapter_in_model(settings, around, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():
         if is_adapter(name):
             module.to(dtype)
@@ -208,11 +273,16 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     for name, module in model.named_modules():
         if isinstance(module, FusedAdapters):
             for part, layer_name in module.layer_names.items():
-                found[layer_name] = Adapter(module.lora_A[part], module.lora_B[part], module.scaling)
+                weight = f"{layer_name}.weight"
+                found[layer_name] = Adapter(module.lora_A[part], module.lora_B[part], module.scaling, weight)
         elif isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
             layer: Any = module
             a, b = (matrices["default"].weight for matrices in (layer.lora_A, layer.lora_B))
-            found[name] = Adapter(a, b, layer.scaling["default"])
+            parameter, delta = getattr(layer, "parameter_name", "weight"), None
+            if hasattr(layer, "parameter_name"):
+                delta = functools.partial(layer.get_delta_weight, "default")
+            weight = f"{name_without_adapter(name)}.{parameter}"
+            found[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
     return found
 
 
@@ -230,6 +300,8 @@ def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
 
 def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:
     """W + scaling * B A in fp32 [out, in]; `full_tensor` returns an unsharded parameter and may be collective."""
+    if adapter.delta is not None:
+        return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
 

@@ -139,7 +139,7 @@ def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model, loaded = build_model(options, plan.source, plan.hf_config, **shared)
     if lora.lora_rank:
-        if note := without_adapter(model):
+        if note := without_adapter(model, lora):
             plan.say(note)
         add_adapters(model, lora, plan.parameter_dtype)
         if not sharded:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers, decoder_size, model_on_meta
 from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.export import export_adapter, hf_tensors
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
 from llm_fp8.models.loss_model import ROUTER_LOSS, TrainingModel
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
+from tests.support.families import EXPERTS
+from tests.support.small import CARD, write_model
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
 QWEN3_30B |= dict(num_attention_heads=32, head_dim=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -144,3 +150,43 @@ def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
     assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
     asking = model_on_meta(AutoConfig.for_model("glm4_moe", **TINY, n_routed_experts=8, output_router_logits=True))
     assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        *((kind, "all-linear") for kind in ("qwen3_moe", "deepseek_v3", "glm4_moe", "nemotron_h", "phimoe")),
+        ("gpt_oss", "all-linear"),
+        ("deepseek_v3", "o_proj,gate_proj"),
+        ("qwen3_moe", "q_proj,experts"),
+        ("gpt_oss", "all-linear,experts"),
+    ],
+)
+def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
+    source = write_model(tmp_path / "source", **EXPERTS[kind])
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    options, generator = LoraConfig(lora_rank=2, lora_targets=targets), torch.Generator().manual_seed(0)
+    assert ("experts" in str(without_adapter(model, options))) == ("experts" not in targets)
+    add_adapters(model, options, torch.float32)
+    initialize_adapters_(model, seed=0)
+    adapters = adapters_of(model)
+    for adapter in adapters.values():
+        adapter.b.data.normal_(std=0.1, generator=generator)
+    assert any(".experts" in name for name in adapters) == ("experts" in targets)
+    assert any("shared_expert" in name for name in adapters) == (kind in ("deepseek_v3", "glm4_moe", "nemotron_h"))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    export_adapter(model, tokenizer, tmp_path / "final", options=options, base_model=source, card=CARD)
+    merged = dict(hf_tensors(model, torch.Tensor.detach, torch.float32))
+
+    ids = torch.arange(3, 43)[None]
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        expected, without = model.eval()(ids).logits, plain.eval()(ids).logits
+        loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "final").eval()
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-5)
+        assert (expected - without).abs().max() > 1e-3
+        by_peft = loaded.merge_and_unload()
+        torch.testing.assert_close(by_peft(ids).logits, expected, rtol=0, atol=1e-4)
+        save_file(merged, f"{source}/model.safetensors", metadata={"format": "pt"})
+        ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        torch.testing.assert_close(ours.eval()(ids).logits, expected, rtol=0, atol=1e-4)

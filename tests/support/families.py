@@ -55,7 +55,8 @@ EXPERTS = {
         linear_value_head_dim=8, head_dim=16,
     ),
     "nemotron_h": dict(
-        n_routed_experts=4, moe_shared_expert_intermediate_size=24, **_MOE, layers_block_type=["attention", "moe"],
+        n_routed_experts=4, moe_shared_expert_intermediate_size=24, **_MOE, num_hidden_layers=3,
+        layers_block_type=["mamba", "attention", "moe"],
         n_group=1, topk_group=1, head_dim=16, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1,
     ),
     "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2),
