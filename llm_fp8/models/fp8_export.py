@@ -22,9 +22,10 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import replaced_folder
+from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_parts
-from llm_fp8.models.weights import StoredCheckpoint, open_weights, weight_files
+from llm_fp8.models.weights import StoredCheckpoint, check_stored, open_weights, weight_files
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 
@@ -76,6 +77,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     hf_config = load_config(options, source)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
+    unties = {"tie_word_embeddings": False} if check_stored(options, source, hf_config) else {}
     model, files = model_on_meta(hf_config), weight_files(options, source)
     layout, layers = stored_parts(model) or {}, {f"{name}.weight" for name in linear_layers(model)}
     stored = {part: name for name, parts in layout.items() for part in parts}
@@ -101,7 +103,8 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         if len(files) > 1:
             whole = {"metadata": {"total_size": after}, "weight_map": index}
             (temporary / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
-        config = read_json(folder / "config.json") | {
+        add_older_keys(temporary)
+        config = read_json(temporary / "config.json") | unties | {
             "quantization_config": {
                 "quant_method": "compressed-tensors",
                 "format": "float-quantized",

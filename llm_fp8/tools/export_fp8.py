@@ -72,10 +72,12 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     from llm_fp8.models.fp8_export import round_inputs_
     from llm_fp8.models.loss_model import TrainingModel
     from llm_fp8.models.source import load_config, resolve_source
+    from llm_fp8.models.weights import check_stored
 
     options, device = ModelConfig(model_name=str(folder)), own_device()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
     hf_config = load_config(options, source)
+    check_stored(options, source, hf_config)
     model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if round_inputs:
         round_inputs_(model)
