@@ -22,6 +22,16 @@ fi
 setup_environment
 install_requirements requirements-dev.txt "linter, type checker and test runner"
 
+# transformers 4, by which tests read exports; elsewhere than the environment, which has transformers 5.
+export LLM_FP8_OLDER_TRANSFORMERS=${LLM_FP8_OLDER_TRANSFORMERS:-$HOME/.cache/llm-fp8/transformers-4.57.6}
+if [[ ! -d $LLM_FP8_OLDER_TRANSFORMERS ]]; then
+    say "installing transformers 4.57.6 into $LLM_FP8_OLDER_TRANSFORMERS"
+    pip_install --no-deps --target "$LLM_FP8_OLDER_TRANSFORMERS" transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2 || {
+        rm -rf "$LLM_FP8_OLDER_TRANSFORMERS"
+        warn "transformers 4.57.6 could not be installed; the test that reads exports by it is skipped."
+    }
+fi
+
 failed=()
 check() { # NAME ARGUMENTS... of python
     say "$1"

@@ -80,7 +80,7 @@ def save_side_files(
         model.generation_config.save_pretrained(folder)
     add_older_keys(folder)
     if dtype is not None:
-        _edit(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
+        edit_json(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
     if origin is not None and origin.eos_ids:
         _put_eos_first(tokenizer, folder, origin.eos_ids)
 
@@ -116,20 +116,20 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
             if part is entries or old is not None:
                 part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
 
-    _edit(folder / GENERATION_CONFIG_NAME, change)
-    _edit(folder / CONFIG_NAME, change)
+    edit_json(folder / GENERATION_CONFIG_NAME, change)
+    edit_json(folder / CONFIG_NAME, change)
     if eos_ids[0] != tokenizer.eos_token_id and "eos_token" not in str(tokenizer.chat_template):
         named = {"eos_token": tokenizer.convert_ids_to_tokens(eos_ids[0])}
-        _edit(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
-        _edit(folder / "special_tokens_map.json", lambda entries: entries.update(named))
+        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
+        edit_json(folder / "special_tokens_map.json", lambda entries: entries.update(named))
 
 
 def add_older_keys(folder: Path) -> None:
     """Write older keys beside newer ones in the config and tokenizer files of `folder`."""
-    _edit(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
+    edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
     if (path := folder / CONFIG_NAME).is_file():
         before, rope = path.read_bytes(), _rope_read(folder)
-        _edit(path, lambda config: [part.update(_older_entries(part) | part) for part in _parts(config)])
+        edit_json(path, lambda config: [part.update(_older_entries(part) | part) for part in _parts(config)])
         if _rope_read(folder) != rope:  # a family that came with transformers 5 may misread older keys
             path.write_bytes(before)
 
@@ -184,7 +184,7 @@ def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
         entries["chat_template"] = listed if more else texts["default"]
 
 
-def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the object of a JSON file, if there is one; the file keeps its bytes where nothing changes."""
     if path.is_file():
         entries = json.loads(before := path.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -63,6 +64,15 @@ def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype,
     assert_same_bits(stored_weights(source), stored_weights(tmp_path / "final"))
     assert ("lm_head.weight" in stored_weights(tmp_path / "final")) != tied
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path):
+    folder = write_model(tmp_path, max_shard_size="40KB")
+    other = {name: tensor + 1 for name, tensor in stored_weights(folder).items()}
+    save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_same_bits(build(folder)[0].state_dict(), theirs.state_dict())
+    assert_same_bits(theirs.state_dict(), other)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])

@@ -60,11 +60,12 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run, call, capsys):
-    assert call("--model", run / "final", "--num_problems=300", "--max_new_tokens=4") == 0
+    assert call("--model", run / "final", "--num_problems=9", "--max_new_tokens=4") == 0
     result = json.loads((run / "exact_match.json").read_text())
     (evaluation,) = [record for record in records(run) if "eval_loss" in record]
     assert result["eval_loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
     right = [answer["correct"] for answer in result["answers"]]
+    assert len(right) == 9  # the loss is over all rows
     assert (
         result["exact_match"] == sum(right) / len(right) and f"({sum(right)} of {len(right)}" in capsys.readouterr().out
     )

@@ -188,6 +188,15 @@ def edit_weights(path: Path, lost: str = "", **added: torch.Tensor) -> None:
     save_file({**tensors, **{name.replace("__", "."): each for name, each in added.items()}}, path, {"format": "pt"})
 
 
+def store_as(folder: Path, dtype: torch.dtype) -> None:
+    edit_weights(folder / "model.safetensors", model__layers__0__mlp__up_proj__weight=torch.ones(48, 32).to(dtype))
+
+
+def index_of(folder: Path, text: str | None = None, **names: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text or json.dumps({"metadata": {}, "weight_map": names}))
+
+
 def more_tokens(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     tokenizer.add_tokens(["<|one|>", "<|too many|>"])
@@ -204,6 +213,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost tensor": (lambda f: edit_weights(f / "model.safetensors", lost="model.norm.weight"), "model.norm.weight"),
     "further tensor": (lambda f: edit_weights(f / "model.safetensors", x=torch.zeros(4)), "'x'"),
     "wrong shape": (lambda f: edit_weights(f / "model.safetensors", model__norm__weight=torch.zeros(33)), "[33]"),
+    "int8": (lambda f: store_as(f, torch.int8), "I8"),
+    "uint8": (lambda f: store_as(f, torch.uint8), "U8"),
+    "float8": (lambda f: store_as(f, torch.float8_e4m3fn), "F8_E4M3"),
+    "index without weights": (lambda f: index_of(f), "empty index"),
+    "index that names missing files": (lambda f: index_of(f, x="model-7.safetensors"), "model-7.safetensors"),
+    "index without its map": (lambda f: index_of(f, "{}"), "weight_map"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "tokenizer"),
     "damaged tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer"),
     "tokenizer of another model": (more_tokens, "1026"),
@@ -223,6 +238,13 @@ def test_a_shard_that_is_missing(tmp_path, refuse):
     folder = Path(write_model(tmp_path / "broken", max_shard_size="40KB"))
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
     assert "model-00002" in refuse(f"--model_name={folder}")
+
+
+def test_quantised_weights_of_a_mixture_of_experts(tmp_path, refuse):
+    folder = Path(write_model(tmp_path / "moe", model_type="mixtral", num_local_experts=2))
+    expert = {"model__layers__0__block_sparse_moe__experts__0__w1__weight": torch.ones(48, 32, dtype=torch.int8)}
+    edit_weights(folder / "model.safetensors", **expert)
+    assert "I8 [48, 32]" in refuse(f"--model_name={folder}")
 
 
 def test_a_gated_repository(refuse, monkeypatch):

@@ -1,0 +1,332 @@
+"""The files beside the weights of an export: which EOS they name, what they keep of their source, and that transformers
+4 reads them as transformers 5 does.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from llm_fp8.models.export import export_hf
+from llm_fp8.models.side_files import Origin, add_older_keys, save_side_files, source_folder
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.tools.evaluate import load_exported, tokenizer_of
+from tests.support.small import CARD, stored_weights, tiny_config, train
+
+IDS = torch.arange(3, 43)[None]
+TEXT = "a b<|im_end|>c <|im_start|>\n"
+TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+BASE = {"rope_type": "default", "rope_theta": 5e5}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 5e5, "original_max_position_embeddings": 16, **FACTORS}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+TWO = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}}
+TWO["sliding_attention"] = {"rope_type": "default", "rope_theta": 1234.0}
+
+ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"rope_parameters": BASE}, {"rope_theta": 5e5, "rope_scaling": None}),
+    "llama3": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    ),
+    "yarn": (
+        {"rope_parameters": {**BASE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "linear": (
+        {"rope_parameters": {**BASE, "rope_type": "linear", "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "dynamic": (
+        {"rope_parameters": {**BASE, "rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 24},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "longrope": (
+        {"rope_parameters": LONGROPE},
+        {
+            "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 16, **FACTORS},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "phi3 longrope": (
+        {"model_type": "phi3", "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+        {"rope_scaling": {"type": "longrope", **FACTORS}, "original_max_position_embeddings": 16},
+    ),
+    "gemma3": (
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": TWO,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 1234.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "partial": (
+        {"model_type": "glm", "rope_parameters": {**BASE, "partial_rotary_factor": 0.5}},
+        {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    ),
+    "gpt_neox": (
+        {"model_type": "gpt_neox", "rope_parameters": {**BASE, "partial_rotary_factor": 0.5}},
+        {"rotary_emb_base": 5e5, "rotary_pct": 0.5},
+    ),
+    "qwen3_moe": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        {"num_experts": 4},
+    ),
+}
+"""Entries of a config -> those that an older reader looks for."""
+
+
+def read(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def small_model(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 1030, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = tiny_config(**{**sizes, "initializer_range": 0.2, **copy.deepcopy(changes)})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def written_by_5(folder: Path, **changes: Any) -> Path:
+    """A model with a tokenizer whose turns end with <|im_end|> (1025), as transformers 5 lays them out."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    small_model(**changes).save_pretrained(folder)
+    assert read(folder, "tokenizer_config.json")["tokenizer_class"] == "TokenizersBackend"
+    return folder
+
+
+def written_by_4(folder: Path) -> Path:
+    """The same as transformers 4 laid it out, like nearly every folder on the hub."""
+    written_by_5(folder, rope_parameters=BASE)
+    edit(folder / "config.json", lambda c: c.update(rope_theta=c.pop("rope_parameters")["rope_theta"]))
+    edit(folder / "config.json", lambda c: c.update(rope_scaling=None, torch_dtype=c.pop("dtype")))
+    tokens = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("extra_special_tokens", "backend", "is_local", "local_files_only"):
+        edit(folder / "tokenizer_config.json", lambda t, name=name: t.pop(name, None))
+    edit(folder / "tokenizer_config.json", lambda t: t.update(tokens, chat_template=TEMPLATE))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    (folder / "tokenizer.model").write_bytes(b"a sentencepiece model")
+    (folder / "preprocessor_config.json").write_text("{}")
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def exported(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
+    """Side files of an untrained export."""
+    folder.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        model.tie_weights()
+    save_side_files(model, tokenizer, folder, torch.bfloat16, Origin(str(source), eos_ids))
+    return folder
+
+
+# --- Keys -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_older_keys_stand_beside_newer_ones_and_are_read_alike(tmp_path, kind):
+    changes, expected = ROPE[kind]
+    source = written_by_5(tmp_path / "source", **changes)
+    found = read(exported(source, tmp_path / "out"))
+    assert found == found | expected and found["torch_dtype"] == found["dtype"] == "bfloat16"
+    ours, theirs = (AutoConfig.from_pretrained(tmp_path / name).rope_parameters for name in ("out", "source"))
+    assert ours == ours | theirs and ours.keys() - theirs <= {"type"}
+
+
+def test_keys_that_this_transformers_would_misread_are_left_out(tmp_path):
+    two = {"full_attention": BASE, "sliding_attention": {**BASE, "rope_theta": 1234.0}}
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, rope_parameters=copy.deepcopy(two))
+    config.save_pretrained(tmp_path)
+    add_older_keys(tmp_path)
+    assert "rope_scaling" not in read(tmp_path) and AutoConfig.from_pretrained(tmp_path).rope_parameters == two
+
+
+def test_a_folder_of_transformers_4_stays_as_it_is(tmp_path):
+    source, out = written_by_4(tmp_path / "source"), tmp_path / "out"
+    edit(source / "config.json", lambda c: c.update(torch_dtype="bfloat16", a_key_of_the_model=[1]))
+    exported(source, out)
+    same = {path.name for path in source.iterdir()} - {"trainer_state.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == same | {"chat_template.jinja"}
+    assert {name: (out / name).read_bytes() for name in same} == {name: (source / name).read_bytes() for name in same}
+
+
+def test_the_tokenizer_of_transformers_5_is_one_that_4_knows(tmp_path):
+    out = exported(written_by_5(tmp_path / "source"), tmp_path / "out")
+    entries = read(out, "tokenizer_config.json")
+    assert entries["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in entries
+    assert entries["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
+    assert entries["chat_template"] == TEMPLATE
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, tmp_path / "source"))
+    assert ours(TEXT)["input_ids"] == theirs(TEXT)["input_ids"] and ours.all_special_ids == theirs.all_special_ids
+
+
+def test_several_chat_templates_and_another_one(tmp_path):
+    source = written_by_4(tmp_path / "source")
+    several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
+    edit(source / "tokenizer_config.json", lambda t: t.update(chat_template=several))
+    assert read(exported(source, tmp_path / "out"), "tokenizer_config.json")["chat_template"] == several
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == {
+        "default": TEMPLATE,
+        "tool_use": "{{ tools }}",
+    }
+    other = exported(source, tmp_path / "other", template="{{ messages }}")
+    assert read(other, "tokenizer_config.json")["chat_template"] == "{{ messages }}"
+    assert AutoTokenizer.from_pretrained(other).chat_template == "{{ messages }}"
+
+
+def test_a_hub_id_s_files_are_those_of_the_cache(tmp_path, monkeypatch):
+    repo = tmp_path / "models--a--b"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    written_by_4(snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert source_folder("a/b") == snapshot
+
+
+# --- EOS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "taught", "listed"),
+    [(1, (1,), 1), (1, (1025,), [1025, 1]), ([1, 5], (1025,), [1025, 1, 5]), (None, (1025,), [1025, 1])],
+)
+def test_the_eos_that_was_taught_comes_first(tmp_path, given, taught, listed):
+    source = written_by_4(tmp_path / "source")
+    for name in ("config.json", "generation_config.json"):
+        edit(source / name, lambda values: values.update(eos_token_id=given, temperature=0.6))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": given, "temperature": 0.6}))
+    out = exported(source, tmp_path / "out", *taught)
+    assert read(out)["eos_token_id"] == read(out, "generation_config.json")["eos_token_id"] == listed
+    assert read(out, "generation_config.json")["temperature"] == 0.6
+    named = "<|im_end|>" if taught == (1025,) else "<|eos|>"
+    assert read(out, "tokenizer_config.json")["eos_token"] == read(out, "special_tokens_map.json")["eos_token"] == named
+    assert AutoTokenizer.from_pretrained(out).eos_token == named
+
+
+def test_a_template_that_writes_eos_keeps_the_tokenizer_s_and_a_missing_generation_config_is_written(tmp_path):
+    source = written_by_4(tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    out = exported(source, tmp_path / "out", 1025, template=TEMPLATE + "{{ eos_token }}")
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<|eos|>"
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [1025, 1]
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+CHAT = [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]} for i in range(8)]
+
+
+def trained(source: Path, folder: Path, *more: str) -> Path:
+    (rows := folder.with_suffix(".jsonl")).write_text("".join(json.dumps(row) + "\n" for row in CHAT))
+    where = (f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={folder}")
+    size = ("--max_steps=1", "--max_seq_length=64", "--batch_size=2", "--validation_fraction=0", "--mixed_precision=no")
+    assert train(*where, *size, *more) == 0
+    return folder / "final"
+
+
+def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypatch):
+    source = written_by_4(tmp_path / "source")
+    final = trained(source, tmp_path / "run", "--lora_rank=2", "--chat_template=" + TEMPLATE + "{# new #}")
+    assert read(final, "generation_config.json")["eos_token_id"] == [1025, 1]
+    assert set(read(final, "adapter_config.json")) == {
+        *("base_model_name_or_path", "bias", "inference_mode", "init_lora_weights", "lora_alpha", "peft_type", "r"),
+        *("target_modules", "task_type"),
+    }
+    assert load_exported(final, str(source), torch.float32).generation_config.eos_token_id == [1025, 1]
+    assert tokenizer_of(final, str(source)).chat_template == TEMPLATE + "{# new #}"
+    words = ["merge_adapter.py", "--adapter", str(final), "--output", str(tmp_path / "merged")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert importlib.import_module("scripts.merge_adapter").main() == 0
+    merged, tokens = read(tmp_path / "merged"), read(tmp_path / "merged", "tokenizer_config.json")
+    assert merged["eos_token_id"] == [1025, 1] and merged["rope_theta"] == 5e5
+    assert tokens["eos_token"] == "<|im_end|>" and tokens["chat_template"] == TEMPLATE + "{# new #}"
+
+
+def test_a_tied_model_with_another_lm_head_is_untied_as_in_transformers(tmp_path, capsys):
+    source = written_by_5(tmp_path / "source", tie_word_embeddings=False)
+    edit(source / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    final = trained(source, tmp_path / "run", "--learning_rate=1e-30")
+    assert "lm_head.weight" in capsys.readouterr().out and not read(final)["tie_word_embeddings"]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (final, source))
+    torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=1e-6)
+    assert "lm_head.weight" in stored_weights(final)
+
+
+# --- transformers 4 ---------------------------------------------------------------------------------------------------
+
+OLDER = Path(os.environ.get("LLM_FP8_OLDER_TRANSFORMERS", Path.home() / ".cache/llm-fp8/transformers-4.57.6"))
+READER = """
+import json, sys, torch
+sys.modules["torchao"] = None  # which would be imported, and is of no use here
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+assert transformers.__version__.startswith("4."), transformers.__version__
+for folder in sys.argv[1:]:
+    found = {}
+    if not folder.endswith("adapter"):
+        model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+        found["eos"] = model.generation_config.eos_token_id
+        found["logits"] = model(torch.arange(3, 43)[None]).logits[0].tolist()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found["ids"] = tokenizer(IDS_TEXT)["input_ids"]
+    found["tokenizer"] = [tokenizer.chat_template, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)]
+    print(json.dumps(found))
+""".replace("IDS_TEXT", repr(TEXT))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDER.is_dir(), reason=f"no transformers 4 in {OLDER}, where scripts/test.sh installs it")
+def test_transformers_4_reads_the_same_model_and_tokenizer(tmp_path):
+    for kind, (changes, _) in ROPE.items():
+        source, out = written_by_5(tmp_path / "source" / kind, **changes), tmp_path / "final" / kind
+        model, tokenizer = small_model(**changes), AutoTokenizer.from_pretrained(source)
+        export_hf(model, tokenizer, out, dtype=torch.float32, card=CARD, origin=Origin(str(source), (1025,)))
+    shutil.copytree(written_by_4(tmp_path / "four"), tmp_path / "source" / "four")
+    trained(tmp_path / "source" / "four", tmp_path / "run").rename(tmp_path / "final" / "four")
+    trained(tmp_path / "source" / "four", tmp_path / "lora", "--lora_rank=2").rename(tmp_path / "final" / "adapter")
+    folders = sorted((tmp_path / "final").iterdir())
+    environment = {**os.environ, "PYTHONPATH": str(OLDER)}
+    words = [sys.executable, "-c", READER, *map(str, folders)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for folder, line in zip(folders, done.stdout.splitlines()[-len(folders) :], strict=True):
+        found, tokenizer = json.loads(line), AutoTokenizer.from_pretrained(folder)
+        assert found["tokenizer"] == [TEMPLATE, 1025, sorted(tokenizer.all_special_ids)], folder
+        assert found["ids"] == tokenizer(TEXT)["input_ids"], folder
+        if folder.name != "adapter":
+            with torch.no_grad():
+                logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits[0]
+            torch.testing.assert_close(torch.tensor(found["logits"]), logits, rtol=0, atol=1e-4, msg=str(folder))
+            assert found["eos"] == [1025, 1], folder
