@@ -1,4 +1,4 @@
-"""The accelerator of a run and the strategy of its mode; what only one mode needs is imported for it alone."""
+"""The accelerator of a run and the strategy of its sharding mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
+from llm_fp8.distributed.deepspeed import (
+    DeepSpeedStrategy,
+    accelerator_arguments,
+    deepspeed_settings,
+    load_deepspeed,
+)
+from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
@@ -20,8 +28,6 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     # Without cpu=True Accelerate misreads processes that have no GPU.
     arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
     if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed import accelerator_arguments, deepspeed_settings, load_deepspeed
-
         load_deepspeed()
         arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
     return Accelerator(
@@ -36,15 +42,9 @@ def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
     if mode.startswith("fsdp"):
-        from llm_fp8.distributed.fsdp import FsdpStrategy
-
         return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, ranks.local_world_size)
     if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
-
         return DeepSpeedStrategy(mode, accelerator, config.parallel)
     if config.model.cuda_graphs:
-        from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
-
         return PlainCopiesStrategy(mode, accelerator, config.parallel)
     return DistributedStrategy(mode, accelerator, config.parallel)

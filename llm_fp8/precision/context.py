@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,17 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.layer_forward import wrap_forward
+from llm_fp8.precision.convert import bf16_modules
+from llm_fp8.precision.module_state import ModuleState, note_recipe_inside, read_te_state
 from llm_fp8.precision.modules import (
     linear_weights,
     size_misfit,
     te_linears,
 )
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.torchao import converted_modules, read_state
 from llm_fp8.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.utils.te_internals import keep_weight_casts, put_off_scale_updates, update_scales
 
 
 class Precision:
@@ -66,10 +67,7 @@ class Precision:
             wrap_forward(module, functools.partial(torch.compiler.disable(self._with_experts_cast), module))
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         self._te_linears = te_linears(model)
-        if any(type(module).__module__.startswith("torchao") for module in model.modules()):
-            from llm_fp8.precision.torchao import converted_modules
-
-            self._torchao_linears = converted_modules(model)
+        self._torchao_linears = converted_modules(model)
         if self.plan.recipe is None:
             self._unseen = next(iter(self._caching_modules), None)
             return
@@ -86,8 +84,6 @@ class Precision:
     def _find_te_modules(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-        from llm_fp8.precision.convert import bf16_modules
-
         kept: set[nn.Module] = set()
         for module in bf16_modules(self._options, model, decoder_layers):
             kept.update(module.modules())
@@ -103,8 +99,6 @@ class Precision:
                 self._fp8_modules[name] = module
         self._unseen = next(iter(self._fp8_modules.values()), None)
         if self._options.fp8_recast_weights:
-            from llm_fp8.utils.te_internals import keep_weight_casts
-
             keep_weight_casts(model, keep=False)
 
     @property
@@ -133,11 +127,7 @@ class Precision:
     def module_state(self) -> ModuleState:
         """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
         if self._torchao_linears:
-            from llm_fp8.precision.torchao import read_state
-
             return read_state(self._torchao_linears.values())
-        from llm_fp8.precision.module_state import read_te_state
-
         return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
 
     def keep_casts_of_frozen_weights(self) -> None:
@@ -184,8 +174,6 @@ class Precision:
             first_microbatch = self._num_casts_to_come > 0
             self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
         if self._unseen is not None and "transformer_engine" in sys.modules:
-            from llm_fp8.precision.module_state import note_recipe_inside
-
             note_recipe_inside(self._unseen, functools.partial(setattr, self, "recipe_inside_modules"))
             self._unseen = None
         for module in self._caching_modules:
@@ -201,15 +189,11 @@ class Precision:
         """Encloses forward and backward passes that update no scale of delayed scaling; `update_scales` does."""
         if not self.scales_lag:
             return contextlib.nullcontext()
-        from llm_fp8.utils.te_internals import put_off_scale_updates
-
         return put_off_scale_updates()
 
     def update_scales(self) -> None:
         """Update the scales by what the passes since the last update have seen, on all ranks."""
         if self.scales_lag:
-            from llm_fp8.utils.te_internals import update_scales
-
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:

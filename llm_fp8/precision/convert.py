@@ -21,6 +21,7 @@ from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.modules import HEAD_NAMES, linear_weights, lm_head_of, size_misfit
+from llm_fp8.precision.torchao import converted_modules
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_import import require_te
 
@@ -109,8 +110,6 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
 
     convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if config.emulate:
-        from llm_fp8.precision.torchao import converted_modules
-
         for module in converted_modules(model).values():
             module.register_forward_pre_hook(_cast_input)
     return left

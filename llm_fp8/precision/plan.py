@@ -11,6 +11,7 @@ import torch
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, recipe_names
+from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO, TRITON
 from llm_fp8.utils.te_import import require_te
@@ -145,8 +146,6 @@ def require_fp8_gpu(device: torch.device) -> None:
 
 def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
     """torchao's recipes need no fallback: all run on every GPU with fp8, and on a CPU, emulated, by torchao alone."""
-    from llm_fp8.precision import torchao as torchao_fp8
-
     why, on_gpu = "--fp8_backend torchao", device.type == "cuda"
     TORCHAO.require(why)
     if on_gpu:

@@ -34,8 +34,11 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
+from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
+from llm_fp8.train.certify import certify_step
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
+from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import UserError, listed
@@ -43,7 +46,6 @@ from llm_fp8.utils.phases import PhaseClock
 
 if TYPE_CHECKING:
     from llm_fp8.observability.nvml import EnergyMeter
-    from llm_fp8.observability.step_profile import StepProfile
     from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4
@@ -167,8 +169,6 @@ class TrainingLoop:
         self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
 
     def _build_graphs(self) -> Any:
-        from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
-
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
             with self.precision.put_off_scale_updates():
                 return micro_batch(self.strategy, self.precision, self.model, batch, num_supervised, first)
@@ -199,8 +199,6 @@ class TrainingLoop:
             profile: StepProfile | None = None
             with contextlib.ExitStack() as recorded:
                 if recording:
-                    from llm_fp8.observability.step_profile import profiled
-
                     profile = recorded.enter_context(profiled())
                 stamp = self.take_step(batches, stamp)
             if self.step == first and self.setup.plan.config.model.use_te:
@@ -329,8 +327,6 @@ class TrainingLoop:
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
-        from llm_fp8.train.certify import certify_step
-
         self._profile_figures[self.step] = profile.figures()
         if self.energy is not None:
             self.energy.restart(self.step)

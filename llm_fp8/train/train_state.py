@@ -12,8 +12,10 @@ from torch import Tensor
 
 from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, Config
 from llm_fp8.data import PreparedData
+from llm_fp8.distributed.fp8_params import master_of
 from llm_fp8.models.source import has_random_weights, text_config
 from llm_fp8.optim.optimizers import optimizer_scalars, optimizer_tensors
+from llm_fp8.precision.torchao import unwrapped_shard
 from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.setup import RunPlan, TrainingSetup
@@ -92,13 +94,9 @@ class RunState:
         if not setup.plan.strategy.saves_itself:
             trained = [(name, p) for name, p in setup.model.named_parameters() if p.requires_grad]
             if setup.plan.config.parallel.fp8_params:
-                from llm_fp8.distributed.fp8_params import master_of
-
                 trained = [(name, master_of(parameter)) for name, parameter in trained]
             values = dict[str, Tensor](trained)
             if setup.plan.precision.backend == "torchao":
-                from llm_fp8.precision.torchao import unwrapped_shard
-
                 values = {name: unwrapped_shard(parameter) for name, parameter in trained}
             tensors |= {f"model.{name}": value.detach() for name, value in values.items()}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, trained).items()}

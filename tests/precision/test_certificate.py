@@ -245,7 +245,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
     def profiled():
         yield profile
 
-    monkeypatch.setattr("llm_fp8.observability.step_profile.profiled", profiled)
+    monkeypatch.setattr("llm_fp8.train.loop.profiled", profiled)
     monkeypatch.setattr(RunPlan, "certifies", property(lambda plan: plan.config.run.certify is not False))
 
 

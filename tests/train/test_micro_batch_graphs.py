@@ -86,8 +86,8 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
         captures.append(EmulatedCapture(parameters))
         return MicroBatchGraphs(run, parameters, overwritten, captures[-1], behind)
 
-    monkeypatch.setattr("llm_fp8.train.micro_batch_graphs.Capture", lambda: None)
-    monkeypatch.setattr("llm_fp8.train.micro_batch_graphs.MicroBatchGraphs", graphs)
+    monkeypatch.setattr("llm_fp8.train.loop.Capture", lambda: None)
+    monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)
     return captures
 
 
