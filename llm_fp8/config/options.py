@@ -24,6 +24,8 @@ LORA_LEARNING_RATE = 2e-4
 
 ALL_LINEAR = "all-linear"
 """Value of --lora_targets for every linear layer but the lm_head."""
+EXPERTS = "experts"
+"""Among --lora_targets: the weights of routed experts."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers, in the order in which they compute."""
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
-from llm_fp8.config.options import ALL_LINEAR, SECTIONS, Config, names_in
+from llm_fp8.config.options import ALL_LINEAR, EXPERTS, SECTIONS, Config, names_in
 from llm_fp8.config.recipes import (
     DEFAULT,
     FP8_SIZE_MULTIPLE,
@@ -123,8 +123,8 @@ def _check_names(config: Config) -> None:
     ):
         if unknown := [name for name in names if known and name not in known]:
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}.")
-    if not targets or (ALL_LINEAR in targets and len(targets) > 1):
-        raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR} alone.")
+    if not targets or (ALL_LINEAR in targets and not {*targets} <= {ALL_LINEAR, EXPERTS}):
+        raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
 
 
 def _check_mode(config: Config, mode: str) -> None:
@@ -132,7 +132,7 @@ def _check_mode(config: Config, mode: str) -> None:
     kind, is_whole = config.optim.optimizer, mode in ("single", "ddp")
     if config.precision.mixed_precision == "fp16" and not is_whole:
         raise UserError(f"--mixed_precision fp16 cannot go with --sharding_mode {mode}; use bf16.")
-    if (kind == "adamw_8bit" and not is_whole) or (kind == "adamw_master" and mode.startswith("deepspeed")):
+    if kind in ("adamw_8bit", "adamw_master") and mode.startswith("deepspeed"):
         raise UserError(f"--optimizer {kind} cannot go with --sharding_mode {mode}; use auto, or ddp.")
     if config.parallel.fp8_params and config.precision.fp8_backend == "torchao" and mode == "fsdp_hybrid":
         raise UserError("--fp8_params of --fp8_backend torchao needs --sharding_mode fsdp_full or fsdp_grad.")

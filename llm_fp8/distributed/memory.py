@@ -148,7 +148,7 @@ class RunSize:
     def changed(self, **options: Any) -> RunSize:
         """The same run with other options, by their names."""
         mode, optimizer = options.get("sharding_mode", self.mode), options.get("optimizer", self.optimizer)
-        if mode.startswith("fsdp") and not self.sharded:
+        if mode.startswith("fsdp") and not self.sharded and optimizer == "adamw_master":
             optimizer = "adamw_fp32"
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode, optimizer=optimizer)
 
@@ -286,6 +286,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
         changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | recomputing]
+        changes += [] if run.adapted else [sharded | eight_bit]
     if not run.sharded and not run.adapted:
         changes += [eight_bit, offloaded, eight_bit | recomputing, offloaded | recomputing]
     said = []
@@ -293,10 +294,11 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         if run.config.model.cuda_graphs and change.keys() & {"sharding_mode", "gradient_checkpointing"}:
             continue
         fitted = run.changed(**change).fitted(gpu_gib)
-        if fitted is not None and fitted.estimate().is_whole:
+        if fitted is not None and (fitted.spec is None) == (run.spec is None):
             words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
             if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:
                 steps = fitted.config.optim.gradient_accumulation_steps
                 words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
-            said.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB)")
+            without = "" if fitted.estimate().is_whole else " without activations"
+            said.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB{without})")
     return f" What would fit: {'; '.join([*said[:3], 'more GPUs with train_multi_gpu.py --sharding_mode fsdp_full'])}."

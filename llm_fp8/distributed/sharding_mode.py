@@ -47,7 +47,7 @@ def choose_mode(
     room, num_parameters, needs = STATE_SHARE * gpu_memory_gib, count_parameters(), {}
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
         kind = config.optim.optimizer
-        if kind == "auto" or (kind == "adamw_8bit" and mode != "ddp"):  # which fsdp modes do not take
+        if kind == "auto":
             kind = default_optimizer(mode)
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, LoraConfig
+from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
@@ -75,9 +75,6 @@ def require_peft(why: str) -> None:
     """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     PEFT.require(why)
-
-
-EXPERTS = "experts"  # in --lora_targets: the weights of routed experts
 
 
 class Targets(NamedTuple):

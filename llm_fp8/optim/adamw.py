@@ -46,8 +46,8 @@ class GroupedAdamW(Optimizer):
         """The state of a parameter before its first step."""
         raise NotImplementedError
 
-    def _key(self, step: int, number: int) -> Key:
-        """The key of the random bits for parameter `number` in a step; only stochastic rounding uses it."""
+    def _key(self, step: int, number: int, parameter: Parameter) -> Key:
+        """The key of the random bits for `parameter`, the one with this number; only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
@@ -81,7 +81,7 @@ class GroupedAdamW(Optimizer):
                     continue
                 gradient = local_part(parameter.grad).contiguous()
                 state = {name: local_part(tensor) for name, tensor in self.state_of(parameter).items()}
-                key = self._key(group["step"], number)
+                key = self._key(group["step"], number, parameter)
                 self._update_(parameter, weight, gradient, state, gradient_scale, coefficients, key)
 
 
@@ -100,8 +100,8 @@ class MasterAdamW(GroupedAdamW):
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding. Parameters are unsharded, since blocks would straddle shards.
-    All ranks pass the same `seed` for the random bits.
+    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter whose rows are no whole blocks, which would
+    straddle shards, has fp32 moments. All ranks pass the same `seed` for the random bits.
     """
 
     def __init__(self, params: Params, seed: int = 0, **adamw_arguments: Any) -> None:
@@ -109,15 +109,21 @@ class EightBitAdamW(GroupedAdamW):
         self.seed = seed
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        assert not isinstance(parameter, DTensor)
-        count = parameter.numel()
-        encoded = count >= SMALLEST_ENCODED and count % CODE_BLOCK == 0
+        sharded, count = isinstance(parameter, DTensor), parameter.numel()
+        unit = count // parameter.shape[0] if sharded else count  # what must be whole blocks
+        encoded = count >= SMALLEST_ENCODED and unit % CODE_BLOCK == 0
         state = {}
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8 if encoded else torch.float32)
             if encoded:
-                state[f"{name}_scale"] = torch.zeros(count // CODE_BLOCK, dtype=torch.float32, device=parameter.device)
+                # [rows, blocks of a row], sharded alike; else [blocks].
+                scales = state[name].flatten(1)[:, ::CODE_BLOCK] if sharded else state[name].view(-1)[::CODE_BLOCK]
+                state[f"{name}_scale"] = torch.zeros_like(scales, dtype=torch.float32).contiguous()
         return state
 
-    def _key(self, step: int, number: int) -> Key:
-        return rounding_key(self.seed, step, number)
+    def _key(self, step: int, number: int, parameter: Parameter) -> Key:
+        shard = 0
+        if isinstance(parameter, DTensor):
+            placed = enumerate(parameter.placements)
+            shard = sum(parameter.device_mesh.get_local_rank(dim) for dim, placement in placed if placement.is_shard())
+        return rounding_key(self.seed, step, number + 2**20 * shard)

@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora_rank": 16},
 }
 """Way of training -> its options; the cheapest in time and quality comes first."""
-SHARDED_WAYS = ("full", "full, recomputed", "LoRA")
+SHARDED_WAYS = ("full", "full, recomputed", "adamw_8bit", "LoRA")
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled model's name -> its owner on the hub
 
 

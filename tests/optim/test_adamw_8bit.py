@@ -5,7 +5,11 @@ resumption give.
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_fp8.optim.adamw import EightBitAdamW
 from llm_fp8.optim.adamw_8bit_codes import (
@@ -18,6 +22,7 @@ from llm_fp8.optim.adamw_8bit_codes import (
     rounding_bits,
     rounding_key,
 )
+from llm_fp8.utils.torch_internals import local_part, sharded_like
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -205,3 +210,29 @@ def test_all_ranks_round_alike_and_seeds_differ():
         ends.append(parameters)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in SHAPES)
     assert not torch.equal(ends[0]["codes"], ends[2]["codes"])
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 256), (9, 512), (128, 96)])
+def test_a_shard_is_updated_as_the_rows_of_the_whole(shape):
+    """Where rows are whole blocks; others have fp32 moments. The second of two ranks has the last rows."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        first = -(-shape[0] // 2)
+        whole = Parameter(drawn(shape, 0, 0.02))
+        local = whole.detach()[first:].clone()
+        shard = Parameter(
+            DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        )
+        optimizers = [EightBitAdamW([parameter], **OPTIONS) for parameter in (whole, shard)]
+        for step in range(3):
+            whole.grad = drawn(shape, step + 1, 1e-2)
+            shard.grad = sharded_like(whole.grad[first:].clone(), shard.data)
+            for optimizer in optimizers:
+                optimizer.step()
+        encoded = shape[-1] % 256 == 0
+        state = {name: local_part(tensor) for name, tensor in optimizers[1].state[shard].items()}
+        assert ("exp_avg_scale" in state) == encoded and all(tensor.is_contiguous() for tensor in state.values())
+        torch.testing.assert_close(local_part(shard), whole.detach()[first:], rtol=0, atol=0 if encoded else 2e-4)
+    finally:
+        dist.destroy_process_group()
