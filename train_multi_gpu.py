@@ -19,12 +19,13 @@ from llm_fp8.utils.phases import IMPORTED_S, PhaseClock  # before the other impo
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
-from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
+    from llm_fp8.config.parser import parse_launch  # here, where `run_script` says what is not installed
+
     config, idle_fp8_keys = parse_launch(
         sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -27,19 +26,19 @@ def main() -> None:
     parser = OneSentenceParser(
         prog="llm-fp8",
         usage="llm-fp8 COMMAND [OPTIONS]",
-        description="\n".join(f"  {name:10} {what}" for name, (_, what) in PROGRAMS.items()),
         epilog="'llm-fp8 COMMAND --help' lists the options of a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"llm-fp8 {__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=PROGRAMS, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, (_, what) in PROGRAMS.items():
+        commands.add_parser(name, help=what, add_help=False)
     command = parser.parse_args(sys.argv[1:2]).command
     module = PROGRAMS[command][0]
     if command == "train" and "RANK" in os.environ:
         module = "train_multi_gpu"
     sys.argv[:2] = [f"llm-fp8 {command}"]
-    run_script(importlib.import_module(module).main)
+    run_script(lambda: importlib.import_module(module).main())
 
 
 if __name__ == "__main__":

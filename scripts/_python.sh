@@ -15,7 +15,7 @@ fail() {
     exit 2
 }
 
-# Prints the interpreter.
+# Prints the interpreter, which has torch.
 find_python() {
     local venv=${VENV_DIR:-$repository/.venv} python=python3
     if [[ -n ${PYTHON:-} ]]; then
@@ -24,5 +24,7 @@ find_python() {
         python=$venv/bin/python
     fi
     command -v "$python" >/dev/null || fail "PYTHON=$python: no such program; set PYTHON to the interpreter that has torch."
+    "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' >/dev/null 2>&1 ||
+        fail "$python has no torch; run scripts/quickstart.sh, which makes .venv, or set PYTHON to the interpreter that has torch."
     printf '%s\n' "$python"
 }

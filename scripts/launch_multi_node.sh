@@ -48,9 +48,12 @@ python=$(find_python)
 
 num_processes=${NPROC_PER_NODE:-}
 if [[ -z $num_processes ]]; then
-    num_processes=$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)') ||
+    num_processes=$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)' 2>/dev/null) ||
         fail "PYTHON=$python cannot import torch to count the GPUs; set PYTHON to the interpreter that has torch, or NPROC_PER_NODE."
 fi
+
+# Under nohup SIGHUP is ignored, but torchrun would end on it.
+[[ -z $(trap -p HUP) ]] || export TORCHELASTIC_SIGNALS_TO_HANDLE=${TORCHELASTIC_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
 
 command=("$python" -m torch.distributed.run "--nnodes=$num_nodes" "--nproc_per_node=$num_processes" "--max_restarts=${MAX_RESTARTS:-0}")
 if ((num_nodes == 1)) && [[ -z ${MASTER_PORT:-} ]]; then

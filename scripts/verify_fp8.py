@@ -17,8 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.verify.cli import main
 from llm_fp8.utils.errors import run_script
 
+
+def main() -> int:
+    """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
+    from llm_fp8.tools.verify.cli import main
+
+    return main(sys.argv[1:], __doc__ or "")
+
+
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1:], __doc__ or ""))
+    run_script(main)

@@ -362,23 +362,52 @@ TRAINING_OPTIONS = (
     "fp8_bf16_modules", "fp8_recast_weights",
 )  # fmt: skip
 """What decides the training and a checkpoint does not require: options, rows of a step, steps of the run."""
+DECIDES = {
+    "max_steps": "total_steps",
+    "num_epochs": "total_steps",
+    "batch_size": "global_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+}
+"""Option -> what of `TRAINING_OPTIONS` it decides, which --allow_changed takes it for."""
 SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
 """Those of them that decide which scales and histories delayed scaling keeps, and what a scale means."""
 EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
 """What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
+
+SYNONYMS = {
+    "learning_rate": "lr base_lr peak_lr",
+    "max_steps": "iters max_iters num_steps total_steps train_steps",
+    "max_seq_length": "block_size context_length cutoff_len max_length seqlen",
+    "batch_size": "micro_batch_size train_batch_size",
+    "max_grad_norm": "clip clip_grad clip_grad_norm grad_clip gradient_clipping",
+    "mixed_precision": "amp dtype torch_dtype",
+    "dataset_name": "data_path data_files train_file",
+    "lora_rank": "r lora_r",
+    "lora_targets": "lora_target_modules target_modules",
+    "gradient_checkpointing": "activation_checkpointing recompute",
+    "save_every": "checkpoint_every save_interval",
+    "log_every": "log_interval",
+    "preprocessing_workers": "dataset_num_proc num_proc num_workers",
+    "split_name": "train_split",
+    "wandb_run_name": "run_name",
+    "fp8": "use_fp8",
+    "num_gpus": "gpus n_gpus nproc_per_node",
+}
+"""Option, or key of `OTHER_MEANING` -> other trainers' names that do not resemble it enough."""
 
 OTHER_MEANING = {
     "bf16": "use --mixed_precision bf16",
     "dataset_config": "write --dataset_name NAME:CONFIG",
     "deepspeed": "use --sharding_mode deepspeed_2 or --deepspeed_config",
     "fp16": "use --mixed_precision fp16",
+    "fp8": "use --mixed_precision fp8",
     "fsdp": "use --sharding_mode",
     "load_best_model_at_end": "use --keep_best",
+    "num_gpus": "use torchrun --nproc_per_node with train_multi_gpu.py",
     "per_device_eval_batch_size": "evaluation has the --batch_size of training",
     "push_to_hub": "upload final/ with 'hf upload'",
     "report_to": "use --use_wandb; metrics.jsonl is always written",
     "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
-    "run_name": "use --wandb_run_name",
     "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
     "warmup_steps": "use --num_warmup_steps",
 }

@@ -21,6 +21,7 @@ from llm_fp8.config.options import (
     OTHER_MEANING,
     SCRATCH_LEARNING_RATE,
     SECTIONS,
+    SYNONYMS,
     Config,
     ParallelConfig,
 )
@@ -117,12 +118,13 @@ class OptionsParser(OneSentenceParser):
         return super().parse_known_args([with_underscores(word) for word in args], namespace)
 
     def hint(self, option: str) -> str:
-        name = option[2:].replace("-", "_")
+        name = option.lstrip("-").replace("-", "_")
+        name = next((ours for ours, others in SYNONYMS.items() if name in others.split()), name)
         if name in OTHER_MEANING:
             return f" ({option}: {OTHER_MEANING[name]})"
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
             return " (options of sharding belong to train_multi_gpu.py)"
-        return super().hint(option)
+        return super().hint(f"--{name}")
 
 
 def _yaml_arguments(path: str) -> list[str]:

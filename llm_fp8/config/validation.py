@@ -118,7 +118,7 @@ def _check_names(config: Config) -> None:
     layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else the model's own, seen later
     for flag, names, known in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
-        ("--allow_changed", names_in(config.run.allow_changed), options.TRAINING_OPTIONS),
+        ("--allow_changed", names_in(config.run.allow_changed), (*options.TRAINING_OPTIONS, *options.DECIDES)),
         ("--lora_targets", targets, layers),
     ):
         if unknown := [name for name in names if known and name not in known]:

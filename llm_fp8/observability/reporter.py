@@ -8,16 +8,20 @@ Only the main process writes.
       wandb/             the W&B run's files (with --use_wandb)
       wandb_run.json     its id, and the last step that it was given before a resume
 
+A metrics.jsonl that is moved or deleted meanwhile is written again, with run.json, from the open file (`is_lost`).
+
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
 On W&B it continues the same run, which cannot take back steps: those that it has are not sent again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +81,17 @@ class RunReporter:
         self._folder = Path(str(config.run.output_dir))
         self._total_steps = total_steps
         self._known_step = 0  # the last one that an earlier start reported
+        self.is_lost = False  # whether metrics.jsonl was moved or deleted meanwhile
+        self.run_record: dict[str, Any] = {}  # what run.json holds
+        self._metrics = self._folder / "metrics.jsonl"
         if not self._is_main:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "metrics.jsonl"
-        if resume_step > 0 and path.exists():
-            self._known_step = truncate_metrics(path, resume_step, keep_evaluation=not evaluates_again)
+        if resume_step > 0 and self._metrics.exists():
+            self._known_step = truncate_metrics(self._metrics, resume_step, keep_evaluation=not evaluates_again)
         (self._folder / "summary.json").unlink(missing_ok=True)  # of the run's end, which is to come again
         # Readable too: the summary is made from it, when its name may be gone.
-        self._file = open(path, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
+        self._file = open(self._metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_wandb(self, record: dict[str, Any]) -> None:
@@ -97,6 +103,7 @@ class RunReporter:
 
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
         stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
+        logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
         with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
             import wandb
 
@@ -109,10 +116,20 @@ class RunReporter:
                 tags=[*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *run_tags(record)],
                 **self._identity(),
             )
-        self._wandb.config.update(stored, allow_val_change=True)  # a resumed run may have other options
-        for axis in ("step", "tokens_seen"):
-            self._wandb.define_metric(axis)
-        self._wandb.define_metric("*", step_metric="step")
+            self._wandb.config.update(stored, allow_val_change=True)  # a resumed run may have other options
+            for axis in ("step", "tokens_seen"):
+                self._wandb.define_metric(axis)
+            self._wandb.define_metric("*", step_metric="step")
+
+    def _to_wandb(self, send: Callable[[Any], object]) -> None:
+        """Give the W&B run what `send` has for it; where that fails, as on a full disk, the run goes on without W&B."""
+        if self._wandb is None:
+            return
+        try:
+            send(self._wandb)
+        except Exception as error:
+            self._wandb = None
+            self.print(f"WARNING: W&B gets no more of this run ({type(error).__name__}: {error})")
 
     def _identity(self) -> dict[str, Any]:
         """Which W&B run this start belongs to: that of wandb_run.json where it is resumed, else a new one."""
@@ -135,6 +152,19 @@ class RunReporter:
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
+        self._restore_if_lost()
+
+    def _restore_if_lost(self) -> None:
+        """Write metrics.jsonl and run.json again where the former is no longer the open file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(self._metrics), os.fstat(self._file.fileno())):
+                return
+        self.is_lost = True
+        self._file.seek(0)
+        write_text_atomic(self._metrics, self._file.read())
+        self._file.close()
+        self._file = open(self._metrics, "a+", encoding="utf-8", buffering=1)
+        write_json_atomic(self._folder / "run.json", self.run_record)
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
@@ -147,8 +177,8 @@ class RunReporter:
         assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"
         self._file.write(json_line(record))
         # An evaluation is a row of its own on W&B; one that was put off, or is repeated, is of the checkpoint's step.
-        if self._wandb is not None and record["step"] > self._known_step - ("eval_loss" in record):
-            self._wandb.log(record)
+        if record["step"] > self._known_step - ("eval_loss" in record):
+            self._to_wandb(lambda run: run.log(record))
 
     def print(self, text: str) -> None:
         if self._is_main:
@@ -156,11 +186,12 @@ class RunReporter:
 
     def track(self, summary: dict[str, Any]) -> None:
         """Put entries of the summary on W&B, where they survive if the run is killed."""
-        if self._wandb is not None:
-            self._wandb.summary.update(tracked_summary(summary))
+        self._to_wandb(lambda run: run.summary.update(tracked_summary(summary)))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
+        if self._is_main:
+            self._restore_if_lost()
         steps = self.own_steps()
         last = {"eval_loss" in record: record for record in self._written()}
         full = {
@@ -196,5 +227,5 @@ class RunReporter:
         if self._is_main:
             self._display.close()
             self._file.close()
-        if error_type is None and self._wandb is not None:
-            self._wandb.finish()
+        if error_type is None:
+            self._to_wandb(lambda run: run.finish())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import bundled_architectures
+from llm_fp8.utils.console import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
@@ -188,14 +189,13 @@ def main() -> int:
     precision: Literal["bf16", "fp8"] = options.mixed_precision or ("fp8" if has_fp8 else "bf16")
     hf_config, model_words = find_model(options.model_name)
 
-    from rich.console import Console
     from rich.table import Column, Table
 
     from llm_fp8.models.source import require_positions
 
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
     rows = rows_of(options, hf_config, gpu_gib, precision)
-    console = Console(markup=False, highlight=False, soft_wrap=True)  # names may hold brackets
+    console = wide_console(markup=False, soft_wrap=True)  # names may hold brackets
     billions = rows[0].run.num_parameters / 1e9
     shape = f"{options.batch_size} x {options.max_seq_length:,}"
     where = f"on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
-from rich.console import Console
 from rich.table import Table
 
 from llm_fp8.config.options import RunConfig
 from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login, run_labels
+from llm_fp8.utils.console import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
 
@@ -179,7 +179,7 @@ def show_offline(folder: Path, options: argparse.Namespace) -> None:
         table.add_row(name, labels[PRECISION], labels["model_short_name"], steps, f"{tokens_per_s:,.0f}")
         entity = ["--entity", options.entity] if options.entity else []
         commands.append(["wandb", "sync", *entity, "--project", config["wandb_project"], *map(str, parts)])
-    Console().print(table)
+    wide_console().print(table)
     print("\nSend them to W&B, then lay out the dashboard:", *map(shlex.join, commands), sep="\n  ")
 
 

@@ -251,10 +251,14 @@ class CheckpointManager:
                 logger.warning("a checkpoint is passed over: %s", error)
         return sorted(found, key=lambda checkpoint: checkpoint.saved_unix_s, reverse=True)
 
-    def find(self, resume_from: str) -> Checkpoint:
-        """The complete checkpoint that --resume_from names, a folder or 'latest'; `UserError` where there is none."""
-        if resume_from != LATEST:
+    def find(self, resume_from: str | None) -> Checkpoint | None:
+        """The complete checkpoint that --resume_from names, a folder or 'latest'; None where the run begins anew,
+        because 'latest' finds no checkpoint; `UserError` where the one that is named, or every one, is damaged.
+        """
+        if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))
+        if resume_from is None or not any(self.folder.glob(f"{_STEP_PREFIX}*")):
+            return None
         for newest in self.newest_first():
             return newest
         raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.")

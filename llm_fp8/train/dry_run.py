@@ -15,7 +15,7 @@ from llm_fp8.data import prepare_data
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
 from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
-from llm_fp8.models.build import count_parameters
+from llm_fp8.models.build import count_parameters, model_on_meta
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.train.checkpoint import CheckpointManager
@@ -47,6 +47,10 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:
         probe(config, hf_config, torch.device("cpu"), torch.float32)
+    if config.lora.lora_rank:
+        from llm_fp8.models.lora import add_adapters
+
+        add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
     size = config.parallel.context_parallel_size
     data = prepare_data(
         config,
@@ -55,14 +59,14 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         world_size=ranks.world_size // size,
         main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
     )
-    resume_from, resumed = config.run.resume_from, None
-    if resume_from is not None:
-        resumed = CheckpointManager(config.run.output_dir or "", config.run.save_total_limit).find(resume_from)
+    resumed = CheckpointManager(config.run.output_dir or "", limit=1).find(config.run.resume_from)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if ranks.rank != 0:
         return 0
     said = [*([note] if note else []), data.description, *lines]
+    if config.run.resume_from is not None and resumed is None:
+        said.append(f"{config.run.output_dir} holds no checkpoint: the run begins anew")
     if data.train.steps_per_epoch is None:
         said.append(f"the beginning of the stream: {data.report.summary()}")
     if counts_memory:

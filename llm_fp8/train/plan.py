@@ -33,6 +33,7 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
+from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
@@ -79,7 +80,7 @@ class RunPlan:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.run.output_dir or "")
+        return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -165,8 +166,12 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
         stored_fp8=None if has_random_weights(config.model, source) else fp8_format_of(hf_config),
+<<<<<<< HEAD
         packed_form=packed_form,
         say=functools.partial(print, flush=True) if accelerator.is_main_process else silent,
+=======
+        say=print_line if accelerator.is_main_process else silent,
+>>>>>>> 16dcf45 (What a day of use meets: SIGHUP, lost folders and terminals, runs killed before a checkpoint, exhausted memory of CUDA's libraries, missing packages)
         measures_precision=measures_precision,
         notes=tuple(notes),
     )

@@ -69,6 +69,7 @@ def record_run(loop: TrainingLoop) -> None:
         resume = {section: value for section, value in record.items() if section not in ("model", "data")}
         written["resumes"] = [*written.get("resumes", []), resume]
     write_json_atomic(path, written)
+    loop.reporter.run_record = written
     loop.reporter.start_wandb(record)
 
 
@@ -139,6 +140,8 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     plan, certificate = loop.setup.plan, loop.results.certificate
     say = plan.say
     say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
+    if loop.reporter.is_lost:
+        say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificate is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.config.options import TRAINING_OPTIONS, Config
+from llm_fp8.config.options import DECIDES, TRAINING_OPTIONS, Config
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars
 from llm_fp8.train.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
@@ -35,6 +35,7 @@ def changed_options(checkpoint: Checkpoint, options: Mapping[str, Any], allowed:
 
     Raises `UserError` where one of `TRAINING_OPTIONS` differs and is not in `allowed`.
     """
+    allowed = [DECIDES.get(name, name) for name in allowed]
     saved = checkpoint.meta["options"]
     names = [name for name, value in options.items() if name in saved and saved[name] != value]
     changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}

@@ -28,11 +28,18 @@ from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
-from llm_fp8.train.graceful_stop import GracefulStop
+from llm_fp8.train.graceful_stop import LOST, GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
-from llm_fp8.train.run_dir import as_one_run, check_free_space, explained_failures, run_lock, with_output_dir
+from llm_fp8.train.run_dir import (
+    check_free_space,
+    explained_failures,
+    run_lock,
+    was_begun,
+    with_default_folder,
+    with_output_dir,
+)
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import RunState, run_fingerprint, run_options, total_steps
 from llm_fp8.utils.console import quiet_libraries
@@ -61,9 +68,8 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         from llm_fp8.train.dry_run import dry_run
 
         return dry_run(config, ranks)
-    config = with_output_dir(config, ranks)
     start_process_group(ranks)
-    exit_code, accelerator = _phases(as_one_run(config), ranks, results)  # the model, which uses the group, is gone
+    exit_code, accelerator = _phases(with_output_dir(config, ranks), ranks, results)  # the model is gone
     end_process_group(accelerator)
     return exit_code
 
@@ -73,14 +79,15 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
     phase_ends, plan = results.clock.end, plan_run(config, ranks)
     config = plan.config
     phase_ends("devices")
-    with explained_failures(plan.folder):
+    with explained_failures(lambda: plan.folder):
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
-        checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=ranks.rank == 0)
-        resumed = None if config.run.resume_from is None else checkpoints.find(config.run.resume_from)
+        resumed = CheckpointManager(plan.folder, limit=1).find(config.run.resume_from)
+        if resumed is None and (config.run.resume_from is not None or was_begun(plan.folder)):
+            plan.say(f"{plan.folder} holds no checkpoint: the run begins anew")
         if resumed is not None:
             from llm_fp8.train.resume import changed_options, check_compatible, refuse_finished
 
@@ -103,8 +110,10 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
 
             plan, results.measured_tokens_per_s = choose_precision(plan, data)
             phase_ends("auto_precision")
+        plan = with_default_folder(plan)
+        config = plan.config
         announce(plan)
-        options = run_options(plan.config, data, num_steps)
+        options = run_options(config, data, num_steps)
         if resumed is not None and (changed := changed_options(resumed, options, names_in(config.run.allow_changed))):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         setup = build_setup(plan)
@@ -114,6 +123,7 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
         phase_ends("checks")
 
         with run_lock(config, ranks):  # nothing is written before
+            checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=ranks.rank == 0)
             checkpoints.clean_up()
             state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
             loop = build_loop(state, resumed, results)
@@ -122,11 +132,12 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
             # From here on there is something to save: before, a signal ends the process at once.
             with GracefulStop() as stop, loop.reporter:
                 record_run(loop)
+                number = "" if ranks.world_size == 1 else f"{ranks.world_size} x "
                 device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
-                plan.say(f"training {num_steps} steps on {ranks.world_size} x {device}, results in {plan.folder}")
+                plan.say(f"training {num_steps - loop.step} steps on {number}{device}, results in {plan.folder}")
                 phase_ends("records")
                 try:
-                    loop.train(stop.agreed)
+                    loop.train(lambda: stop.agreed(loop.reporter.is_lost))
                 finally:
                     checkpoints.finish()
                 finish(loop, stop, tokenizer)
@@ -231,7 +242,11 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
     if not loop.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
         loop.reporter.finish(summary_of(loop, None) | stopped)
-        plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
+        go_on = f"continue with --resume_from latest --output_dir {plan.folder}"
+        if stop.requested == LOST:
+            what = "was moved or deleted; metrics.jsonl, run.json and a checkpoint were written there again"
+            raise UserError(f"--output_dir {plan.folder} {what}; {go_on}.")
+        plan.say(f"stopped by {stop.requested}; {go_on}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"
     loop.require_finite_weights()

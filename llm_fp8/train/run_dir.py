@@ -10,62 +10,79 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
-from llm_fp8.config.options import Config
-from llm_fp8.distributed.process_group import decided_by_main, is_loss_of_a_peer
+from llm_fp8.config.options import Config, RunConfig
+from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, has_checkpoint
-from llm_fp8.utils.errors import UserError, existing_part, reason_not_written
+from llm_fp8.train.plan import RunPlan
+from llm_fp8.utils.errors import UserError, existing_part, is_out_of_memory, listed, reading, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"  # held by the main process for as long as it trains; the file stays
-WRITTEN = ("run.json", "metrics.jsonl", "summary.json", "certificate.json", "checkpoints", "final")
-"""What a run writes, or clears away, and so may not find of somebody else's."""
+_SAVED = ("summary.json", "final", "checkpoints/step-*")
+"""What a run leaves that is worth keeping: without it, a later run begins anew in its folder."""
+_WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "checkpoints")
+"""What else a run writes, or clears away, and so may not find of somebody else's."""
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
 
 
 def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
-    """`config` with an output folder; `UserError` where it cannot be written or holds another run. Processes restarted
-    by the launcher continue from the newest checkpoint.
+    """`config` with the main process's output folder; `UserError` where it cannot be written or holds another run, or
+    processes have other options. Those that the launcher restarted continue from the newest checkpoint. Collective.
     """
-    if config.run.output_dir is None:
-        model = re.sub(r"[^A-Za-z0-9.]+", "-", config.model.model_name).strip("-")
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.precision.mixed_precision or 'auto'}"
-        config = _with_run(config, output_dir=agree_on("output_dir", str(Path("runs") / name)))
-    folder = Path(str(config.run.output_dir))
+    first, *others = gathered(config.options)
+    if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
+        raise UserError(f"the processes were started with different {listed(differing)}; give all the same options.")
+    output_dir, resume_from = decided_by_main(lambda: _checked(config.run, ranks))
+    return config.with_options(output_dir=output_dir, resume_from=resume_from)
+
+
+def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None]:
+    """--output_dir and --resume_from of the run; no folder where `with_default_folder` is to name one."""
+    output_dir, resume_from = run.output_dir, run.resume_from
+    if output_dir is None and ranks.restart_count > 0:
+        output_dir = agree_on("output_dir", "") or None
+    folder = Path(output_dir or "runs")
     existing = existing_part(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
-    if ranks.restart_count > 0:
-        return _with_run(config, resume_from=LATEST if has_checkpoint(folder) else config.run.resume_from)
-    _refuse_other_run(config)
-    return config
+    if ranks.restart_count > 0 and has_checkpoint(folder):
+        resume_from = LATEST
+    if output_dir is not None:
+        _refuse_other_run(folder, resume_from)
+    return output_dir, resume_from
 
 
-def as_one_run(config: Config) -> Config:
-    """`config` with the main process's output folder. Collective."""
-    return _with_run(config, output_dir=decided_by_main(lambda: config.run.output_dir))
+def with_default_folder(plan: RunPlan) -> RunPlan:
+    """`plan` with a folder named after time, model and the precision that runs, where none was given. Collective."""
+    if plan.config.run.output_dir is not None:
+        return plan
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
+    name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
+    output_dir = decided_by_main(lambda: agree_on("output_dir", name))
+    return dataclasses.replace(plan, config=plan.config.with_options(output_dir=output_dir))
 
 
-def _with_run(config: Config, **changes: str | None) -> Config:
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))  # type: ignore[arg-type]
+def was_begun(folder: Path) -> bool:
+    """Whether a run has held this folder."""
+    return (folder / LOCK).is_file() and (folder / LOCK).stat().st_size > 0
 
 
-def _refuse_other_run(config: Config) -> None:
+def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
     """Raise `UserError` where the output folder holds a run that this one does not continue, or parts of anything."""
-    folder, resume_from = Path(str(config.run.output_dir)), config.run.resume_from
-    if resume_from == LATEST or (resume_from and folder.resolve() in Path(resume_from).resolve().parents):
+    has_checkpoints = any(folder.glob("checkpoints/step-*"))
+    if resume_from == LATEST and has_checkpoints:
         return
-    found = next((name for name in WRITTEN if (folder / name).exists()), None)
-    if found is not None:
-        raise UserError(
-            f"--output_dir {folder} holds another run ({found}); choose another or add --resume_from latest."
-        )
+    if resume_from not in (None, LATEST) and folder.resolve() in Path(str(resume_from)).resolve().parents:
+        return
+    names = _SAVED if was_begun(folder) else (*_SAVED, *_WRITTEN)
+    if found := next((path.name for name in names for path in folder.glob(name)), None):
+        more = " or add --resume_from latest" if has_checkpoints else ""
+        raise UserError(f"--output_dir {folder} holds another run ({found}); choose another{more}.")
 
 
 @contextlib.contextmanager
@@ -75,7 +92,8 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
         yield
         return
     folder = Path(str(config.run.output_dir))
-    folder.mkdir(parents=True, exist_ok=True)
+    with reading("--output_dir", folder, "the folder to write in"):
+        folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a+") as lock:
         lock.seek(0)
         try:
@@ -84,8 +102,7 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
             raise UserError(f"--output_dir {folder} is in use by {lock.read()}; choose another folder.") from None
         except OSError as error:  # a disk without locks
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
-        if ranks.restart_count == 0:
-            _refuse_other_run(config)
+        _refuse_other_run(folder, config.run.resume_from)  # one may have begun since the start
         for path in folder.glob(_UNFINISHED):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock.truncate(0)
@@ -103,22 +120,19 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def explained_failures(folder: Path) -> Iterator[None]:
-    """Turn running out of GPU memory or disk, or losing another process, into a `UserError`; `folder` is the run's."""
-    go_on = f"Continue with --resume_from latest --output_dir {folder}."
+def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
+    """Turn a full disk or the loss of another process into a `UserError`."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        used = f" ({torch.cuda.max_memory_allocated() / GIB:.1f} GiB at the peak)" if torch.cuda.is_available() else ""
-        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
-        raise UserError(f"the GPU is out of memory{used}: {advice}.") from error
-    except OSError as error:  # of libraries that write to their caches it names no file
-        written = Path(error.filename) if isinstance(error.filename, str) else folder
-        if reason := reason_not_written(error):
-            raise UserError(f"{written} (--output_dir, HF_HOME or TMPDIR): {reason}. {go_on}") from error
-        raise
+        return
+    except OSError as error:
+        if (reason := reason_not_written(error)) is None:
+            raise
+        written = error.filename if isinstance(error.filename, str) else folder_of_run()  # libraries' caches name none
+        what, cause = f"{written} (--output_dir, HF_HOME or TMPDIR): {reason}", error
     except RuntimeError as error:
-        if not is_loss_of_a_peer(error):
+        if not is_loss_of_a_peer(error) or is_out_of_memory(error):
             raise
         words = str(error).splitlines()[0][:200]
-        raise UserError(f"another process of this run is gone, see what it said: {words}. {go_on}") from error
+        what, cause = f"another process of this run is gone, see what it said: {words}", error
+    raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from cause

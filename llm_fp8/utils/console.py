@@ -1,13 +1,52 @@
-"""Other libraries' words on the console."""
+"""What goes to the console: a run's own lines, tables, and as few of other libraries' words as possible."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import stat
 import sys
+from collections.abc import Iterator
+from typing import Any
+
+_hung_up = False
+
+
+@contextlib.contextmanager
+def outliving_the_terminal(hung_up: bool = False) -> Iterator[None]:
+    """Print inside: where the terminal is gone, or after SIGHUP (`hung_up`) the reader of a pipe (`| tee`), what is
+    printed from now on goes to /dev/null.
+    """
+    global _hung_up
+    _hung_up = _hung_up or hung_up
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO and not (_hung_up and error.errno == errno.EPIPE):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(nowhere, descriptor)
+
+
+@outliving_the_terminal()
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def wide_console(**options: Any) -> Any:
+    """rich's Console, as wide as COLUMNS or the terminal say, else 160 characters."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(width=wide, highlight=False, **options)
 
 
 def quiet_libraries() -> None:
     """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
-    # Here, because they take long to import: --help imports this module.
     import datasets
     import transformers
 

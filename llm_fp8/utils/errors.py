@@ -49,16 +49,26 @@ def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iter
         yield
     except BaseException as error:  # tokenizers panics in Rust with an exception that is no `Exception`
         kind = type(error).__name__
-        passes = isinstance(error, (UserError, FailedCheck, MemoryError)) or kind == "OutOfMemoryError"
+        passes = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error)
         if passes or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
         words = " ".join(str(error).split())[:300] or kind
         raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {words}). {advice}".rstrip()) from error
 
 
+_NO_HOST_MEMORY = "(can't|cannot|unable to) allocate"
+_NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|calling `cublasCreate|{_NO_HOST_MEMORY}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a GPU or of the host is exhausted, as far as type and text tell; CUDA's libraries differ."""
+    told = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}", re.IGNORECASE) is not None
+    return isinstance(error, MemoryError) or (isinstance(error, Exception) and told)
+
+
 def existing_part(path: Path) -> Path:
-    """`path`, or the first folder above it that exists."""
-    return next(part for part in (path, *path.absolute().parents) if os.path.exists(part))
+    """`path`, or the first part above it that exists; a link that leads nowhere does."""
+    return next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
 
 
 def reason_not_written(error: OSError) -> str | None:
@@ -74,9 +84,25 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that is nearest to `wrong`; empty where none is near."""
-    near = difflib.get_close_matches(wrong, map(str, known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """' (did you mean X?)' with the name in `known` that `wrong` abbreviates by its initials ('lr') or by beginnings of
+    its words ('grad_accum'), else with the nearest; empty where none is near.
+    """
+
+    def words_of(name: str) -> list[str]:
+        return re.findall(r"[a-z0-9]+", name.lower())
+
+    words, names = words_of(wrong), list(map(str, known))
+
+    def likeness(name: str) -> float:
+        parts = words_of(name)
+        rest = iter(parts)
+        begins = all(len(word) > 1 and any(part.startswith(word) for part in rest) for word in words)
+        is_short = "".join(words) == "".join(part[0] for part in parts)
+        ratio = difflib.SequenceMatcher(None, "_".join(words), "_".join(parts)).ratio()
+        return 2 * is_short + begins + ratio if is_short or begins else ratio if ratio >= 0.6 else 0.0
+
+    near = max(names, key=likeness, default="") if words else ""
+    return f" (did you mean {near}?)" if near and likeness(near) else ""
 
 
 class OneSentenceParser(argparse.ArgumentParser):
@@ -94,7 +120,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, once for all processes of a launch, with what was probably meant, and exit."""
         if message.startswith("unrecognized arguments: "):
-            words = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
@@ -107,9 +133,31 @@ class OneSentenceParser(argparse.ArgumentParser):
         return did_you_mean(option, self._option_string_actions)
 
 
+def _in_one_sentence(error: Exception) -> str | None:
+    """What a script says of an error that ends it; None for one that only its traceback explains."""
+    if isinstance(error, (UserError, FailedCheck)):
+        return str(error)
+    words = " ".join(str(error).split())[:100]
+    if is_out_of_memory(error):
+        torch, where, peak = sys.modules.get("torch"), "this host", ""
+        if torch is not None and torch.cuda.is_initialized() and not re.search(_NO_HOST_MEMORY, words, re.IGNORECASE):
+            where, peak = "the GPU", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak; "
+        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
+        return f"{where} is out of memory ({peak}{words}): {advice}."
+    if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
+        from llm_fp8.utils.packages import BASE_REQUIREMENTS  # which imports this module
+
+        mend = f"take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r {BASE_REQUIREMENTS}"
+        return f"the Python {sys.executable} lacks what this program needs ({words}); {mend}"
+    if isinstance(error, OSError) and error.filename is not None and (reason := reason_not_written(error)):
+        return f"{error.filename}: {reason}."
+    return None
+
+
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code; on a `UserError` or a file that cannot be written (2) or `FailedCheck` (1)
-    with one sentence, printed by one process of the launch; on Ctrl-C with 130; on a closed pipe (`| head`) with 141.
+    """Run `main` and exit with its code; on an error that `_in_one_sentence` explains with that sentence, printed by
+    one process of the launch, and code 2, or 1 for a `FailedCheck`; on Ctrl-C with 130; on a closed pipe (`| head`)
+    with 141. `main` imports what it needs, so that a missing package is such an error.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
@@ -118,20 +166,17 @@ def run_script(main: Callable[[], int]) -> None:
     try:
         code = main()
         sys.stdout.flush()
-    except (UserError, FailedCheck) as error:
-        if first_to_say(str(error)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED_CHECK
     except BrokenPipeError:
         os._exit(EXIT_OUTPUT_CLOSED)  # what is still to be flushed cannot be
-    except OSError as error:
-        if error.filename is None or (reason := reason_not_written(error)) is None:
-            raise
-        print(f"error: {error.filename}: {reason}.", file=sys.stderr, flush=True)
-        code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    except Exception as error:
+        if (sentence := _in_one_sentence(error)) is None:
+            raise
+        if first_to_say(sentence):
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
     # Ctrl-C while libraries close would print a traceback for each of them.
     atexit.register(signal.signal, signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
     sys.exit(code)

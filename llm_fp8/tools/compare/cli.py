@@ -33,6 +33,7 @@ from llm_fp8.tools.compare.run_record import (
 )
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.train.checkpoint import has_checkpoint
+from llm_fp8.utils.console import wide_console
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
@@ -127,7 +128,7 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
 def main() -> int:
     """Train or read runs, compare and report them. A failed run gives exit code 1 but stops no other."""
     options = parse(sys.argv[1:])
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = wide_console(soft_wrap=True, markup=False)
     folder, num_gpus = options.output, options.num_gpus
     failures: list[Failure] = []
     if options.train is not None:

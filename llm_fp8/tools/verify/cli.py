@@ -24,6 +24,7 @@ from llm_fp8.tools.verify.gpu import check_gpu, check_rates
 from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
 from llm_fp8.tools.verify.versions import check_packages
+from llm_fp8.utils.console import wide_console
 from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         checks = [{"status": result.status, **asdict(result)} for result in results]
         found = {"exit_code": code, "options": vars(options), "checks": checks}
         write_json_atomic(options.output, found | {"provenance": collect_provenance(sys.argv)})
-    print_table(results, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    print_table(results, wide_console())
     return code
 
 
