@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, Config
+from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, SYNONYMS, Config
 from llm_fp8.config.parser import OptionsParser, parse_config
 from llm_fp8.config.recipes import RECIPE_OPTIONS
 from tests.support.documented_commands import COMMANDS, config_of, options_of
@@ -121,7 +121,9 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path"}
     aliases = {alias[2:] for field in FIELDS for alias in field.metadata["aliases"] if "_" in alias}
     assert aliases and aliases <= theirs
-    assert not set(OTHER_MEANING) & (aliases | set(flat(Config())))
+    synonyms = {name for names in SYNONYMS.values() for name in names.split()}
+    assert not (synonyms | set(OTHER_MEANING)) & (aliases | set(flat(Config())))
+    assert set(SYNONYMS) <= set(flat(Config())) | set(OTHER_MEANING)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,13 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ("--lr_scheduler_type cosin", "--lr_scheduler"),
         ("--qqqqqqq", "--qqqqqqq"),
         ("--batch 4", "--batch"),  # no abbreviations: --max_s could become another option tomorrow
+        ("--lr 1e-4", "--learning_rate?"),
+        ("-lr 1e-4", "--learning_rate?"),
+        ("--grad-accum 2", "--gradient_accumulation_steps?"),
+        ("--seq_len 5", "--max_seq_length?"),
+        ("--clip 1", "--max_grad_norm?"),
+        ("--run_name x", "--wandb_run_name?"),
+        ("--gpus 2", "--nproc_per_node"),
         ("--warmup_ratio 0.1", "--num_warmup_steps"),
         ("--report_to wandb", "--use_wandb"),
         ("--push_to_hub", "hf upload"),

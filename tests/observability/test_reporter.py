@@ -5,10 +5,13 @@ reader.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import logging
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from accelerate import Accelerator
@@ -206,6 +209,31 @@ def test_a_resumed_training_continues_its_wandb_run(tmp_path: Path, monkeypatch:
     rows = [row for run in runs for row in run.history]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11)), "each step once"
     assert [row["step"] for row in rows if "eval_loss" in row] == [8, 10]
+
+
+def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As on a full disk: neither the run fails nor does each line of W&B's log print a traceback."""
+    import wandb
+
+    class Full:
+        def __getattr__(self, name: str):
+            logging.getLogger("full").info("words")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    handler = logging.FileHandler("/dev/full")
+    logging.getLogger("full").addHandler(handler)
+    logging.getLogger("full").setLevel("INFO")
+    reporter = a_reporter(a_config(tmp_path))
+    with mock.patch.object(wandb, "init", lambda **_: Full()), contextlib.suppress(UserError):
+        reporter._config = a_config(tmp_path, "--use_wandb")
+        reporter.start_wandb({"config": {}, **RUN_SECTIONS, "provenance": PROVENANCE})
+    reporter._wandb = Full()
+    with reporter:
+        reporter.steps([a_step(1), a_step(2)])
+        assert reporter.finish({})["steps"] == 2
+    handler.stream = None
+    said = capfd.readouterr()
+    assert said.out.count("W&B") == 1 and "Logging error" not in said.err and len(records(tmp_path)) == 2
 
 
 @pytest.mark.slow

@@ -101,7 +101,6 @@ OPTIONS = [
     ("--max_seq_length=16", "train"),
     ("--eval_every=2 --validation_fraction=0", "--eval_every"),
     ("--eval_batches=2 --validation_fraction=0", "--eval_batches"),
-    ("--resume_from=latest", "--resume_from latest"),
     ("--resume_from=/no/such/checkpoint", "/no/such/checkpoint"),
     ("--attn_implementation=flash_attention_2", "--attn_implementation flash_attention_2"),
 ]
@@ -266,6 +265,21 @@ def test_a_folder_that_holds_another_run_or_a_finished_one(tmp_path, common, ref
     assert "step-00000001" in refuse("--max_steps=2", first)
 
 
+def test_a_finished_run_without_checkpoints_is_kept_and_counted_beside(tmp_path, common, refuse, capsys):
+    """A --dry_run writes nothing, so it may have the same folder."""
+    train(*common, "--max_steps=2")
+    for words in ([], ["--resume_from=latest"]):
+        assert "choose another" in refuse("--max_steps=2", *words)
+        assert train(*common, "--max_steps=2", *words, "--dry_run") == 0
+
+
+@pytest.mark.parametrize("folder", ["link", "link/run", "x" * 300, "file/run"])
+def test_an_output_folder_that_cannot_be_made(tmp_path, refuse, folder):
+    (tmp_path / "link").symlink_to("/no/such/place")
+    (tmp_path / "file").write_text("")
+    assert "--output_dir" in refuse("--max_steps=1", f"--output_dir={tmp_path / folder}")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_folder_that_cannot_be_written(tmp_path, refuse):
     (tmp_path / "locked").mkdir(mode=0o555)
@@ -291,14 +305,28 @@ def test_a_full_disk(tmp_path, common, refuse, monkeypatch):
     assert str(tmp_path / "run") in line and "No space left" in line
 
 
-def test_out_of_memory_in_a_step(refuse, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("gemm.cu:12 in function cublas_gemm: cuBLAS Error: the resource allocation failed"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error}"[:50],
+)
+def test_out_of_memory_in_a_step(refuse, monkeypatch, error):
     def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise error
 
     monkeypatch.setattr(TrainingLoop, "take_step", fail)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 15 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Gpu", (), {"total_memory": 2**34}))
-    assert "out of memory" in refuse("--batch_size=4", unchanged=False)
+    line = refuse("--batch_size=4", unchanged=False)
+    assert "out of memory" in line and "--batch_size" in line
 
 
 def test_weights_and_learning_rates_that_blow_up(tmp_path, common, refuse):

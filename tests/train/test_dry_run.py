@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llm_fp8.utils.errors import UserError
 from tests.support.small import train
 
 pytestmark = pytest.mark.slow
@@ -18,6 +19,14 @@ def test_nothing_is_written_and_steps_and_memory_are_said(tmp_path, tiny_model, 
     said = capsys.readouterr().out
     assert "70 steps" in said and not (tmp_path / "run").exists()
     assert ("GiB" in said and "H100" in said) == bool(options)
+
+
+@pytest.mark.parametrize("decoder", [[], ["--use_te", "--mixed_precision=bf16"]], ids=["hf", "te"])
+def test_a_layer_that_the_model_lacks_is_refused(tiny_model, rows, decoder):
+    given = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=7", *decoder]
+    with pytest.raises(UserError, match="--lora_targets.*q_prj"):
+        train(*given, "--lora_rank=4", "--lora_targets=v_proj,q_prj", "--dry_run")
+    assert train(*given, "--lora_rank=4", "--lora_targets=v_proj,q_proj", "--dry_run") == 0
 
 
 def test_the_beginning_of_a_stream_is_counted(tmp_path, tiny_model, rows, capsys):

@@ -301,10 +301,22 @@ def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options)
     train(*options, f"--output_dir={tmp_path}")
     assert_refused(tmp_path, options, "--max_steps", "--num_epochs")
     before = (tmp_path / "final" / "model.safetensors").read_bytes()
-    longer = ["--max_steps=12", "--allow_changed=total_steps", "--no_export"]
+    longer = ["--max_steps=12", "--allow_changed=max_steps", "--no_export"]
     assert train(*options, *longer, f"--output_dir={tmp_path}", "--resume_from=latest") == 0
     assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
     assert (tmp_path / "final" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("more", [[], ["--resume_from=latest"]], ids=["same command", "latest"])
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, options, monkeypatch, capsys, more):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(TrainingLoop, "save", lambda self: (_ for _ in ()).throw(MemoryError))
+        train(*options, "--save_every=2", f"--output_dir={tmp_path / 'run'}")
+    assert len(steps(tmp_path / "run")) == 2
+    capsys.readouterr()
+    assert train(*options, f"--output_dir={tmp_path / 'run'}", *more) == 0
+    assert "begins anew" in capsys.readouterr().out
+    assert [step["step"] for step in steps(tmp_path / "run")] == list(range(1, NUM_STEPS + 1))
 
 
 def _write(path: Path) -> None:

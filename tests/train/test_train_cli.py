@@ -16,9 +16,6 @@ import wandb
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_fp8.config.parser import parse_config
-from llm_fp8.train.run_dir import with_output_dir
-from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.documented_commands import ON_ONE_GPU, RUN, config_of, words_for_a_cpu, write_dataset
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
 
@@ -279,8 +276,7 @@ def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
 
 def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = with_output_dir(
-        parse_config(["--model_name=meta-llama/Llama-3.2-1B", "--mixed_precision=bf16"]), LaunchRanks()
-    )
-    assert re.fullmatch(r"runs/\d{8}-\d{6}-meta-llama-Llama-3\.2-1B-bf16", str(config.run.output_dir))
-    assert list(tmp_path.iterdir()) == []
+    train("--max_steps=1", "--num_of_samples=40", "--max_seq_length=128", "--validation_fraction=0", "--no_export")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-embedded-(fp32|bf16)", folder.name)  # a GPU computes in bf16
+    assert folder.name.endswith(run_json(folder)["precision"]["effective"].replace("no", "fp32"))

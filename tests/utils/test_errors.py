@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -30,3 +33,15 @@ def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "program", ["train_fp8.py", "scripts/verify_fp8.py", "scripts/diagnose_fp8.py", "-m llm_fp8 train"]
+)
+def test_a_python_without_the_packages_says_so_in_a_line(program: str) -> None:
+    bare = "import runpy, sys; sys.path = [p for p in sys.path if not p.endswith('-packages')]; sys.path[:0] = ['.']; "
+    words = program.split()
+    run = "run_module('llm_fp8'" if words[0] == "-m" else f"run_path({words[0]!r}"
+    code = f"{bare}sys.argv = {['it', *words[2:]]}; runpy.{run}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "requirements.txt" in done.stderr
