@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
-from llm_fp8.utils.phases import IMPORTED_S, PhaseClock  # before the other imports, which are timed
+from llm_fp8.utils.start import CUDA_DEFAULTS, IMPORTED_S, PhaseClock  # before the other imports, which are timed
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 

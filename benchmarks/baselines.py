@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
+from llm_fp8.utils.start import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 

@@ -47,10 +47,10 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.observability.provenance import collect_provenance, visible_gpus
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.compare.statistics import t_interval
+from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import training_command
 
 _FP8 = ("--use_te", "--mixed_precision", "fp8")
 VARIANTS: dict[str, tuple[str, ...]] = {

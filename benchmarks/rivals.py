@@ -45,7 +45,7 @@ from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.kernel_trace import LOW_PRECISION, gemm_kernels, kernel_times, record_kernels
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
+from llm_fp8.tools.programs import run_program, torchrun
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import (
     json_line,
@@ -57,7 +57,7 @@ from llm_fp8.utils.json_files import (
     write_text_atomic,
 )
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import run_program, torchrun
+from llm_fp8.utils.start import CUDA_DEFAULTS
 
 Job = dict[str, Any]
 

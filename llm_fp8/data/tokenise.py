@@ -31,7 +31,7 @@ from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, problem_of
 from llm_fp8.data.split import is_held_out, problem_key
-from llm_fp8.utils.subprocesses import end_with_parent
+from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
     {

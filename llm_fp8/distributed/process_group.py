@@ -13,8 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.subprocesses import end_with_parent
+from llm_fp8.utils.ranks import LaunchRanks, end_with_parent
 
 T = TypeVar("T")
 

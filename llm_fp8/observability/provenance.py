@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.utils.packages import REPOSITORY, package_version
-from llm_fp8.utils.subprocesses import output_of
 
 PACKAGES = (
     "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
@@ -25,6 +25,16 @@ PACKAGES = (
 ).split()
 ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+def output_of(*command: str, timeout_s: float = 30) -> str | None:
+    """What a program prints to stdout; None where it does not exist, fails or hangs."""
+    try:
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=timeout_s
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -27,10 +27,10 @@ from typing import Any
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.programs import run_program, torchrun, training_command
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import run_program, torchrun, training_command
 
 BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise")
 VARIANTS = "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import bundled_architectures
-from llm_fp8.utils.console import wide_console
+from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 

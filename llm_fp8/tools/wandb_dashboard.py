@@ -21,7 +21,7 @@ from rich.table import Table
 from llm_fp8.config.options import RunConfig
 from llm_fp8.observability.metrics import METRICS
 from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login, run_labels
-from llm_fp8.utils.console import wide_console
+from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
 

@@ -42,7 +42,7 @@ from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import UserError, listed
-from llm_fp8.utils.phases import PhaseClock
+from llm_fp8.utils.start import PhaseClock
 
 if TYPE_CHECKING:
     from llm_fp8.observability.nvml import EnergyMeter

@@ -166,12 +166,8 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
         stored_fp8=None if has_random_weights(config.model, source) else fp8_format_of(hf_config),
-<<<<<<< HEAD
         packed_form=packed_form,
-        say=functools.partial(print, flush=True) if accelerator.is_main_process else silent,
-=======
         say=print_line if accelerator.is_main_process else silent,
->>>>>>> 16dcf45 (What a day of use meets: SIGHUP, lost folders and terminals, runs killed before a checkpoint, exhausted memory of CUDA's libraries, missing packages)
         measures_precision=measures_precision,
         notes=tuple(notes),
     )

@@ -44,8 +44,8 @@ from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import RunState, run_fingerprint, run_options, total_steps
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.phases import PhaseClock
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.start import PhaseClock
 
 if TYPE_CHECKING:
     from llm_fp8.distributed.context_parallel import ContextGroup

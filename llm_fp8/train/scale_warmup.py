@@ -16,11 +16,10 @@ With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_war
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,30 +46,19 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
     if not setup.precision.scales_lag:
         return
     plan, batches = setup.plan, first_step(loader)
-    num_supervised = supervised_tokens_per_process(plan.accelerator, batches)
+    # The loop divides by the tokens of all processes, and `DistributedStrategy.backward` multiplies by their number.
+    own = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=plan.device)
+    num_supervised = float(plan.accelerator.reduce(own, reduction="mean"))
     warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
     plan.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch")
 
 
-def supervised_tokens_per_process(accelerator: Accelerator, batches: Sequence[Batch]) -> float:
-    """Mean over processes of the supervised tokens in `batches`, a step's micro-batches; collective.
-
-    The loop divides by the tokens of all processes, and `DistributedStrategy.backward` multiplies by their number.
-    """
-    count = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=accelerator.device)
-    return float(accelerator.reduce(count, reduction="mean"))
-
-
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Run `batch` forward and backward `PASSES` times; weights and random state stay as they were, gradients None.
+    """Run `batch` forward and backward `PASSES` times where scales lag; weights and random state stay as they were,
+    gradients None. Collective where scales or parameters are shared by ranks.
 
-    Does nothing unless `precision.scales_lag`. Collective where scales or parameters are shared by ranks.
-
-    Args:
-        model: not yet wrapped by DDP or DeepSpeed, or sharded by FSDP.
-        precision: attached to it.
-        batch: a micro-batch, on the device.
-        num_supervised: from `supervised_tokens_per_process`; it sets the gradients' size.
+    `model` is not yet wrapped by DDP or DeepSpeed, or is sharded by FSDP; `num_supervised`, the mean over processes of
+    the step's supervised tokens, sets the gradients' size.
     """
     if not precision.scales_lag:
         return

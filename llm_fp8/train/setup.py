@@ -22,13 +22,11 @@ from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.train.plan import RunPlan, plan_run, silent
+from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.hf_internals import chosen_attention
 
 if TYPE_CHECKING:
     from llm_fp8.precision.certificate import ExpectedKernels
-
-__all__ = ["RunPlan", "TrainingSetup", "build_setup", "plan_run", "silent"]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from llm_fp8.optim.optimizers import optimizer_scalars, optimizer_tensors
 from llm_fp8.precision.torchao import unwrapped_shard
 from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
-from llm_fp8.train.setup import RunPlan, TrainingSetup
+from llm_fp8.train.plan import RunPlan
+from llm_fp8.train.setup import TrainingSetup
 
 ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

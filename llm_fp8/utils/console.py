@@ -8,7 +8,6 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 _hung_up = False
 
@@ -35,14 +34,6 @@ def outliving_the_terminal(hung_up: bool = False) -> Iterator[None]:
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
-
-
-def wide_console(**options: Any) -> Any:
-    """rich's Console, as wide as COLUMNS or the terminal say, else 160 characters."""
-    from rich.console import Console
-
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return Console(width=wide, highlight=False, **options)
 
 
 def quiet_libraries() -> None:

@@ -1,9 +1,11 @@
-"""This process's rank, and what ranks agree on, through torchrun's key-value store, before there is a process group."""
+"""This process's rank, what ranks agree on before there is a process group (in torchrun's store), and their end."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,3 +61,8 @@ def agree_on(name: str, value: str) -> str:
     """The first process's `value` for `name`, for every process and restart of a launch."""
     store = launcher_store(os.environ)
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
+
+
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when the one that started it is gone: no rank may train on alone."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

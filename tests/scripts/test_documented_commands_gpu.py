@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_fp8.utils.subprocesses import torchrun
+from llm_fp8.tools.programs import torchrun
 from tests.support.documented_commands import (
     ON_ONE_GPU,
     ON_TWO_GPUS,

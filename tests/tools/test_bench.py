@@ -11,8 +11,8 @@ from benchmarks import speed_table
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import bench
 from llm_fp8.tools.bench import Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
+from llm_fp8.tools.programs import Ended
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.subprocesses import Ended
 
 WORK = Workload("embedded", 2, 64, 2)
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from llm_fp8.config.parser import parse_config
 from llm_fp8.train import auto_precision, setup
 from llm_fp8.train.auto_precision import choose_precision, measure_precisions
+from llm_fp8.train.plan import plan_run
 from llm_fp8.train.run import load_data
 from llm_fp8.train.scale_warmup import first_step
-from llm_fp8.train.setup import plan_run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.small import run_json, steps, train

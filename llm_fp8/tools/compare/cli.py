@@ -32,12 +32,11 @@ from llm_fp8.tools.compare.run_record import (
     why_unfinished,
 )
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
+from llm_fp8.tools.programs import run_program, training_command, wide_console
 from llm_fp8.train.checkpoint import has_checkpoint
-from llm_fp8.utils.console import wide_console
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.subprocesses import run_program, training_command
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
 """The outputs of scripts/train_bf16.sh and scripts/train_fp8.sh, which are compared by default."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
+from llm_fp8.utils.start import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 

@@ -19,16 +19,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from llm_fp8.tools.programs import wide_console
 from llm_fp8.tools.verify.environment_rules import check_variables, is_left_over
 from llm_fp8.tools.verify.gpu import check_gpu, check_rates
 from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
 from llm_fp8.tools.verify.versions import check_packages
-from llm_fp8.utils.console import wide_console
-from llm_fp8.utils.cuda_environment import CUDA_DEFAULTS
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
+from llm_fp8.utils.start import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 

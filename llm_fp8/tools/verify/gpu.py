@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from llm_fp8.observability.provenance import output_of
 from llm_fp8.tools.verify.result import Result, Setup
-from llm_fp8.utils.subprocesses import output_of
 
 if TYPE_CHECKING:
     import torch

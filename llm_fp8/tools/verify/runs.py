@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_names
+from llm_fp8.tools.programs import Ended, run_program, training_command
 from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_metrics
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
-from llm_fp8.utils.subprocesses import Ended, run_program, training_command
 
 OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packing --validation_fraction 0 --no_export")
 """The kernels of the fifth step are recorded for the certificate."""

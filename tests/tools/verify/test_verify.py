@@ -12,13 +12,13 @@ import torch
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
+from llm_fp8.tools.programs import Ended
 from llm_fp8.tools.verify import cli, gpu, runs, versions
 from llm_fp8.tools.verify.cli import CHECKS, main, run_check
 from llm_fp8.tools.verify.environment_rules import judge
 from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.subprocesses import Ended
 from llm_fp8.utils.torch_internals import fp8_gemm
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

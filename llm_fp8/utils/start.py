@@ -1,10 +1,19 @@
-"""How long the parts of a run's start take: `phases_s` in summary.json. Training scripts import this module first."""
+"""What a script needs before it imports torch: what CUDA's libraries read once from the environment, and a clock of the
+parts of a run's start (`phases_s` in summary.json).
+"""
 
 from __future__ import annotations
 
 import time
 
 IMPORTED_S = time.perf_counter()
+
+CUDA_DEFAULTS = {
+    # Growing segments leave less unusable memory between blocks of many sizes.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # Transformer Engine multiplies fp32 matrices in TF32 otherwise: fp32 would not be fp32.
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
 
 
 class PhaseClock:

@@ -1,9 +1,8 @@
-"""Other processes: what a program prints, torchrun's command, and who ends with whom."""
+"""What the programs around a run share: their console, and how they start other programs and read their failures."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -13,18 +12,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from llm_fp8.utils.packages import REPOSITORY
 
 
-def output_of(*command: str, timeout_s: float = 30) -> str | None:
-    """What a program prints to stdout; None where it does not exist, fails or hangs."""
-    try:
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=timeout_s
-        ).strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+def wide_console(**options: Any) -> Console:
+    """rich's console, as wide as COLUMNS or the terminal say, else 160 characters."""
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(width=wide, highlight=False, **options)
 
 
 # A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own.
@@ -102,8 +100,3 @@ def training_command(num_gpus: int, *words: str) -> list[str]:
     if num_gpus == 1:
         return [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
     return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)
-
-
-def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when the one that started it is gone: no rank may train on alone."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
