@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
+from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_size
@@ -38,7 +39,6 @@ from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.certify import certify_step
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
-from llm_fp8.train.micro_batch_graphs import Capture, MicroBatchGraphs
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import UserError, listed

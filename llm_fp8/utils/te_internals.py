@@ -4,7 +4,7 @@ name                                                   noticed by
 module._is_fsdp2                                       tests/distributed/test_wgrad_fusion_gpu.py
 layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu_gpu.py
 dot_product_attention._attention_backends              tests/tools/verify
-FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/train/test_micro_batch_graphs_gpu.py
+FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/distributed/test_micro_batch_graphs_gpu.py
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from torch.nn import Parameter
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch, PackedCollate
+from llm_fp8.distributed import micro_batch_graphs
+from llm_fp8.distributed.micro_batch_graphs import MicroBatchGraphs, bucket_of
 from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
@@ -25,9 +27,7 @@ from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.train import micro_batch_graphs
 from llm_fp8.train.loop import micro_batch
-from llm_fp8.train.micro_batch_graphs import MicroBatchGraphs, bucket_of
 from tests.support.batches import random_rows
 from tests.support.reference import compare_with_reference
 from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
