@@ -154,12 +154,16 @@ class PackedCollate(_Collate):
 class PaddedCollate(_Collate):
     """Sequences of one document each -> padded `Batch` [batch_size, S]."""
 
+    def width(self, longest: Any) -> Any:
+        """S, for the longest document of a batch or of each of several."""
+        multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
+        return np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
+
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
         """NumPy's `ValueError` or `IndexError` for a document or a batch that is too long."""
         documents = [document for (document,) in sequences]
         longest = max((len(document.input_ids) for document in documents), default=1)
-        multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
-        width = min(-(-longest // multiple) * multiple, self.max_seq_length)
+        width = int(self.width(longest))
         arrays = self._unused(self.batch_size, width)
         if self.context_size == 1:  # else attention ignores the mask, which tells real tokens
             arrays[2][len(documents) :, 0] = True

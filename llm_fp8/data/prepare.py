@@ -150,6 +150,15 @@ class _Job:
         if self.config.data.validation_fraction is not None:
             raise UserError(f"--validation_fraction: no row can be held out: {report.nothing_held_out}.")
 
+    def num_positions(self, lengths: Any, order: Any) -> int:
+        """Positions, padding included, of the batches of an epoch; `lengths` are those of its documents, in tokens."""
+        data, begins = self.config.data, np.arange(0, len(order), self.config.data.batch_size)
+        widths = np.full(len(begins), data.max_seq_length)
+        if not self.config.packing:
+            collate = PaddedCollate(data.batch_size, data.max_seq_length, 0, self.config.parallel.context_parallel_size)
+            widths = collate.width(np.maximum.reduceat(lengths[order], begins))
+        return int(widths.sum()) * data.batch_size
+
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
         content = [*parts, self.config.packing, self.config.optim.seed, self.multiple]
@@ -232,8 +241,10 @@ def _prepare_map(job: _Job) -> PreparedData:
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
     identity = job.identify(content_key(figures["document_key"][train_set]))
+    sequences = MapSequences(plan, read, job.config.optim.seed, identity)
+    report.num_positions = job.num_positions(figures["length"][plan.samples], sequences.order(0))
     return job.prepared(
-        train=MapSequences(plan, read, job.config.optim.seed, identity),
+        train=sequences,
         evaluation=sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows)),
         eval_data=content_key(eval_figures["document_key"][eval_set]),
         report=report,

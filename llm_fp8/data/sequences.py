@@ -71,10 +71,14 @@ class MapSequences:
     def start(self) -> Position:
         return {"kind": "rows", "data": self.data, "epoch": 0, "next_row": 0}
 
+    def order(self, epoch: int) -> Any:
+        """The numbers of the sequences, as they come in an epoch."""
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.plan))
+
     def global_batches(self, position: Position, size: int) -> Iterator[GlobalBatch]:
         epoch, next_row = int(position["epoch"]), int(position["next_row"])
         while True:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.plan))
+            order = self.order(epoch)
             while next_row < len(order):
                 chosen = order[next_row : next_row + size].tolist()
                 next_row += len(chosen)

@@ -73,6 +73,7 @@ class DataReport:
     num_empty: int = 0
     num_tokens: int = 0
     num_supervised_tokens: int = 0
+    num_positions: int = 0  # of the first epoch, padding included; 0 for a stream
     num_rows_of_batches: int = 0
     """Sequences of the used rows."""
     num_eval_rows: int = 0
@@ -85,9 +86,8 @@ class DataReport:
 
     @property
     def padding_efficiency(self) -> float | None:
-        """The filled share of the positions."""
-        positions = self.num_rows_of_batches * self.max_seq_length
-        return self.num_tokens / positions if positions else None
+        """The filled share of the positions, which `packing_efficiency` tells of each step."""
+        return self.num_tokens / self.num_positions if self.num_positions else None
 
     def count(self, figures: Figures, held_out: npt.NDArray[np.bool_], unused: Iterable[tuple[str, int]]) -> None:
         """Add rows of the training split by their `figures`; `unused` has each text of that column and its number."""
@@ -134,7 +134,8 @@ class DataReport:
         lines = [f"  {self.summary()}", f"  evaluation: {self.num_eval_rows} rows, {seen}"]
         if self.padding_efficiency is not None:  # else it is the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
-            lines.insert(1, f"  {tokens}: {self.padding_efficiency:.1%} of {self.num_rows_of_batches} sequences filled")
+            filled = f"{self.padding_efficiency:.1%} of the positions filled"
+            lines.insert(1, f"  {tokens}, in {self.num_rows_of_batches} sequences: {filled}")
         if self.unused or left_out:
             what = [
                 *(f"{what} ({number})" for what, number in self.unused.most_common()),

@@ -47,13 +47,14 @@ def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None
     if output_dir is None and ranks.restart_count > 0:
         output_dir = agree_on("output_dir", "") or None
     folder = Path(output_dir or "runs")
-    existing = existing_part(folder)
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
-    if ranks.restart_count > 0 and has_checkpoint(folder):
-        resume_from = LATEST
-    if output_dir is not None:
-        _refuse_other_run(folder, resume_from)
+    with reading("--output_dir", folder, "the folder"):
+        existing = existing_part(folder)
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
+        if ranks.restart_count > 0 and has_checkpoint(folder):
+            resume_from = LATEST
+        if output_dir is not None:
+            _refuse_other_run(folder, resume_from)
     return output_dir, resume_from
 
 
@@ -92,8 +93,7 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
         yield
         return
     folder = Path(str(config.run.output_dir))
-    with reading("--output_dir", folder, "the folder to write in"):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a+") as lock:
         lock.seek(0)
         try:

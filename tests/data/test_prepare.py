@@ -288,3 +288,14 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
         other.train.load_state_dict(state)
         with pytest.raises(UserError, match="--resume_from: the stream's rows are not those"):
             _take(other, 1)
+
+
+@PACKED_OR_NOT
+def test_the_filled_share_is_that_of_the_batches(prepare: Any, tmp_path: Path, packing: str) -> None:
+    """Padded batches are as wide as their longest row, in steps of 128 tokens."""
+    path = _write(tmp_path / "rows.jsonl", [_row(f"{i}?", "one two " * (i % 90 + 1)) for i in range(101)])
+    options = ("--max_seq_length=512", "--batch_size=4", "--validation_fraction=0", packing)
+    data = prepare(path, *options)
+    batches = [batch for step in _take(data, data.train.steps_per_epoch) for batch in step]
+    real, positions = (sum(getattr(batch, name) for batch in batches) for name in ("num_real_tokens", "num_tokens"))
+    assert data.report.padding_efficiency == real / positions > 0.3

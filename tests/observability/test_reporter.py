@@ -226,7 +226,7 @@ def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.Ca
     reporter = a_reporter(a_config(tmp_path))
     with mock.patch.object(wandb, "init", lambda **_: Full()), contextlib.suppress(UserError):
         reporter._config = a_config(tmp_path, "--use_wandb")
-        reporter.start_wandb({"config": {}, **RUN_SECTIONS, "provenance": PROVENANCE})
+        reporter.start_wandb({"config": reporter._config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     reporter._wandb = Full()
     with reporter:
         reporter.steps([a_step(1), a_step(2)])

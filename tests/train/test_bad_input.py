@@ -265,7 +265,7 @@ def test_a_folder_that_holds_another_run_or_a_finished_one(tmp_path, common, ref
     assert "step-00000001" in refuse("--max_steps=2", first)
 
 
-def test_a_finished_run_without_checkpoints_is_kept_and_counted_beside(tmp_path, common, refuse, capsys):
+def test_a_finished_run_without_checkpoints_is_kept_and_counted_beside(common, refuse):
     """A --dry_run writes nothing, so it may have the same folder."""
     train(*common, "--max_steps=2")
     for words in ([], ["--resume_from=latest"]):
