@@ -107,9 +107,13 @@ def test_latest_falls_back_to_the_newest_complete_checkpoint(tmp_path):
 
 def test_nothing_to_resume_from(tmp_path):
     manager = CheckpointManager(tmp_path, limit=3)
-    for name in ("latest", str(tmp_path / "nowhere"), str(tmp_path)):
+    for name in (str(tmp_path / "nowhere"), str(tmp_path)):
         with pytest.raises(UserError, match=f"--resume_from {name}"):
             manager.find(name)
+    assert manager.find("latest") is None, "the run begins anew"
+    (manager.folder / "step-00000003").mkdir(parents=True)
+    with pytest.raises(UserError, match="--resume_from latest"):
+        manager.find("latest")
 
 
 def truncate(path):
