@@ -175,6 +175,8 @@ class _Job:
     ) -> PreparedData:
         """The loaders of these sequences; `taken` says how much of each dataset is trained on."""
         config, size = self.config, self.config.data.batch_size
+        sources = (source for source, _ in (*self.train, *self.evaluation))
+        report.unused.update({f"file '{name}'" for source in sources for name in source.left_out})
         sample, pairs = "", zip(example.input_ids, example.supervised, strict=True)
         for supervised, run in groupby(pairs, key=itemgetter(1)):
             piece = str(self.tokenizer.decode([int(token) for token, _ in run]))
@@ -185,7 +187,7 @@ class _Job:
             f"data: {config.data.dataset_name}, {kind} sequences of {config.data.max_seq_length} tokens",
             *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)),
             f"  evaluated on {evaluated or 'rows held out'}",
-            *report.describe([file for source, _ in (*self.train, *self.evaluation) for file in source.left_out]),
+            *report.describe(),
             "  a sample, >>>supervised<<<:",
             textwrap.indent(sample, "    "),
         ]

@@ -119,7 +119,8 @@ class DataReport:
     def forget_rows(self) -> None:
         """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
         kept = {name: getattr(self, name) for name in ("max_seq_length", "num_eval_rows", "nothing_held_out")}
-        vars(self).update(vars(DataReport(**kept)))
+        files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
+        vars(self).update(vars(DataReport(**kept, unused=Counter(files))))
 
     def summary(self) -> str:
         return (
@@ -128,21 +129,19 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
-    def describe(self, left_out: Sequence[str] = ()) -> list[str]:
-        """Lines to print, with a warning where more than one of 20 rows is not used; `left_out` are files."""
+    def describe(self) -> list[str]:
+        """Lines to print, with a warning where more than one of 20 rows is not used."""
         seen = f"without {self.num_eval_rows_seen_in_training} whose problem is trained on"
-        lines = [f"  {self.summary()}", f"  evaluation: {self.num_eval_rows} rows, {seen}"]
+        begun = "" if self.num_rows_of_batches else "the beginning of the stream: "
+        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows, {seen}"]
         if self.padding_efficiency is not None:  # else it is the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
             filled = f"{self.padding_efficiency:.1%} of the positions filled"
             lines.insert(1, f"  {tokens}, in {self.num_rows_of_batches} sequences: {filled}")
-        if self.unused or left_out:
-            what = [
-                *(f"{what} ({number})" for what, number in self.unused.most_common()),
-                *map("file {}".format, left_out),
-            ]
-            mild = all(each.startswith("column ") for each in what)
-            lines.append(f"  {'' if mild else 'WARNING: '}not used: {', '.join(what)}")
+        if self.unused:
+            what = ", ".join(f"{what} ({number})" for what, number in self.unused.most_common())
+            mild = all(each.startswith("column ") for each in self.unused)
+            lines.append(f"  {'' if mild else 'WARNING: '}not used: {what}")
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
@@ -150,7 +149,7 @@ class DataReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "padding_efficiency": self.padding_efficiency}
+        return {**vars(self), "padding_efficiency": self.padding_efficiency}
 
 
 @dataclass(frozen=True)

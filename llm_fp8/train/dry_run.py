@@ -67,8 +67,6 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     said = [*([note] if note else []), data.description, *lines]
     if config.run.resume_from is not None and resumed is None:
         said.append(f"{config.run.output_dir} holds no checkpoint: the run begins anew")
-    if data.train.steps_per_epoch is None:
-        said.append(f"the beginning of the stream: {data.report.summary()}")
     if counts_memory:
         found = run.changed(batch_size=config.data.batch_size).estimate()
         gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"

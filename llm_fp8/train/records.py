@@ -73,6 +73,16 @@ def record_run(loop: TrainingLoop) -> None:
     loop.reporter.start_wandb(record)
 
 
+def record_stream(loop: TrainingLoop) -> None:
+    """Say what was read of a stream, which nobody knows before, and write it to run.json, or the last of `resumes`."""
+    report, plan = loop.state.data.report, loop.setup.plan
+    if loop.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
+        plan.say("\n".join(["data, pass after pass:", *report.describe()]))
+        record = read_json(plan.folder / "run.json")
+        [record, *record.get("resumes", ())][-1]["data"] = report.to_dict()
+        write_json_atomic(plan.folder / "run.json", record)
+
+
 def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
     setup, results = loop.setup, loop.results

@@ -31,7 +31,7 @@ from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.graceful_stop import LOST, GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
-from llm_fp8.train.records import closing_words, export_final, record_run, summary_of
+from llm_fp8.train.records import closing_words, export_final, record_run, record_stream, summary_of
 from llm_fp8.train.run_dir import (
     check_free_space,
     explained_failures,
@@ -239,6 +239,7 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
 def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
     """Evaluation, export and summary after the last step; of a run that was stopped, the summary alone."""
     plan, config = loop.setup.plan, loop.setup.plan.config
+    record_stream(loop)
     if not loop.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
         loop.reporter.finish(summary_of(loop, None) | stopped)
