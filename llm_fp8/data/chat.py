@@ -30,13 +30,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from llm_fp8.data.json_rows import read_row
 from llm_fp8.data.rows import (
     AS_THEY_STAND,
-    COLUMNS,
     REASONING,
     ColumnForm,
     Conversation,
     Unused,
-    conversation_of,
-    text_of,
 )
 from llm_fp8.data.rows import shown as repr_of
 from llm_fp8.utils.errors import UserError, reading
@@ -76,19 +73,18 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(
-    rows: Sequence[Mapping[str, Any]],
+    conversations: Sequence[Conversation],
     form: ColumnForm,
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
-    template_kwargs: Mapping[str, Any] = {},
-    unused: Sequence[Unused] | None = None,
 ) -> list[Encoded]:
-    """The documents of `rows`; one tokenizer call, which runs in parallel. `unused` has a counter for each row, to
-    which is added what of it is not used.
+    """The documents of conversations, whose `unused` gets what the template does not show; one tokenizer call, which
+    runs in parallel.
     """
-    eos, counters = trained_eos(tokenizer, form), [Unused() for _ in rows] if unused is None else unused
-    rendered = [render(row, form, tokenizer, template_kwargs, each) for row, each in zip(rows, counters, strict=True)]
-    documents = [_end_turns(each, tokenizer, form, eos) for each in _encode_spans(rendered, tokenizer)]
+    eos = trained_eos(tokenizer, form)
+    ends = {eos, tokenizer.eos_token_id} if form in AS_THEY_STAND else {eos, *special_ids(tokenizer)}
+    encoded = _encode_spans([render(each, form, tokenizer) for each in conversations], tokenizer)
+    documents = [_end_turns(each, tokenizer, eos, ends) for each in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 
@@ -108,32 +104,18 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
     return eos
 
 
-def render(
-    row: Mapping[str, Any],
-    form: ColumnForm,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
-    unused: Unused,
-) -> Rendered:
-    """The text of a row and what to supervise in it."""
-    if form in AS_THEY_STAND:
-        prompt = "" if form == "text" else text_of(row, "prompt")
-        return _answered(prompt, text_of(row, COLUMNS[form][-1]))
-    conversation = conversation_of(row, form, unused)
-    conversation = conversation._replace(template_kwargs={**template_kwargs, **conversation.template_kwargs})
-    if not conversation.messages:
+def render(conversation: Conversation, form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    """The text of a conversation and what to supervise in it."""
+    if not (messages := conversation.messages):
         return Rendered()
-    if tokenizer.chat_template is not None:
-        return _render_template(conversation, tokenizer, unused)
-    unused.update({f"entry '{name}'": number for name, number, _ in _further(conversation)})
-    if form in ("problem_solution", "alpaca") and len(conversation.messages) == 2:
-        problem, answer = (message["content"] for message in conversation.messages)
-        return _answered(PROMPT_FORM.format(problem=problem), answer)
-    return _render_plain(conversation, str(tokenizer.eos_token))
-
-
-def _answered(prompt: str, answer: str) -> Rendered:
-    return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) if answer.strip() else Rendered()
+    if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
+        return _render_template(conversation, tokenizer)
+    conversation.unused.update({f"entry '{name}'": number for name, number, _ in _further(conversation)})
+    if form in ("messages", "sharegpt", "prompt_messages") or len(messages) > 2:
+        return _render_plain(conversation, str(tokenizer.eos_token))
+    prompt, answer = (messages[0]["content"] if len(messages) == 2 else ""), messages[-1]["content"]
+    prompt = prompt if form in AS_THEY_STAND else PROMPT_FORM.format(problem=prompt)
+    return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
 
 def _render_plain(conversation: Conversation, eos: str) -> Rendered:
@@ -149,8 +131,8 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
     return Rendered(text, spans)
 
 
-def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, unused: Unused) -> Rendered:
-    template = str(tokenizer.chat_template)
+def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    unused, template = conversation.unused, str(tokenizer.chat_template)
     conversation = _as_the_template_takes_it(conversation, tokenizer)
     text = _apply_template(tokenizer, conversation)
     locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
@@ -356,13 +338,12 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
     return encoded
 
 
-def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, form: ColumnForm, eos: int) -> Encoded:
-    """Close every supervised run at its end, EOS or what else the template writes, which may stand inside the run
-    ("answer<EOS>\n") or just after it, and the document at the last one; `eos` is added where there is none.
+def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
+    """Close every supervised run at the last of `ends`, which may stand inside it ("answer<EOS>\n") or, if it is EOS,
+    just after it, and the document at the last one; `eos` is added where there is none.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
-    after = {eos, tokenizer.eos_token_id}
-    ends = after if form in AS_THEY_STAND else after | special_ids(tokenizer)
+    after = (eos, tokenizer.eos_token_id)
     end = 0
     while (start := supervised.find(1, end)) >= 0:  # bytes are searched without a step of Python per token
         end = supervised.find(0, start) if 0 in supervised[start:] else len(ids)

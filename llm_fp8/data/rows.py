@@ -52,18 +52,21 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function":
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
 """Entries of a turn -> the value with which it is learnt."""
+SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 Unused = Counter[str]
-"""What of a row is not used -> how often."""
 
 
 class Conversation(NamedTuple):
-    """Messages, those of them (by number) that are left out of the loss, and what else the template is given."""
+    """Messages, those of them (by number) that are left out of the loss, what else the template is given, and what of
+    the row is not used -> how often.
+    """
 
     messages: list[dict[str, Any]]
     excluded: frozenset[int] = frozenset()
     tools: list[Any] | None = None
     template_kwargs: Mapping[str, Any] = {}
+    unused: Unused = Unused()
 
     def until(self, turn: int) -> Conversation:
         """The messages before this one."""
@@ -77,6 +80,13 @@ class Conversation(NamedTuple):
             if message["role"] == "assistant" and turn not in self.excluded
             if message["content"].strip() or message.get("tool_calls") or any(map(message.get, REASONING))
         ]
+
+    def problem(self) -> str:
+        """The text by which two rows are the same problem: all that is not the assistant's, whatever the answers."""
+        asked = [message for message in self.messages if message["role"] != "assistant"]
+        # A system prompt alone, which many rows share, asks nothing: such a conversation is known by all of it.
+        asks = any(message["role"] not in SYSTEM and message["content"].strip() for message in asked)
+        return "\n".join(message["content"] for message in (asked if asks else self.messages))
 
 
 def detect_columns(
@@ -97,51 +107,42 @@ def detect_columns(
     raise UserError(f"{of} has the columns {', '.join(columns)}; understood are: {understood}. Use --columns.")
 
 
-def conversation_of(row: Mapping[str, Any], form: ColumnForm, unused: Unused) -> Conversation:
-    """The row's messages up to the last learnt turn, of a form that a template may touch."""
-    given = [turn for entry in _structured(row, "history") for turn in _both(entry)]
+def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
+    """The row's messages up to the last learnt turn; of text that stands as it is, a prompt and what is learnt."""
+    unused = Unused()
+    read = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
     if form in ("messages", "sharegpt"):
-        given += _structured(row, COLUMNS[form][0])
+        read += [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     elif form == "prompt_messages":
-        given += [{**turn, "weight": 0} for turn in _structured(row, "prompt", "user")]
-        given += _structured(row, "completion", "assistant")
+        read += [(_message(turn, unused)[0], False) for turn in _structured(row, "prompt", "user")]
+        read += [_message(turn, unused) for turn in _structured(row, "completion", "assistant")]
     else:
-        question, answer = _question(row, form), text_of(row, COLUMNS[form][-1]).strip()
-        pair = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        given = [*given, *pair] if question and answer else []
-    read = [_message(turn, unused) for turn in given]
-    messages, excluded = [message for message, _ in read], {turn for turn, (_, learnt) in enumerate(read) if not learnt}
+        *asked, answer = (text_of(row, column) for column in COLUMNS[form])
+        if form not in AS_THEY_STAND:
+            asked += [text_of(row, "input")] if form == "alpaca" else []
+            asked, answer = ["\n\n".join(filter(None, map(str.strip, asked)))], answer.strip()
+        turns = [*({"role": "user", "content": text} for text in asked), {"role": "assistant", "content": answer}]
+        is_whole = answer.strip() and (form in AS_THEY_STAND or asked[0])
+        read = [*read, *((turn, True) for turn in turns)] if is_whole else []
     for column in ("system", "system_prompt"):
-        if not (system := text_of(row, column)).strip() or not messages:
-            continue
-        if messages[0]["role"] in ("system", "developer"):
-            unused[f"column '{column}' beside another system prompt"] += 1
-        else:
-            messages.insert(0, {"role": "system", "content": system})
-            excluded = {turn + 1 for turn in excluded}
+        if (system := text_of(row, column)).strip() and read:
+            if read[0][0]["role"] in SYSTEM:
+                unused[f"column '{column}' beside another system prompt"] += 1
+            else:
+                read.insert(0, ({"role": "system", "content": system}, True))
     tools = [_json(tool, "a tool") if isinstance(tool, str) else tool for tool in _structured(row, "tools")]
     functions = [{"type": "function", "function": function} for function in _structured(row, "functions")]
     unused["column 'functions' beside 'tools'"] += bool(tools and functions)
+    excluded = frozenset(turn for turn, (_, may_be_learnt) in enumerate(read) if not may_be_learnt)
     kwargs = _structured(row, "chat_template_kwargs") or {}
-    whole = Conversation(messages, frozenset(excluded), tools or functions or None, kwargs)
+    whole = Conversation([message for message, _ in read], excluded, tools or functions or None, kwargs, unused)
     learnt = whole.learnt_turns()
     end = learnt[-1] + 1 if learnt else 0
     if learnt:
-        unused["turn after the last that is learnt"] += len(messages) - end
+        unused["turn after the last that is learnt"] += len(read) - end
         silent = set(range(end)) - set(learnt) - excluded
-        unused["assistant's turn that says nothing"] += sum(messages[i]["role"] == "assistant" for i in silent)
+        unused["assistant's turn that says nothing"] += sum(read[i][0]["role"] == "assistant" for i in silent)
     return whole.until(end)
-
-
-def problem_of(row: Mapping[str, Any], form: ColumnForm) -> str:
-    """The text by which two rows are the same problem: all that is not the assistant's, whatever the answers."""
-    if form in AS_THEY_STAND:
-        return text_of(row, COLUMNS[form][0])
-    messages = conversation_of(row, form, Unused()).messages
-    asked = [message for message in messages if message["role"] != "assistant"]
-    # A system prompt alone, which many rows share, asks nothing: such a conversation is known by all of it.
-    is_question = any(message["role"] not in ("system", "developer") for message in asked)
-    return "\n".join(message["content"] for message in (asked if is_question else messages))
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
@@ -160,11 +161,6 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, (str, int, float, decimal.Decimal, datetime.date, datetime.time, type(None))):
         raise UserError(f"--dataset_name: {what} {shown(value)}.")
     return "" if value is None else str(value)
-
-
-def _question(row: Mapping[str, Any], form: ColumnForm) -> str:
-    parts = [text_of(row, column).strip() for column in (COLUMNS[form][0], *(["input"] if form == "alpaca" else []))]
-    return "\n\n".join(part for part in parts if part)
 
 
 def _structured(row: Mapping[str, Any], column: str, role: str | None = None) -> Any:

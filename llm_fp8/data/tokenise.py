@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
-from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, problem_of
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, conversation_of
 from llm_fp8.data.split import is_held_out, problem_key
 from llm_fp8.utils.ranks import end_with_parent
 
@@ -205,19 +205,23 @@ def _tokenise_batch(
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
-    unused, rows = [Unused() for _ in row_ids], list[dict[str, Any]]()
-    for i, counter in enumerate(unused):
+    conversations, used = [], set(columns.values())
+    for i in range(len(row_ids)):
+        filled = Unused()
         if ROW in batch:
             row = read_row(batch[ROW][i])
             names = [name for name, value in row.items() if value not in (None, "", [], {})]
         else:
-            row = {name: _as_stored(batch[name][i], (features or {}).get(name), counter) for name in columns.values()}
-            names = [*columns.values(), *others]
-        counter.update(f"column '{name}'" for name in names if name not in columns.values())
-        rows.append({ours: row.get(theirs) for ours, theirs in columns.items()})
-    encoded = encode_batch(rows, options.form, tokenizer, options.train_on_prompt, options.template_kwargs, unused)
+            row = {name: _as_stored(batch[name][i], (features or {}).get(name), filled) for name in columns.values()}
+            names = list(others)
+        read = conversation_of({ours: row.get(theirs) for ours, theirs in columns.items()}, options.form)
+        read.unused.update(filled)
+        read.unused.update(f"column '{name}'" for name in names if name not in used)
+        kwargs = {**options.template_kwargs, **read.template_kwargs}
+        conversations.append(read._replace(template_kwargs=kwargs) if options.template_kwargs else read)
+    encoded = encode_batch(conversations, options.form, tokenizer, options.train_on_prompt)
     made: list[Sequence[Any]] = []
-    for row, row_id, counter, (ids, supervised) in zip(rows, row_ids, unused, encoded, strict=True):
+    for read, row_id, (ids, supervised) in zip(conversations, row_ids, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
             outcome = Outcome.TRUNCATED if options.overlong == "truncate" else Outcome.OVERLONG
@@ -226,8 +230,8 @@ def _tokenise_batch(
             outcome = Outcome.EMPTY
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
-        keys = problem_key(problem_of(row, options.form)), document_key(ids, supervised)
-        told = json.dumps(+counter, sort_keys=True)
+        keys = problem_key(read.problem()), document_key(ids, supervised)
+        told = json.dumps(+read.unused, sort_keys=True) if read.unused else "{}"
         made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id, told))
     return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from llm_fp8.config.options import COLUMN_NAMES
 from llm_fp8.data.chat import PROMPT_FORM, Encoded, encode_batch
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, detect_columns, problem_of
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, conversation_of, detect_columns
 from llm_fp8.utils.errors import UserError
 
 CHATML = (
@@ -38,7 +38,8 @@ def _tokenizer(template: str | None = None, eos: str = "<|im_end|>") -> PreTrain
 
 
 def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False) -> Encoded:
-    encoded = encode_batch([row], detect_columns(list(row)), tokenizer, train_on_prompt)[0]
+    form = detect_columns(list(row), first=row)
+    encoded = encode_batch([conversation_of(row, form)], form, tokenizer, train_on_prompt)[0]
     assert len(encoded.input_ids) == len(encoded.supervised)
     assert encoded.input_ids[-1] == tokenizer.eos_token_id and encoded.supervised[-1]
     assert tokenizer.bos_token_id not in encoded.input_ids[1:]
@@ -62,6 +63,9 @@ def test_columns() -> None:
 
 
 def test_the_problem_of_a_row() -> None:
+    def problem_of(row: dict[str, Any], form: Any) -> str:
+        return conversation_of(row, form).problem()
+
     system, first = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
     assert problem_of({"messages": [system, *CHAT["messages"]]}, "messages") == "Be brief.\n2 + 2?"
     assert problem_of({"messages": [first, *CHAT["messages"]]}, "messages") == "2 + 2?"
@@ -103,7 +107,7 @@ def test_bos_and_eos_are_not_doubled() -> None:
     assert tokenizer.bos_token_id not in _encode(PROBLEM, tokenizer).input_ids
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no EOS token"):
-        encode_batch([PROBLEM], "problem_solution", tokenizer)
+        encode_batch([], "problem_solution", tokenizer)
 
 
 def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
@@ -123,5 +127,6 @@ def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
 
 def test_rows_with_nothing_to_learn_leave_their_neighbours_alone() -> None:
     row, other = {"problem": "p", "generated_solution": None}, PROBLEM
-    documents = encode_batch([row, other, row], "problem_solution", _tokenizer())
+    read = [conversation_of(each, "problem_solution") for each in (row, other, row)]
+    documents = encode_batch(read, "problem_solution", _tokenizer())
     assert documents[0] == documents[2] == Encoded([], []) and documents[1] == _encode(other, _tokenizer())

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import encode_batch, trained_eos
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.rows import detect_columns
+from llm_fp8.data.rows import conversation_of, detect_columns
 from llm_fp8.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -63,7 +63,8 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 def encoded_as(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | str:
     """What is recorded of a row."""
     try:
-        ids, mask = encode_batch([row], detect_columns(list(row)), tokenizer)[0]
+        form = detect_columns(list(row), first=row)
+        ids, mask = encode_batch([conversation_of(row, form)], form, tokenizer)[0]
     except UserError:
         return "refused"
     stretches = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
@@ -85,7 +86,7 @@ def test_training_begins_where_generation_does(name: str) -> None:
     """But for templates that are refused, or whose own marks begin with the role."""
     tokenizer, row = tokenizer_of(name), ROWS["one turn"]
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
-    ids, mask = encode_batch([row], "messages", tokenizer)[0]
+    ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer)[0]
     dated = "strftime_now" in str(tokenizer.chat_template)
     assert mask.index(True) == len(prompt) and (dated or ids[: len(prompt)] == prompt)
 
