@@ -51,6 +51,7 @@ _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # some generation prompts end so (Qwen3.5's)
 _THINK_TAGS = re.compile("</?think>")
+_THOUGHT = re.compile(r"(<think>\s*).*?(\s*</think>)", re.DOTALL)
 
 
 class Rendered(NamedTuple):
@@ -295,8 +296,14 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             for same, at in (("", 0), (seen, end))
             if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
         ]
-        starts = range(1 + max(0, shown.rfind(essence))) if essence else range(1)
-        found = ((at, at + len(shown) - cut) for at in begins for cut in starts if text.startswith(shown[cut:], at))
+        later = {shown: None, _THOUGHT.sub(r"\1\2", shown): None}  # GLM's leaves the tags
+        found = (
+            (at, at + len(each) - cut)
+            for each in later
+            for at in begins
+            for cut in (range(1 + max(0, each.rfind(essence))) if essence else range(1))
+            if text.startswith(each[cut:], at)
+        )
         span = next(found, None)
         if span is None or before is None:
             raise UserError(

@@ -1,8 +1,8 @@
 """Token ids and masks of real chat templates and of every form of rows are those that were recorded.
 
-`goldens.json` has, for each template and row of `rows.json`, the supervised texts and a hash of ids and mask, or
-"refused". It is written anew by `python -m tests.data.test_goldens`; look at what changes. The templates are those that
-the models' publishers ship, without what these rows do not reach.
+`goldens.json` has, for each template and row of `rows.json`, the supervised texts, a hash of ids and mask and what of
+the row is not used, or "refused". It is written anew by `python -m tests.data.test_goldens`; look at what changes. The
+templates are those that the models' publishers ship, without what these rows do not reach.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import encode_batch, trained_eos
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.rows import conversation_of, detect_columns
+from llm_fp8.data.rows import AS_THEY_STAND, conversation_of, detect_columns
 from llm_fp8.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -64,12 +64,15 @@ def encoded_as(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[
     """What is recorded of a row."""
     try:
         form = detect_columns(list(row), first=row)
-        ids, mask = encode_batch([conversation_of(row, form)], form, tokenizer)[0]
+        conversation = conversation_of(row, form)
+        ids, mask = encode_batch([conversation], form, tokenizer)[0]
     except UserError:
         return "refused"
     stretches = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
     texts = [str(tokenizer.decode([i for i, _ in pairs])) for learnt, pairs in stretches if learnt]
-    return {"sha": hashlib.sha256(json.dumps([ids, list(map(int, mask))]).encode()).hexdigest()[:12], "learnt": texts}
+    sha = hashlib.sha256(json.dumps([ids, list(map(int, mask))]).encode()).hexdigest()[:12]
+    unused = {"unused": dict(sorted((+conversation.unused).items()))} if +conversation.unused else {}
+    return {"sha": sha, "learnt": texts, **unused}
 
 
 NAMES = ["base", "qwen25 base", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]
@@ -89,6 +92,39 @@ def test_training_begins_where_generation_does(name: str) -> None:
     ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer)[0]
     dated = "strftime_now" in str(tokenizer.chat_template)
     assert mask.index(True) == len(prompt) and (dated or ids[: len(prompt)] == prompt)
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
+    "<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, MARKED], ids=["smollm3", "chatml"])
+def test_masks_are_those_of_transformers_where_a_template_marks(template: str | None) -> None:
+    tokenizer, compared = tokenizer_of("smollm3"), 0
+    tokenizer.chat_template = template or re.sub(r"strftime_now\([^)]*\)", "'today'", str(tokenizer.chat_template))
+    for title, row in ROWS.items():
+        form = detect_columns(list(row), first=row)
+        try:
+            conversation = conversation_of(row, form)
+            (document,) = encode_batch([conversation], form, tokenizer)
+        except UserError:
+            continue
+        ours = ("a developer", "tools and arguments as text", "functions of 2023")  # what we give differs
+        if title not in ours and form not in AS_THEY_STAND and document.input_ids and not conversation.excluded:
+            options: dict[str, Any] = {"tools": conversation.tools, **conversation.template_kwargs}
+            whole = tokenizer.apply_chat_template(
+                conversation.messages, return_dict=True, return_assistant_tokens_mask=True, **options
+            )
+            ids, marks, compared = whole["input_ids"], whole["assistant_masks"], compared + 1
+            # SmolLM3's marks have the line break after <|im_end|> too, which nothing generates.
+            marks = [bool(mark) and before != tokenizer.eos_token_id for mark, before in zip(marks, [0, *ids])]
+            length = len(document.input_ids)
+            assert document.input_ids == ids[:length] and document.supervised == marks[:length], title
+            assert not any(marks[length:])
+    assert compared > 10
 
 
 def test_the_end_that_is_taught() -> None:
