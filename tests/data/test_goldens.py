@@ -120,7 +120,10 @@ def test_masks_are_those_of_transformers_where_a_template_marks(template: str | 
             )
             ids, marks, compared = whole["input_ids"], whole["assistant_masks"], compared + 1
             # SmolLM3's marks have the line break after <|im_end|> too, which nothing generates.
-            marks = [bool(mark) and before != tokenizer.eos_token_id for mark, before in zip(marks, [0, *ids])]
+            marks = [
+                bool(mark) and before != tokenizer.eos_token_id
+                for mark, before in zip(marks, [0, *ids[:-1]], strict=True)
+            ]
             length = len(document.input_ids)
             assert document.input_ids == ids[:length] and document.supervised == marks[:length], title
             assert not any(marks[length:])

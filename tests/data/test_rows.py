@@ -1,0 +1,134 @@
+"""What is not used is named, whatever the file's format, workers and cache; and what keeps a problem apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, Json, List, Value
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from llm_fp8.config.options import ModelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.data.prepare import PreparedData, prepare_data
+from llm_fp8.data.tokenise import Document
+from llm_fp8.models.source import load_tokenizer, resolve_source
+from llm_fp8.utils.errors import UserError
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    "<|eos|>\n{% endfor %}{% if add_generation_prompt %}[assistant] {% if brief %}Briefly: {% endif %}{% endif %}"
+)
+CALL = [{"function": {"name": "f", "arguments": {"city": "Paris", "unit": None}}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def _prepare(path: Path, tokenizer: PreTrainedTokenizerBase, *options: str) -> PreparedData:
+    return prepare_data(parse_config(["--dataset_name", str(path), "--max_seq_length=256", *options]), tokenizer)
+
+
+def _texts(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The supervised text of each sequence of an epoch, in the order of the rows."""
+    plan: Any = data.train._sequences
+    documents: list[Document] = plan.read(list(range(data.report.num_rows_read)))
+    return [str(tokenizer.decode(each.input_ids[each.supervised])) for each in documents]
+
+
+def _chat(number: int, **further: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": f"q{number}", "id": number}, {"role": "assistant", "content": f"a{number}"}]
+    return {"messages": turns, **further}
+
+
+def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path) -> None:
+    """Also by several processes, from the cache, and of a stream, whose rows are read again and again."""
+    rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
+    rows[3]["messages"].append({"role": "user", "content": "Thanks"})
+    path = _write(tmp_path / "train.jsonl", rows)
+    _write(tmp_path / "train.jsonl.bak", rows)
+    wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is learnt": 1}
+    for options in (["--preprocessing_workers=2"], ["--preprocessing_workers=2"], ["--streaming", "--max_steps=1"]):
+        data = _prepare(path, tokenizer, "--validation_fraction=0", *options)
+        if data.train.steps_per_epoch is None:
+            next(iter(data.train))
+            times = data.report.num_rows_read // 12
+            assert data.report.to_dict()["unused"] == {what: times * number for what, number in wanted.items()}
+        else:
+            assert data.report.to_dict()["unused"] == wanted
+            assert all(f"{what} ({number})" in data.description for what, number in wanted.items())
+    data = _prepare(tmp_path, tokenizer, "--validation_fraction=0")
+    assert data.report.num_rows_read == 12 and data.report.unused["file 'train.jsonl.bak'"] == 1
+
+
+def test_text_and_nulls_stay_as_the_file_has_them(tokenizer: Any, tmp_path: Path) -> None:
+    cells = ['"2024-05-01"', '"02134"', '"None"', "12345678901234567890123", "1.50", "true", '"é\u2028\u00a0"', '"1e5"']
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}: ", "completion": {cell}}}\n' for i, cell in enumerate(cells)))
+    read = [text.removesuffix("<|eos|>") for text in _texts(_prepare(path, tokenizer), tokenizer)]
+    assert read == [cell.strip('"') for cell in cells]
+    rows = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": CALL}]}] * 2
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
+    Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    exact = Features({"messages": List({"role": Value("string"), "content": Value("string"), "tool_calls": Json()})})
+    with_content = [{"messages": [{"content": None, "tool_calls": None, **m} for m in row["messages"]]} for row in rows]
+    Dataset.from_list(with_content, features=exact).to_parquet(tmp_path / "d.parquet")
+    for name, argument, number in (
+        ("b.json", ', "unit": null', 0),
+        ("c.parquet", "", 2),
+        ("d.parquet", ', "unit": null', 0),
+    ):
+        data = _prepare(tmp_path / name, tokenizer, "--validation_fraction=0")
+        assert all('{"city": "Paris"' + argument + "}" in text for text in _texts(data, tokenizer)), name
+        assert sum(number for what, number in data.report.unused.items() if "null" in what) == number, name
+
+
+def test_a_csv_file_has_a_system_prompt_and_lists_as_json(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('instruction,output,system,history\nq,a,Be brief.,"[[""1"",""2""]]"\nr,b,,\n')
+    data = _prepare(tmp_path / "a.csv", tokenizer, "--validation_fraction=0")
+    assert _texts(data, tokenizer) == ["2<|eos|>a<|eos|>", "b<|eos|>"] and "[system] Be brief." in data.description
+
+
+def test_a_document_in_the_system_prompt_makes_another_problem(tokenizer: Any, tmp_path: Path) -> None:
+    same = [{"instruction": "Summarise.", "output": f"s{i}"} for i in range(30)]
+    apart = [{**row, "system": f"Document {i}"} for i, row in enumerate(same)]
+    assert _prepare(_write(tmp_path / "apart.jsonl", apart), tokenizer).report.num_rows_held_out == 3
+    path = _write(tmp_path / "same.jsonl", same)
+    for streaming in ([], ["--streaming", "--max_steps=1"]):
+        data = _prepare(path, tokenizer, *streaming)
+        assert data.eval is None and "WARNING: nothing to evaluate on" in data.description
+        with pytest.raises(UserError, match="--validation_fraction"):
+            _prepare(path, tokenizer, "--validation_fraction=0.00001", *streaming)
+
+
+def test_the_template_and_its_arguments_are_options(tmp_path: Path) -> None:
+    """A template as text and in a file; a row's arguments come before those of all rows."""
+    path = _write(tmp_path / "a.jsonl", [_chat(0), _chat(1, chat_template_kwargs={"brief": False})])
+    template = TEMPLATE.replace("{{ m.content }}", "{% if brief %}Briefly: {% endif %}{{ m.content }}")
+    (tmp_path / "t.jinja").write_text(template)
+    for given in (template, str(tmp_path / "t.jinja")):
+        options = ModelConfig(chat_template=given)
+        tokenizer, _ = load_tokenizer(options, resolve_source(options))
+        data = _prepare(path, tokenizer, "--validation_fraction=0", '--chat_template_kwargs={"brief": true}')
+        assert _texts(data, tokenizer) == ["a0<|eos|>", "a1<|eos|>"] and "Briefly: q0" in data.description
+        assert "Briefly" not in str(tokenizer.decode(data.train._sequences.read([1])[0].input_ids))  # type: ignore
+        tokenizer.save_pretrained(tmp_path / "saved")
+        assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template
+    for wrong in ("[1]", "{brief}"):
+        with pytest.raises(UserError, match="--chat_template_kwargs"):
+            _prepare(path, tokenizer, f"--chat_template_kwargs={wrong}")
+    options = ModelConfig(chat_template="no/such/file")
+    with pytest.raises(UserError, match="--chat_template no/such/file"):
+        load_tokenizer(options, resolve_source(options))
