@@ -118,7 +118,7 @@ def decoder_spec(config: PretrainedConfig, unfused_mlp: bool = False) -> Decoder
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         attention_dropout=config.attention_dropout,
-        # Qwen2 and Qwen2.5 have biases on q, k and v alone and no config entry that says so.
+        # Qwen2 and Qwen2.5 have biases on q, k and v only, without a config entry for them.
         qkv_bias=config.model_type == "qwen2" or attention_bias,
         output_bias=config.model_type != "qwen2" and attention_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -427,7 +427,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         B == 1 with several documents is the packed form (TE's "thd"); else each sequence is one right-padded document.
 
         Under context parallelism over C ranks the form is always packed. Rank r holds, of every document (its length is
-        a multiple of 2 C), chunks r and 2 C - 1 - r of 2 C; `cu_seqlens` and `max_seqlen` are those of the unsliced
+        a multiple of 2 C), chunks r and 2 C - 1 - r of 2 C; `cu_seqlens` and `max_seqlen` describe the unsliced
         documents.
         """
         batch, length = fused.shape[:2]

@@ -94,7 +94,6 @@ def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
 
 
 def train(name: str, config: Config) -> None:
-    """Train, and write metrics.jsonl and summary.json."""
     accelerator = build_accelerator(name, config)
     device = accelerator.device
     num_gpus = accelerator.num_processes
@@ -162,7 +161,6 @@ def train(name: str, config: Config) -> None:
 
 
 def main() -> int:
-    """Train the baseline that the command line names."""
     name, *words = sys.argv[1:]
     config = parse_config(words, prog=name, parallel="WORLD_SIZE" in os.environ)
     quiet_libraries()

@@ -183,7 +183,6 @@ def _compare_variant(
 
 
 def main() -> int:
-    """Compare the files and print the findings."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("new", type=Path, help="JSON file of new measurements")
     parser.add_argument("--recorded", type=Path, nargs="+", help=f"files to compare with (default: {RECORDED})")

@@ -57,23 +57,18 @@ MODEL = "Llama-57M"  # small enough to be trained from scratch in a minute, larg
 
 @dataclass(frozen=True)
 class Job:
-    """One training."""
-
     precision: str
     seed: int
     mode: str | None = None  # value of --sharding_mode; None on one GPU
 
     @property
     def variant(self) -> str:
-        """Name of the curve."""
         return self.precision if self.mode is None else f"{self.mode}:{self.precision}"
 
     def num_gpus(self, settings: argparse.Namespace) -> int:
-        """The number of GPUs of this training."""
         return 1 if self.mode is None else settings.num_gpus
 
     def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
-        """The options of the training script."""
         rows = ROWS // self.num_gpus(settings)
         more = [] if self.mode is None else ["--sharding_mode", self.mode]
         if settings.num_gpus > 1:
@@ -108,7 +103,6 @@ def parse_variants(text: str) -> list[str]:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """The trainings of the command line."""
     seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
         return [Job(variant, seed) for seed in seeds for variant in parse_variants(settings.variants)]
@@ -271,7 +265,6 @@ def check(settings: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run all variants and write the JSON."""
     parser = make_parser()
     settings = parser.parse_args()
     check(settings)

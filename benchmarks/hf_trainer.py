@@ -36,7 +36,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.bench import Workload, add_measuring_options, check_measuring_options
+from llm_fp8.tools.bench import Workload, add_measuring_options, measuring_plan
 from llm_fp8.tools.programs import run_program, training_command
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import json_line, read_json, read_metrics, write_json_atomic, write_text_atomic
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--variants", default=",".join(known[:3]), help="comma-separated (default %(default)s)")
     add_measuring_options(parser)
     options = parser.parse_args()
-    check_measuring_options(options)
+    plan = measuring_plan(options)
     variants = options.variants.split(",")
     for variant in variants:
         if variant not in known:
@@ -151,18 +151,18 @@ def main() -> int:
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_VISIBLE_DEVICES": "0", **environ}
     rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as scratch:
-        model, rows = write_inputs(work, Path(scratch), options.steps)
-        for number, variant in itertools.product(range(options.rounds), variants):
+        model, rows = write_inputs(work, Path(scratch), plan.num_steps)
+        for number, variant in itertools.product(range(plan.num_rounds), variants):
             folder = Path(scratch, f"{variant}-{number}")
             log = Path(scratch, f"{variant}.log")
-            command = command_of(variant, work, model, rows, folder, options.steps)
-            ended = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=options.timeout_s)
+            command = command_of(variant, work, model, rows, folder, plan.num_steps)
+            ended = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=plan.timeout_s)
             certificate = folder / "certificate.json"
             found: dict[str, Any] = {"failed": ended.failure}
             found["certificate"] = read_json(certificate)["verdict"] if certificate.exists() else None
             if ended.failure is None:
                 read = read_trainer if variant in TRAINER_VARIANTS else read_ours
-                found |= read(folder, options.warmup)
+                found |= read(folder, plan.warmup)
             rounds[variant].append(found)
             print(f"round {number + 1}  {variant:13} {ended.failure or 'measured'}", flush=True)
     table = [summarise(variant, found) for variant, found in rounds.items()]

@@ -342,7 +342,6 @@ def dashboard() -> str:
 
 
 def main() -> int:
-    """Read the results and draw the plot."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("plot", choices=["speed", "parts", "curves", "pretrained", "dashboard"])
     parser.add_argument("results", type=Path, help="JSON file of the benchmark; - for the dashboard")

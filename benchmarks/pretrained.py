@@ -246,7 +246,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the plan's missing runs."""
     began = time.monotonic()
     settings = make_parser().parse_args()
     require_writable("--output", settings.output)

@@ -468,7 +468,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train every variant and write the entries."""
     options = parse(sys.argv[1:])
     if options.job is not None:
         return run_job(options.job)

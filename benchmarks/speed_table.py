@@ -31,8 +31,8 @@ from llm_fp8.tools.bench import (
     Variant,
     Workload,
     add_measuring_options,
-    check_measuring_options,
     measure_all,
+    measuring_plan,
     parse_variants,
     print_table,
 )
@@ -98,32 +98,24 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     add_measuring_options(parser)
     options = parser.parse_args()
-    check_measuring_options(options)
+    plan = measuring_plan(options)
     num_gpus = len(visible_gpus())
-    plan = [(row, workload_of(row), variants_of(row)) for row in read_table(options.table, options.rows)]
+    table = [(row, workload_of(row), variants_of(row)) for row in read_table(options.table, options.rows)]
     if options.list:
-        for row, work, variants in plan:
+        for row, work, variants in table:
             names = ", ".join(variant.name for variant in variants)
             print(f"{row['row']:16} {work.name:32} {work.num_gpus} GPUs  {names}")
         return 0
     if options.output is None:
         raise UserError("--output is needed, unless --list is given.")
     done: list[Row] = read_json(options.output)["rows"] if options.output.exists() else []
-    for row, work, variants in plan:
+    for row, work, variants in table:
         if any(one["row"] == row["row"] for one in done):
             print(f"{row['row']}: taken from {options.output}")
         elif work.num_gpus > num_gpus:
             print(f"{row['row']}: left out, because it needs {work.num_gpus} GPUs and {num_gpus} are visible")
         else:
-            done += measure_all(
-                work,
-                variants,
-                num_steps=options.steps,
-                warmup=options.warmup,
-                num_rounds=options.rounds,
-                timeout_s=options.timeout_s,
-                labels={"row": row["row"]},
-            )
+            done += measure_all(work, variants, plan, labels={"row": row["row"]})
             write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), "rows": done})
         measured = [one for one in done if one["row"] == row["row"]]
         if measured:

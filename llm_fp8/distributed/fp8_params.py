@@ -63,7 +63,6 @@ class Fp8Weights:
     process_group: dist.ProcessGroup  # the ranks that share one copy of the model
 
     def hand_over_gradients(self) -> None:
-        """Move the gradients of the parameters to their master weights."""
         for weight in self.weights:
             if weight.parameter.grad is not None:
                 weight.master.grad = weight.parameter.grad

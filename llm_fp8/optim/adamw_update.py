@@ -68,7 +68,6 @@ def moments_and_update(
 
 
 def _load_moment(state: State, name: str, chunk: slice, signed: bool) -> Tensor:
-    """A chunk of a moment in fp32."""
     scales = state.get(f"{name}_scale")
     if scales is None:
         return state[name][chunk].to(torch.float32)

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import RECORDED_STEP
@@ -109,19 +109,27 @@ def write_random_rows(path: Path, num_rows: int, length: int) -> None:
             file.write(f'{{"text": "{text}"}}\n')
 
 
-def measure(
-    work: Workload, variant: Variant, dataset: str, num_steps: int, warmup: int, timeout_s: float
-) -> dict[str, Any]:
+class Plan(NamedTuple):
+    """How variants are measured."""
+
+    num_steps: int
+    warmup: int  # first steps, which are not timed
+    num_rounds: int  # how often the variants take turns
+    timeout_s: float
+
+
+def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[str, Any]:
     """Run a variant once; returns its timed steps, losses and figures, or {"failed": why} where it did not finish."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
-        command = variant.command(work.num_gpus, [*work.words(dataset, num_steps), "--output_dir", str(folder)])
-        ended = run_program(command, log=Path(scratch, "log"), environ=inherited, timeout_s=timeout_s)
+        command = variant.command(work.num_gpus, [*work.words(dataset, plan.num_steps), "--output_dir", str(folder)])
+        ended = run_program(command, log=Path(scratch, "log"), environ=inherited, timeout_s=plan.timeout_s)
         if ended.failure is not None:
             return {"failed": ended.failure}
-        steps, summary = read_jsonl(folder / "metrics.jsonl"), read_json(folder / "summary.json")
-    timed = [step for step in steps[warmup:] if RECORDED_STEP not in step]
+        steps = read_jsonl(folder / "metrics.jsonl")
+        summary = read_json(folder / "summary.json")
+    timed = [step for step in steps[plan.warmup :] if RECORDED_STEP not in step]
     found = {"failed": None, "steps": timed, "losses": [step["loss"] for step in steps]}
     found |= {name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)}
     peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
@@ -154,11 +162,7 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
 def measure_all(
     work: Workload,
     variants: Sequence[Variant],
-    *,
-    num_steps: int,
-    warmup: int,
-    num_rounds: int,
-    timeout_s: float,
+    plan: Plan,
     output: Path | None = None,
     labels: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
@@ -168,13 +172,13 @@ def measure_all(
     with tempfile.TemporaryDirectory() as scratch:
         dataset = work.dataset or f"{scratch}/rows.jsonl"
         if work.dataset is None:
-            num_rows = work.batch_size * work.micro_batches * work.num_gpus * num_steps
+            num_rows = work.batch_size * work.micro_batches * work.num_gpus * plan.num_steps
             write_random_rows(Path(dataset), num_rows, work.seq_length)
-        for number in range(num_rounds):
+        for number in range(plan.num_rounds):
             for variant in variants:
                 if any(found["failed"] for found in rounds[variant.name]):
                     continue  # it would fail again
-                found = measure(work, variant, dataset, num_steps, warmup, timeout_s)
+                found = measure(work, variant, dataset, plan)
                 rounds[variant.name].append(found)
                 speed = found["failed"]
                 if speed is None:
@@ -205,7 +209,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """Add --steps, --warmup, --rounds, --timeout_s and --output."""
     add = parser.add_argument
     add("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
     add("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
@@ -214,7 +217,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, help="JSON file for the results")
 
 
-def check_measuring_options(options: argparse.Namespace) -> None:
+def measuring_plan(options: argparse.Namespace) -> Plan:
     """Raise `UserError` for values that measure nothing, and where the output cannot be written."""
     if not LEAST_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
@@ -222,6 +225,7 @@ def check_measuring_options(options: argparse.Namespace) -> None:
         raise UserError("--rounds must be 1 or more.")
     if options.output is not None:
         require_writable("--output", options.output)
+    return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)
 
 
 def main() -> int:
@@ -237,16 +241,8 @@ def main() -> int:
     add("--variants", default=VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
     add_measuring_options(parser)
     given = parser.parse_args()
-    check_measuring_options(given)
+    plan = measuring_plan(given)
     work = Workload(given.model, given.rows, given.length, given.micro_batches, given.num_gpus, given.dataset)
-    rows = measure_all(
-        work,
-        parse_variants(given.variants, given.num_gpus),
-        num_steps=given.steps,
-        warmup=given.warmup,
-        num_rounds=given.rounds,
-        timeout_s=given.timeout_s,
-        output=given.output,
-    )
+    rows = measure_all(work, parse_variants(given.variants, given.num_gpus), plan, given.output)
     print_table(rows)
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0

@@ -58,7 +58,6 @@ class Row(NamedTuple):
         return "yes" if rows == self.run.config.data.batch_size else f"with --batch_size {rows}"
 
     def command(self, model_words: list[str]) -> str:
-        """The training command for this row."""
         config = (self.fitted or self.run).config
         words = ["python", "train_fp8.py"]
         if self.run.num_gpus > 1:
@@ -77,7 +76,6 @@ class Row(NamedTuple):
         return shlex.join([*words, *model_words, *given])
 
     def to_dict(self, model_words: list[str]) -> dict[str, Any]:
-        """The row in the JSON file."""
         estimate = self.run.estimate()
         return {
             "training": self.way,
@@ -181,7 +179,6 @@ def rows_of(
 
 
 def main() -> int:
-    """Print the table and the cheapest command that fits."""
     options = parse(sys.argv[1:])
     gpu, gpu_gib, has_fp8 = gpu_memory(options.gpu)
     if options.mixed_precision == "fp8" and not has_fp8:

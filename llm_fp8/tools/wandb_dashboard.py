@@ -89,7 +89,6 @@ COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sh
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--entity", help="W&B user or team that owns the project (default: your own)")
@@ -184,7 +183,6 @@ def show_offline(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run the action that the command line selects."""
     options = parse(sys.argv[1:])
     if options.offline:
         show_offline(options.offline, options)

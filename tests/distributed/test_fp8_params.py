@@ -182,7 +182,7 @@ def cast(master: Tensor) -> Tensor:
 def train_in_fp8(
     rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False
 ) -> dict[str, Any]:
-    """Two and two of four ranks have the same rows, so that the mean over ranks is that of two."""
+    """Two pairs of four ranks have the same rows, so that the mean over four ranks equals the mean over two."""
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
     strategy = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)

@@ -13,7 +13,7 @@ from tests.support.multi_gpu_training import train
 pytestmark = pytest.mark.multi_gpu
 
 NUM_PARAMETERS = 1_235_814_400
-"""Those of Llama-3.2-1B."""
+"""The number of parameters of Llama-3.2-1B."""
 OPTIONS = ("--random_init", "--use_te", "--no_export", "--batch_size=2", "--max_seq_length=512", "--max_steps=3")
 
 

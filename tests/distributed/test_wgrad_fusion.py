@@ -1,7 +1,6 @@
-"""Gradients of micro-batches that the modules themselves add up: the same gradients, with autograd's additions gone and
-nothing left behind.
+"""Gradients that GEMMs accumulate over micro-batches equal autograd's, and no reference to them stays.
 
-Transformer Engine is stood in for, by modules that keep its rules for `main_grad`.
+Modules that keep Transformer Engine's rules for `main_grad` stand in for it.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def tokens(number: int) -> torch.Tensor:
 
 
 def backward(engine: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
-    """Forward and backward of a step's micro-batches, the modules told which is the first, as the loop does."""
+    """Forward and backward of a step's micro-batches; the modules know which is the first, as in the loop."""
     for number in range(num_micro_batches):
         with engine.micro_batch(model, last=number == num_micro_batches - 1):
             for module in model.modules():
@@ -129,7 +128,7 @@ def test_gradients_equal_autograds(num_micro_batches, dtype, recomputed, tied, f
 
 
 def test_dropped_gradients_are_freed():
-    """Or a step would hold those of the last one beside its own."""
+    """Otherwise a step would hold the gradients of the step before beside its own."""
     engine, model, optimizer = prepared(small_model())
     for _ in range(2):
         backward(engine, model, 3)

@@ -101,7 +101,7 @@ def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision,
 @pytest.mark.parametrize("num_micro_batches", [1, 2, NUM_MICRO_BATCHES])
 @pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
 def test_all_weights_get_gradients(kind, scenario, num_micro_batches, recomputed, device):
-    """Every parameter has those of every micro-batch, and no more than that."""
+    """Every parameter has the gradients of every micro-batch, each once."""
     batches = micro_batches(num_micro_batches, device)
     found = {}
     for summed_by in ("autograd", "gemms"):

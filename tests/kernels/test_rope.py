@@ -71,7 +71,7 @@ def next_documents_too_early(fused, angles, num_heads, num_kv_heads, cu_seqlens=
     ("wrong", "dtype"), [(next_documents_too_early, torch.float32), (hf_split_rope, torch.bfloat16)]
 )
 def test_the_comparison_detects_wrong_rotations(wrong, dtype):
-    """Hugging Face's bf16 sines, cosines and products among it."""
+    """One of the wrong rotations has Hugging Face's bf16 sines, cosines and multiplications."""
     with pytest.raises(AssertionError, match="beyond the bound"):
         assert_same_split(wrong, split_rope_reference, CASES["head_dim 64"], dtype, "contiguous", "cpu")
 

@@ -1,4 +1,4 @@
-"""The name that Transformer Engine's table of activations gets; what stands behind it is tested on a GPU."""
+"""The entry in Transformer Engine's table of activations; its kernel is tested on a GPU."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import speed_table
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import bench
-from llm_fp8.tools.bench import Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
+from llm_fp8.tools.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.tools.programs import Ended
 from llm_fp8.utils.errors import UserError
 
@@ -85,8 +85,7 @@ def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch,
 
     monkeypatch.setattr(bench, "measure", measured)
     variants, output = parse_variants("a: ; b: ; c: "), tmp_path / "out.json"
-    how = {"num_steps": 8, "warmup": 6, "num_rounds": 2, "timeout_s": 9.0}
-    rows = measure_all(WORK, variants, **how, output=output, labels={"row": "r"})
+    rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=2, timeout_s=9), output, labels={"row": "r"})
     assert asked == ["a", "b", "c", "a", "c"]
     assert [row.get("failed") for row in rows] == [None, "out of memory", None]
     assert json.loads(output.read_text())["rows"] == rows and rows[0]["row"] == "r"
@@ -96,14 +95,14 @@ def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch,
 
 def test_a_failed_run_returns_its_reason(monkeypatch):
     monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
-    found = bench.measure(WORK, Variant("a", ()), "rows.jsonl", 8, 6, 9.0)
+    found = bench.measure(WORK, Variant("a", ()), "rows.jsonl", Plan(8, 6, num_rounds=1, timeout_s=9))
     assert "no such file" in found["failed"]
 
 
 @pytest.mark.slow
 def test_our_variants_and_baselines_train_on_the_same_full_rows(tmp_path):
     variants = parse_variants("ours: --mixed_precision no; hf: baseline hf_bf16")
-    rows = measure_all(WORK, variants, num_steps=8, warmup=6, num_rounds=1, timeout_s=300)
+    rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=1, timeout_s=300))
     for row in rows:
         assert "failed" not in row and row["num_timed_steps"] == 2 and len(row["losses"]) == 8
         assert row["real_tokens_per_s"] == row["tokens_per_s"] > 0, "no position is padding"

@@ -120,7 +120,7 @@ def test_an_offline_run_holds_every_key_and_is_listed_with_the_command_that_send
 
 @pytest.fixture
 def views(monkeypatch: pytest.MonkeyPatch) -> dict[str, ws.Workspace]:
-    """What W&B's server keeps, by address; every view that is saved comes to one address."""
+    """Address -> the view on a stand-in for W&B's server, which saves every view at the same address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     kept: dict[str, ws.Workspace] = {}
     monkeypatch.setattr(wandb_dashboard, "require_wandb_login", lambda program: None)

@@ -45,7 +45,6 @@ _SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_na
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--train", metavar="OPTIONS", help="train runs with these shared options, in quotes")

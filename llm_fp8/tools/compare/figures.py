@@ -179,7 +179,6 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def _differing(trees: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Difference]:
-    """The fields in which the runs differ."""
     facts = [(run, dict(flattened(tree))) for run, tree in trees]
     found = []
     for field in sorted({field for _, entries in facts for field in entries}):

@@ -28,8 +28,6 @@ ASSETS = Path(__file__).parent / "assets"
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not finish."""
-
     variant: str
     seed: int
     reason: str
@@ -189,7 +187,6 @@ def without_folders(text: Any) -> Any:
 
 
 def render_page(comparison: Comparison) -> str:
-    """The HTML page of a comparison."""
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, finalize=without_folders
     )

@@ -84,7 +84,6 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
-    """Run the checks; returns the exit code."""
     options = parse(argv, description)
     environ = dict(os.environ)
     for name in filter(is_left_over, environ):

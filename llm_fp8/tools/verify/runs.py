@@ -72,7 +72,6 @@ def fp8_words(backend: Backend, name: str) -> list[str]:
 
 
 def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
-    """Train for a few steps."""
     folder = Path(tempfile.mkdtemp(dir=setup.scratch, prefix=name)) / "run"
     shape = CPU_OPTIONS
     if setup.num_gpus:

@@ -37,7 +37,6 @@ def pins_of(text: str) -> list[Requirement]:
 
 
 def read_pins() -> list[Requirement]:
-    """The pins of all `REQUIREMENTS`."""
     return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text())]
 
 
