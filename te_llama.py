@@ -50,7 +50,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
-from llm_fp8.utils.parts import Part, UnsupportedArchitecture
+from llm_fp8.utils.parts import Part, UnsupportedArchitecture, num_positions
 from llm_fp8.utils.te_internals import attention_backends
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -232,7 +232,7 @@ class RotaryTable(nn.Module):
             reference: Any = hf_rotary_class(config)
         self.attention_scaling = float(reference.attention_scaling)
         frequencies = reference.inv_freq.float()
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        positions = torch.arange(num_positions(config), dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         self.angles: Tensor
         # A plain attribute, not a buffer: a cast of the model to bf16 must not touch it.

@@ -14,6 +14,7 @@ from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
 from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.parts import num_positions
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -138,6 +139,6 @@ def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
     """Raise `UserError`, which names `flag`, where rows are longer than the rotary table of the model `name`."""
-    limit = getattr(text_config(hf_config), "max_position_embeddings", None)
+    limit = num_positions(text_config(hf_config))
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,18 @@ class StoredTensor(NamedTuple):
     path: Path
     dtype: str
     shape: tuple[int, ...]
+
+
+def num_positions(config: Any) -> int | None:
+    """How many positions a language model's config allows: max_position_embeddings, or what RoPE's scaling makes of the
+    length before it (`factor` times), if that is more; None where it states no limit.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    given = getattr(config, "rope_parameters", None) or {}
+    scalings = [part for part in (given, *given.values()) if isinstance(part, dict) and part.get("factor")]
+    if limit is None:
+        return None
+    return max(limit, *(int(s["factor"] * (s.get("original_max_position_embeddings") or limit)) for s in scalings), 0)
 
 
 @torch.no_grad()

@@ -17,7 +17,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
@@ -26,7 +28,7 @@ from llm_fp8.models.build import build_model, build_structure, choose_attention,
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
-from llm_fp8.models.source import load_config, load_tokenizer, resolve_source, stored_dtype
+from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
 from llm_fp8.utils.errors import UserError
 from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
@@ -224,3 +226,22 @@ def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
     monkeypatch.setattr("llm_fp8.models.loss_model._SOFTCAPS", ())
     with pytest.raises(UserError, match="--model_name"):
         probe(parse_config([]), another_family("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "allowed"),
+    [
+        ({}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
+    ],
+)
+def test_rows_may_be_as_long_as_the_scaling_of_rope_allows(scaling, allowed):
+    hf_config = another_family("llama", rope_scaling=scaling or None)
+    require_positions(hf_config, allowed, "a model", "--max_seq_length")
+    with pytest.raises(UserError, match=f"--max_seq_length {allowed + 1}"):
+        require_positions(hf_config, allowed + 1, "a model", "--max_seq_length")
+    angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU).angles
+    assert len(angles) == allowed, "the TE decoder has a row for each"
