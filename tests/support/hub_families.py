@@ -1,0 +1,291 @@
+"""Tiny models of the families that people bring, laid out as the hub lays them out, and what becomes of each here.
+
+`python -m tests.support.hub_families` prints the table of docs/precision.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+import te_llama
+from llm_fp8.config.options import LoraConfig, ModelConfig
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.collate import PackedCollate, PaddedCollate
+from llm_fp8.data.tokenise import Document
+from llm_fp8.models.build import auto_class, build_model, is_multimodal
+from llm_fp8.models.experts import routed_modules
+from llm_fp8.models.export import export_adapter, export_hf
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.probe import probe
+from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
+from llm_fp8.models.weight_shards import stored_parts
+from llm_fp8.precision.convert import reason_to_leave
+from llm_fp8.utils.errors import UserError
+from tests.support.reference import mean_loss
+from tests.support.small import CARD, stored_weights
+
+CPU = torch.device("cpu")
+NUM_STEPS, LENGTHS, ROW = 3, (11, 14), 32
+
+_TEXT: dict[str, Any] = dict(
+    vocab_size=1040, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    tie_word_embeddings=False,
+)  # fmt: skip
+_EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+    moe_intermediate_size=32, shared_expert_intermediate_size=32, norm_topk_prob=True,
+)  # fmt: skip
+_LINEAR: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
+    linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
+_WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+_GEMMA4 = {**_WINDOWS, "global_head_dim": 32, "num_global_key_value_heads": 2, "final_logit_softcapping": 3.0}
+_GEMMA4 |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 1040, "num_kv_shared_layers": 0}
+_MLA = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, n_group=1)
+_MLA |= dict(topk_group=1, first_k_dense_replace=1, num_key_value_heads=4)
+_MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16)
+_VISION: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, depth=1, num_attention_heads=2, num_heads=2,
+    out_hidden_size=64, patch_size=8, image_size=32, spatial_merge_size=2, vision_use_head=False,
+)  # fmt: skip
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+def _seeing(text: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    return {"text_config": _TEXT | text, "vision_config": _VISION | vision}
+
+
+_LLAMA4_VISION = dict(vision_output_dim=32, projector_input_dim=32, projector_output_dim=32, pixel_shuffle_ratio=0.5)
+_LLAMA4 = dict(intermediate_size_mlp=96, interleave_moe_layer_step=2, no_rope_layers=[1, 0], attention_chunk_size=8)
+_LLAMA4 |= dict(layer_types=["chunked_attention", "full_attention"])
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3": ("llama", {}),
+    "Mistral": ("mistral", {"sliding_window": 8}),
+    "Qwen2.5": ("qwen2", {"tie_word_embeddings": True}),
+    "Qwen3": ("qwen3", {}),
+    "Gemma 2": ("gemma2", _WINDOWS | {"final_logit_softcapping": 3.0}),
+    "Gemma 3, text": ("gemma3_text", _WINDOWS),
+    "Phi-3, Phi-4": ("phi3", {}),
+    "GLM-4": ("glm4", {}),
+    "OLMo 2": ("olmo2", {}),
+    "SmolLM3": ("smollm3", {}),
+    "Granite": ("granite", {"logits_scaling": 8.0}),
+    "Command R": ("cohere2", _WINDOWS),
+    "EXAONE 4": ("exaone4", _WINDOWS),
+    "Seed-OSS": ("seed_oss", {}),
+    "Apertus": ("apertus", {}),
+    "OPT": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "tie_word_embeddings": True}),
+    "Qwen3-MoE": ("qwen3_moe", _EXPERTS),
+    "OLMoE": ("olmoe", _EXPERTS),
+    "Mixtral": ("mixtral", _EXPERTS),
+    "MiniMax-M2": ("minimax_m2", _EXPERTS),
+    "gpt-oss": ("gpt_oss", _EXPERTS | _WINDOWS),
+    "DeepSeek-V3": ("deepseek_v3", _EXPERTS | _MLA),
+    "DeepSeek-V4": ("deepseek_v4", _EXPERTS),
+    "GLM-4.5": ("glm4_moe", _EXPERTS | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    "Phi-3.5-MoE": ("phimoe", _EXPERTS),
+    "Qwen3-Next": ("qwen3_next", _EXPERTS | _LINEAR),
+    "Qwen3.5, text": ("qwen3_5_text", _LINEAR),
+    "Qwen3.5": ("qwen3_5", _seeing(_LINEAR)),
+    "Qwen3.5-MoE": ("qwen3_5_moe", _seeing(_EXPERTS | _LINEAR)),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "LFM2-MoE": ("lfm2_moe", _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "Granite 4 hybrid": (
+        "granitemoehybrid",
+        _MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 96, "layer_types": ["mamba", "attention"]},
+    ),
+    "Bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1]}),
+    "Falcon-H1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128}),
+    "Nemotron-H": (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+        | {"n_groups": 1, "chunk_size": 16},
+    ),
+    "Gemma 3": ("gemma3", _seeing(_WINDOWS) | {"mm_tokens_per_image": 4}),
+    "Gemma 4, text": ("gemma4_text", _GEMMA4),
+    "Gemma 4": ("gemma4", _seeing(_GEMMA4) | {"audio_config": None}),
+    "Mistral 3": ("mistral3", _seeing({"model_type": "mistral"}, model_type="pixtral", head_dim=16)),
+    "Llama 4": ("llama4", _seeing(_EXPERTS | _LLAMA4, **_LLAMA4_VISION)),
+    "Qwen2.5-VL": ("qwen2_5_vl", _seeing(_rope(4, 2, 2), fullatt_block_indexes=[0], window_size=16)),
+    "Qwen3-VL": ("qwen3_vl", _seeing(_rope(4, 2, 2), deepstack_visual_indexes=[0])),
+    "Qwen3-VL-MoE": ("qwen3_vl_moe", _seeing(_EXPERTS | _rope(4, 2, 2), deepstack_visual_indexes=[0])),
+}
+"""Name -> model_type and what its config has beside the sizes of `_TEXT`."""
+
+
+def hub_config(name: str) -> PretrainedConfig:
+    model_type, entries = FAMILIES[name]
+    return AutoConfig.for_model(model_type, **copy.deepcopy(entries if "text_config" in entries else _TEXT | entries))
+
+
+def write_hub_model(folder: Path, name: str) -> Path:
+    """A folder as on the hub: the whole checkpoint in the family's own layout, tokenizer and processor's settings."""
+    torch.manual_seed(0)
+    hf_config = hub_config(name)
+    model = auto_class(hf_config).from_config(hf_config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    if is_multimodal(hf_config):
+        (folder / "preprocessor_config.json").write_text('{"image_processor_type": "SomeProcessor"}\n')
+    return folder
+
+
+_KERNELS = "with causal-conv1d and flash-linear-attention, or mamba-ssm"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of a family."""
+
+    family: str
+    te: str
+    fp8: str
+    packing: str
+    lora: str
+    sharded: str
+
+
+def examine(name: str, folder: Path) -> Row:
+    """Train a family for `NUM_STEPS` steps and hold it, its export and its adapter against plain transformers."""
+    source = write_hub_model(folder / "source", name)
+    options = ModelConfig(model_name=str(source))
+    hf_config = load_config(options, resolve_source(options))
+    try:
+        form = probe(parse_config([f"--model_name={source}", "--packing"]), hf_config, CPU, torch.float32)
+        packing = "yes"
+    except UserError as error:
+        form, packing = None, _KERNELS if "can't keep" in str(error) else "no: mixes documents"
+        assert probe(parse_config([f"--model_name={source}"]), hf_config, CPU, torch.float32) is None
+
+    documents = _documents()
+    collate = PackedCollate(1, ROW, 2) if packing == "yes" else PaddedCollate(len(documents), ROW, 2)
+    batch = collate([documents] if packing == "yes" else [[document] for document in documents])
+    training_model = TrainingModel(_build(options), ROW, torch.float32, form).eval()
+    model = training_model.model
+    whole = _whole(source)
+    losses = _train(model, lambda: training_model(batch)[0] / batch.num_supervised_tokens)
+    expected = _train(whole, lambda: _loss(whole))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    export_hf(model, tokenizer, folder / "final", dtype=torch.float32, card=CARD)
+    torch.testing.assert_close(_loss(_whole(folder / "final")), _loss(whole), rtol=1e-5, atol=0)
+    before, after = stored_weights(source), stored_weights(folder / "final")
+    assert before.keys() == after.keys(), "an export has the source's names"
+    if is_multimodal(hf_config):
+        towers = [key for key, tensor in before.items() if torch.equal(tensor, after[key])]
+        assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
+    linears, experts = _linears(model), any("grouped" in one.reason for one in routed_modules(model).values())
+    assert all(reason_to_leave(key, linear, None, 1) is None for key, linear in linears.items())
+    sharded = "yes" if stored_parts(model) is not None else "no: files hold other tensors than the model"
+    return Row(
+        family=name,
+        te="yes" if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES else "no",
+        fp8="all but routed experts" if experts else "all",
+        packing=packing,
+        lora=_check_adapter(options, folder),
+        sharded=sharded,
+    )
+
+
+def _check_adapter(options: ModelConfig, folder: Path) -> str:
+    """Adapters on all linear layers, exported, read by PEFT beside the source: the same loss."""
+    model, lora = _build(options), LoraConfig(lora_rank=4)
+    note = without_adapter(model, lora) or ""
+    add_adapters(model, lora, torch.float32)
+    initialize_adapters_(model, 0)
+    for adapter in adapters_of(model).values():
+        adapter.b.data.normal_(0, 0.1)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "source")
+    export_adapter(model, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
+    documents = _documents()
+    batch = PaddedCollate(len(documents), ROW, 2)([[document] for document in documents])
+    own = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
+    with torch.no_grad():
+        read = _loss(PeftModel.from_pretrained(_whole(folder / "source"), str(folder / "adapter")))
+    torch.testing.assert_close(own.detach(), read, rtol=1e-5, atol=0)
+    left = [*(["out_proj"] if "Mamba" in note else []), *(["routed experts"] if "experts" in note else [])]
+    return f"all but {' and '.join(left)}" if left else "all"
+
+
+def _documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 1024, (length,), generator=generator).numpy() for length in LENGTHS]
+    return [Document(one, one > -1, row_id=number) for number, one in enumerate(ids)]
+
+
+def _build(options: ModelConfig) -> PreTrainedModel:
+    source = resolve_source(options)
+    hf_config = load_config(options, source)
+    shared: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
+    return build_model(options, source, hf_config, **shared)[0]
+
+
+def _whole(folder: Path) -> PreTrainedModel:
+    """The whole checkpoint by plain transformers; in evaluation mode, since Gemma 3 wants images in the other."""
+    model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+def _loss(model: nn.Module) -> Tensor:
+    rows = [(torch.from_numpy(one.input_ids), torch.from_numpy(one.supervised)) for one in _documents()]
+    return mean_loss(model, rows)
+
+
+def _train(model: nn.Module, loss_of: Any) -> Tensor:
+    """The losses of `NUM_STEPS` steps of AdamW."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
+    for _ in range(NUM_STEPS):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers but lm_head, router and what subclasses make of one."""
+    routed, head = routed_modules(model), model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and module not in routed
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    titles = ["family", "TE", "fp8 by module swap", "packing", "LoRA", "sharded"]
+    lines = [titles, ["---"] * len(titles), *([getattr(row, f.name) for f in fields(Row)] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    found = []
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as place:
+            found.append(examine(family, Path(place)))
+    print(table(found))
