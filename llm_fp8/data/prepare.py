@@ -239,7 +239,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     report.num_eval_rows = len(eval_set)
     train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
-        raise _nothing(job.train, "trained on", report.summary())
+        raise _nothing(job.train, "trained on", f"{report.summary()}; {report.told_unused()}")
     read, plan = document_reader(rows), job.plan(figures["length"], train_set)
     report.num_rows_of_batches = len(plan)
     identity = job.identify(content_key(figures["document_key"][train_set]))
@@ -283,7 +283,7 @@ def _prepare_stream(job: _Job) -> PreparedData:
             if example and (fraction == 0 or len(held_out) >= STREAMED_EVAL_ROWS):
                 break
     if example is None:
-        raise _nothing(job.train, "trained on", f"of the beginning, {report.summary()}")
+        raise _nothing(job.train, "trained on", f"{report.summary()}; {report.told_unused()}")
     if fraction and not held_out:
         job.nothing_held_out(report, f"none of the first {report.num_rows_read} rows falls into the share")
     held_out = held_out[:STREAMED_EVAL_ROWS]

@@ -127,12 +127,12 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     for column in ("system", "system_prompt"):
         if (system := text_of(row, column)).strip() and read:
             if read[0][0]["role"] in SYSTEM:
-                unused[f"column '{column}' beside another system prompt"] += 1
+                unused[f"text of '{column}' beside another system prompt"] += 1
             else:
                 read.insert(0, ({"role": "system", "content": system}, True))
     tools = [_json(tool, "a tool") if isinstance(tool, str) else tool for tool in _structured(row, "tools")]
     functions = [{"type": "function", "function": function} for function in _structured(row, "functions")]
-    unused["column 'functions' beside 'tools'"] += bool(tools and functions)
+    unused["'functions' beside 'tools'"] += bool(tools and functions)
     excluded = frozenset(turn for turn, (_, may_be_learnt) in enumerate(read) if not may_be_learnt)
     kwargs = _structured(row, "chat_template_kwargs") or {}
     whole = Conversation([message for message, _ in read], excluded, tools or functions or None, kwargs, unused)
@@ -213,6 +213,8 @@ def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
         raise _refused(given)
     else:
         turn["tool_calls"] = calls
+    if role not in ROLES:
+        unused[f"turn of the role '{role}' for learning"] += 1
     flags = {name: turn.pop(name) for name in FLAGS if name in turn}
     if any(value not in (0, 1) for value in flags.values()):
         raise _refused(given)

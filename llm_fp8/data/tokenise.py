@@ -129,6 +129,9 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
+    def told_unused(self) -> str:
+        return "not used: " + ", ".join(f"{what} ({number})" for what, number in self.unused.most_common())
+
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""
         seen = f"without {self.num_eval_rows_seen_in_training} whose problem is trained on"
@@ -139,9 +142,8 @@ class DataReport:
             filled = f"{self.padding_efficiency:.1%} of the positions filled"
             lines.insert(1, f"  {tokens}, in {self.num_rows_of_batches} sequences: {filled}")
         if self.unused:
-            what = ", ".join(f"{what} ({number})" for what, number in self.unused.most_common())
             mild = all(each.startswith("column ") for each in self.unused)
-            lines.append(f"  {'' if mild else 'WARNING: '}not used: {what}")
+            lines.append(f"  {'' if mild else 'WARNING: '}{self.told_unused()}")
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
