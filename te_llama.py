@@ -359,7 +359,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
 
         `stream` runs every second step of the ring (TE's p2p), which has neither sliding windows nor fp32.
         """
-        self.context_size, self.context_rank = len(ranks), ranks.index(torch.distributed.get_rank())
+        self.context_size = len(ranks)
+        self.context_rank = ranks.index(torch.distributed.get_rank())
         self.attention.set_context_parallel_group(group, ranks, stream, cp_comm_type="p2p")
 
     def forward(

@@ -74,7 +74,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     """DeepSpeed's settings: the file, completed by the run's values. Raises `UserError` where the two contradict.
     `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
     """
-    path, stage = file_of(config.parallel.deepspeed_config, mode), int(mode[-1])
+    path = file_of(config.parallel.deepspeed_config, mode)
+    stage = int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
     own = {
         "train_micro_batch_size_per_gpu": rows,

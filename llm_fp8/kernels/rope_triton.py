@@ -79,6 +79,21 @@ def _rotate(
         _copy(rest, part_rest, part_stride, inside, HEAD_DIM - ROTARY_DIM, BLOCK_REST, BACKWARD)
 
 
+@triton.jit
+def _positions_in_documents(
+    tokens: tl.tensor, cu_seqlens_pointer: tl.tensor, num_documents: tl.tensor, num_bisections: tl.tensor
+) -> tl.tensor:
+    """Each token's position in its document, where cu_seqlens[low] <= token < cu_seqlens[high], by bisection."""
+    low = tl.zeros_like(tokens)
+    high = low + num_documents
+    for _ in range(num_bisections):
+        middle = (low + high) // 2
+        starts_before = tl.load(cu_seqlens_pointer + middle) <= tokens
+        low = tl.where(starts_before, middle, low)
+        high = tl.where(starts_before, high, middle)
+    return tokens - tl.load(cu_seqlens_pointer + low)
+
+
 @triton.jit(do_not_specialize=["num_documents", "num_bisections"])
 def _split_rope_kernel(
     fused_pointer: tl.tensor,
@@ -139,15 +154,7 @@ def _split_rope_kernel(
         if cu_seqlens_pointer is None:
             positions = places
         else:
-            # Find the token's document: cu_seqlens[low] <= token < cu_seqlens[high].
-            low = tl.zeros([BLOCK_TOKENS], tl.int32)
-            high = low + num_documents
-            for _ in range(num_bisections):
-                middle = (low + high) // 2
-                starts_before = tl.load(cu_seqlens_pointer + middle) <= tokens
-                low = tl.where(starts_before, middle, low)
-                high = tl.where(starts_before, high, middle)
-            positions = tokens - tl.load(cu_seqlens_pointer + low)
+            positions = _positions_in_documents(tokens, cu_seqlens_pointer, num_documents, num_bisections)
         columns = tl.arange(0, BLOCK_HALF)[None, :]
         # A row of the table has the angles twice, once for each half. A position beyond the table gives NaN.
         known = (token_inside & (positions < num_positions))[:, None] & (columns < ROTARY_DIM // 2)

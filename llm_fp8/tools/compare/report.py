@@ -165,8 +165,9 @@ def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] |
     all_points = [point for *_, points in curves for point in points]
     if len({step for step, _ in all_points}) < 2:
         return None
-    first, last = min(step for step, _ in all_points), max(step for step, _ in all_points)
-    low, high = min(loss for _, loss in all_points), max(loss for _, loss in all_points)
+    steps, losses = zip(*all_points, strict=True)
+    first, last = min(steps), max(steps)
+    low, high = min(losses), max(losses)
     x_scale = 1000 / (last - first)
     y_scale = 1000 / (high - low or 1)
     lines = [

@@ -147,7 +147,8 @@ def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], sum
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     """The record of the finished run in `folder`. Raises `UserError` if there is none."""
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
-        run, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
+        run = read_json(folder / "run.json")
+        summary = read_json(folder / "summary.json")
         record = _record(str(folder), run, read_metrics(folder / "metrics.jsonl"), summary)
         if (folder / "exact_match.json").is_file():
             for answer in read_json(folder / "exact_match.json")["answers"]:
@@ -166,7 +167,8 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         run = (api or wandb.Api()).run(path)
         if run.state != "finished":
             raise UserError(f"--wandb {path}: the W&B run is {run.state}; give a run that finished.")
-        config, summary = dict(run.config), dict(run.summary)
+        config = dict(run.config)
+        summary = dict(run.summary)
         metrics: dict[int, dict[str, Any]] = {}
         for row in run.scan_history():  # an evaluation may have a row of its own
             metrics.setdefault(row["step"], {}).update({k: v for k, v in row.items() if v is not None})
