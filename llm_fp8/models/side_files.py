@@ -1,22 +1,15 @@
 """What stands beside the weights of an export: config, generation settings, files of tokenizer and processors.
 
 They are the source's own, changed only where training changed something: dtype, EOS, chat template, whether the lm_head
-is tied. Older keys are written beside those of transformers 5, since transformers 4 and the converters of vLLM and
-llama.cpp pass over the newer ones (then RoPE has base 10,000) or fail. Read in transformers 5.23 and 4.57.
-
-    newer                                            older
-    rope_parameters                                  rope_theta, rope_scaling, partial_rotary_factor and others
-    dtype                                            torch_dtype
-    "tokenizer_class": "TokenizersBackend"           "PreTrainedTokenizerFast", in its place
-    "extra_special_tokens": [...]                    additional_special_tokens, in its place
-    chat_template.jinja, additional_chat_templates   chat_template in tokenizer_config.json
+is tied. Older keys are written beside those of transformers 5, which transformers 4 and the converters of vLLM and
+llama.cpp pass over (then RoPE has base 10,000) or fail on. Read in transformers 5.23 and 4.57.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,10 +28,7 @@ _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
-_OLDER_NAMES = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    "modernbert-decoder": {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"},
-}
+_OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
 @dataclass(frozen=True)
@@ -93,14 +83,14 @@ def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
     """Change what a source's config.json says of its weights."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    found: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
+    found["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
     if config.get("model_type") == model.config.model_type:  # else the model is the text part of that of the config
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     config.setdefault("torch_dtype", None)
     for part in _parts(config):
         part.pop("quantization_config", None)  # the weights were dequantised
-        part.update({key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in part})
-        part.update({key: False for key in ("tie_word_embeddings",) if part.get(key) and not is_tied})
+        part.update({key: value for key, value in found.items() if key in part})
 
 
 def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
@@ -139,15 +129,11 @@ def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *([text] if isinstance(text := config.get("text_config"), dict) else [])]
 
 
-def _rope_read(folder: Path) -> Any:
-    """The rotary embeddings of a config.json as this transformers reads them."""
-    read = copy.deepcopy(
-        getattr(AutoConfig.from_pretrained(folder).get_text_config(decoder=True), "rope_parameters", None)
-    )
-    for part in (read or {}, *(read or {}).values()):
-        if isinstance(part, dict):
-            part.pop("type", None)  # an older name of rope_type
-    return read
+def _rope_read(folder: Path) -> str:
+    """The rotary embeddings of a config.json as this transformers reads them, without an older name of rope_type."""
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    found = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True)
+    return re.sub(r'"type": "[^"]*", |, "type": "[^"]*"', "", found)
 
 
 def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
@@ -156,17 +142,18 @@ def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
     older = {old: config[new] for new, old in renamed.items() if new in config}
     if not (given := config.get("rope_parameters")):
         return older
+    kind = str(config.get("model_type"))
     scaling = dict(given.get("full_attention") or given)  # one of each layer type, or the same of all
     older |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if given.get("sliding_attention") and given.get("full_attention"):
         older["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
     if scaling.get("rope_type") == "longrope":
         scaling["type"] = scaling.pop("rope_type")
-        older |= {key: scaling[key] for key in ("original_max_position_embeddings",) if key in scaling}
-        if str(config.get("model_type")).startswith("phi"):  # Phi-3 allows three entries
-            scaling.pop("original_max_position_embeddings", None)
+        older["original_max_position_embeddings"] = original = scaling.pop("original_max_position_embeddings", None)
+        if not kind.startswith("phi"):  # Phi-3 allows three entries
+            scaling["original_max_position_embeddings"] = original
     older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
-    names = _OLDER_NAMES.get(str(config.get("model_type")), {})
+    names = _OF_GPT_NEOX if kind == "gpt_neox" else {}
     return {names.get(key, key): value for key, value in older.items()}
 
 

@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from llm_fp8.data.collate import Batch
+
 _TEXTS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
 DATA_OPTIONS = {**dict.fromkeys(_TEXTS, str), "validation_fraction": float, "max_seq_length": int}
 """Options of the training scripts that decide which rows are held out -> their types."""
-_LOSS_TOKENS = 4096  # of which the logits are held at a time
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -56,8 +57,8 @@ def data_options(options: argparse.Namespace) -> DataConfig:
         known = {field.name for field in dataclasses.fields(DataConfig)}
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
-    batching = {"batch_size": 1, "packing": False}
-    return DataConfig(**{**recorded, **given, **batching})
+    found = DataConfig(**{**recorded, **given, "packing": False})
+    return dataclasses.replace(found, batch_size=max(1, 8192 // found.max_seq_length))  # whose logits fit
 
 
 def adapter_base(folder: str | Path) -> str | None:
@@ -144,37 +145,18 @@ def generate(
     return tokenizer.batch_decode(cut, skip_special_tokens=True)
 
 
-def eval_loss(model: PreTrainedModel, rows: Sequence[Problem]) -> float:
-    """Mean cross entropy over the supervised tokens, of rows of about the same length at a time."""
+def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Mean cross entropy over the supervised tokens of padded batches, and the number of these tokens."""
     import torch
-    from torch.nn.utils.rnn import pad_sequence
 
-    loss_sum, num_tokens, batches = 0.0, 0, list[list[Problem]]()
-    for row in sorted(rows, key=lambda row: len(row.input_ids)):
-        if not batches or (len(batches[-1]) + 1) * len(row.input_ids) > _LOSS_TOKENS:
-            batches.append([])
-        batches[-1].append(row)
+    loss_sum, num_tokens = 0.0, 0
     for batch in batches:
-        ids, labels = (
-            pad_sequence([torch.tensor(row[part]) for row in batch], True, padding).to(model.device)
-            for part, padding in enumerate((0, -100))
-        )
         with torch.no_grad():  # attention is causal, so no row sees its padding
-            logits = model(input_ids=ids).logits.flatten(0, 1).float()
-        loss_sum += torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
-        num_tokens += int((labels >= 0).sum())
-    return loss_sum / num_tokens
-
-
-def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Problem], str]:
-    """The held-out rows and what `prepare_data` says of the data; `UserError` where there are none."""
-    from llm_fp8.data import prepare_data
-
-    data = prepare_data(config, tokenizer)
-    if data.eval is None:
-        raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
-    parts = [[part[0, : row.num_real_tokens].tolist() for part in (row.input_ids, row.labels)] for row in data.eval]
-    return [Problem(*row) for row in parts], data.description
+            logits = model(input_ids=batch.input_ids.to(model.device)).logits.flatten(0, 1).float()
+        labels = batch.labels.flatten().to(model.device)
+        loss_sum += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        num_tokens += batch.num_supervised_tokens
+    return loss_sum / num_tokens, num_tokens
 
 
 def main() -> int:
@@ -183,21 +165,26 @@ def main() -> int:
     import torch  # here, so that --help and mistakes answer without loading it
     from scipy.stats import binomtest
 
+    from llm_fp8.data import prepare_data
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
     base = adapter_base(options.model_name)
     tokenizer, config = tokenizer_of(options.model_name, base), Config(data=data_options(options))
-    rows, description = held_out(config, tokenizer)
-    print(description, flush=True)
-    asked = config.with_options(train_on_prompt=False)
-    problems = (rows if asked == config else held_out(asked, tokenizer)[0])[: options.num_problems]
+    data = prepare_data(config, tokenizer)
+    print(data.description, flush=True)
+    if data.eval is None:
+        raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
+    # Of rows that were trained on whole, the solution is to be answered all the same.
+    asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
+    rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
+    problems = [Problem(*row) for row in itertools.islice(rows, options.num_problems) if max(row[1]) >= 0]
     solutions = [[problem.labels[t] for t in problem.supervised] for problem in problems]
     expected: Any = tokenizer.batch_decode(solutions, skip_special_tokens=True)
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
-    loss = eval_loss(model, rows)
+    loss, num_tokens = eval_loss(model, data.eval)
     answered: dict[int, str] = {}
     order = sorted(range(len(problems)), key=lambda number: len(problems[number].prompt))
     for start in range(0, len(order), options.batch_size):
@@ -208,7 +195,7 @@ def main() -> int:
     interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
     share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
     print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
-    print(f"eval loss: {loss:.4f} nats/token over {len(rows)} rows")
+    print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:

@@ -70,9 +70,9 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     from llm_fp8.distributed.process_group import own_device
     from llm_fp8.models.build import build_model
     from llm_fp8.models.fp8_export import round_inputs_
-    from llm_fp8.models.loss_model import TrainingModel
     from llm_fp8.models.source import load_config, resolve_source
     from llm_fp8.models.weights import check_stored
+    from llm_fp8.tools.evaluate import eval_loss as mean_loss
 
     options, device = ModelConfig(model_name=str(folder)), own_device()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -81,11 +81,6 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if round_inputs:
         round_inputs_(model)
-    training_model = TrainingModel(model.eval(), data.report.max_seq_length, dtype)
     epoch = itertools.islice(data.train, data.train.steps_per_epoch)
-    total, num_tokens = 0.0, 0
-    with torch.no_grad():
-        for batch in itertools.chain.from_iterable(epoch) if data.eval is None else data.eval:
-            total += training_model(batch.to(device))[0].item()
-            num_tokens += batch.num_supervised_tokens
-    return total / num_tokens, num_tokens, str(dtype).removeprefix("torch.")
+    rows = itertools.chain.from_iterable(epoch) if data.eval is None else data.eval
+    return *mean_loss(model.eval(), rows), str(dtype).removeprefix("torch.")
