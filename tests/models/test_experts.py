@@ -21,7 +21,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from tests.support.families import EXPERTS
-from tests.support.small import CARD, write_model
+from tests.support.small import CARD, records, steps, train, write_model
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
 QWEN3_30B |= dict(num_attention_heads=32, head_dim=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -190,3 +190,19 @@ def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
         save_file(merged, f"{source}/model.safetensors", metadata={"format": "pt"})
         ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         torch.testing.assert_close(ours.eval()(ids).logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_logs_the_auxiliary_loss_beside_the_cross_entropy(tmp_path, rows):
+    """The loss of the first step is that of a run without it; the second step's differs."""
+    taken = []
+    for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
+        source = write_model(tmp_path / name, **EXPERTS["olmoe"], **entries)
+        folder = tmp_path / f"run-{name}"
+        options = [f"--model_name={source}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2"]
+        train(*options, "--max_steps=2", "--learning_rate=1e-2", "--eval_batches=1", f"--output_dir={folder}")
+        taken.append(steps(folder))
+        assert "router_aux_loss" not in records(folder)[-1]  # of the evaluation
+    first, second = ([step.get("router_aux_loss") for step in run] for run in taken)
+    assert all(1.5 < value < 3 for value in first) and second == [None, None]  # 2 experts per token, balanced: 2
+    assert taken[0][0]["loss"] == taken[1][0]["loss"] and taken[0][1]["loss"] != taken[1][1]["loss"]
