@@ -57,7 +57,6 @@ def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_fil
     folder, file = tmp_path / "run", ROOT / "configs" / "accelerate_bf16_fsdp.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", f"--config_file={file}"]
     options = ["--model_name", tiny_model, "--dataset_name", rows, "--max_seq_length=256", "--max_steps=100000"]
-    options += ["--attn_implementation=eager"]  # PyTorch's bf16 attention needs AVX-512
     mark = {"LLM_FP8_TEST_LAUNCH": str(tmp_path)}
     with subprocess.Popen(
         [*launcher, f"--main_process_port={free_port()}", SCRIPT, *options, "--log_every=1", f"--output_dir={folder}"],
