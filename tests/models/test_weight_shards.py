@@ -184,13 +184,18 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_mode
 # --- TE models --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    install_stand_in(monkeypatch)
+
+
 def te_structure(name: str) -> PreTrainedModel:
     """The TE decoder of stand-in modules, without memory."""
-    install_stand_in(pytest.MonkeyPatch())
     return te_llama.build_te_model(AutoConfig.from_pretrained(name), torch.float32, "meta", table_device=CPU)
 
 
 def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor]:
+    install_stand_in(pytest.MonkeyPatch())
     strategy = strategy_of()
     model = te_structure(name)
     strategy.shard(model, decoder_layers(model))
