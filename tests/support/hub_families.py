@@ -284,6 +284,7 @@ def table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     found = []
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as place:
