@@ -251,6 +251,19 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     return DecoderSize(round(num_linear), len(widths), width, num_adapter_parameters)
 
 
+def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of Mamba's mixers, by name, whose weight fused kernels read while training without calling
+    them: the output, and two more in Mamba 1. An adapter or an fp8 GEMM in their place would not run.
+    """
+    return {
+        f"{prefix}.{name}": child
+        for prefix, mixer in model.named_modules()
+        if hasattr(mixer, "A_log") and hasattr(mixer, "D")
+        for name, child in mixer.named_children()
+        if name.startswith(("out_proj", "dt_proj", "x_proj"))
+    }
+
+
 def attention_width(layer: Any) -> int:
     """Heads times elements of a head, by the config of a layer; 0 where it has no heads."""
     num_heads = getattr(layer, "num_attention_heads", 0)

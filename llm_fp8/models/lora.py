@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.build import decoder_layers, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
 from llm_fp8.utils.errors import UserError, reading
@@ -86,7 +86,8 @@ class Targets(NamedTuple):
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> Targets:
     """What --lora_targets means in `model`; `UserError` for an unknown name."""
-    head, mamba, routed = model.get_output_embeddings(), _read_by_kernels(model), routed_modules(model)
+    head, routed = model.get_output_embeddings(), routed_modules(model)
+    mamba = {name.rpartition(".")[2] for name in read_by_kernels(model)}  # PEFT forbids an adapter there
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module not in routed]
     names = [name.rpartition(".")[2] for name in linears if model.get_submodule(name) is not head]
@@ -107,18 +108,9 @@ def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(named))
 
 
-def _read_by_kernels(model: nn.Module) -> set[str]:
-    """Last names of the layers of Mamba's mixers whose weight fused kernels read, passing an adapter by: PEFT forbids
-    one at the output; Mamba 1 has two more.
-    """
-    mixers = [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "D")]
-    names = {name for mixer in mixers for name, _ in mixer.named_children()}
-    return {name for name in names if name.startswith(("out_proj", "dt_proj", "x_proj"))}
-
-
 def without_adapter(model: PreTrainedModel, options: LoraConfig) -> str | None:
     """The line that names what gets no adapter by its kind; None where there is nothing."""
-    mamba, said = ", ".join(sorted(_read_by_kernels(model))), []
+    mamba, said = ", ".join(sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})), []
     if mamba:
         said.append(f"no adapter for {mamba}, whose weight Mamba's kernels read past it")
     if EXPERTS not in options.targets and _weights_of_experts(model):

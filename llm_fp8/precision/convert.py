@@ -18,6 +18,7 @@ from torch import nn
 
 from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
+from llm_fp8.models.build import read_by_kernels
 from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.modules import HEAD_NAMES, linear_weights, lm_head_of, size_misfit
@@ -70,9 +71,9 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
         def forward(self, inputs: Any) -> Any:
             return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
-    left, head, routed = dict[str, str](), lm_head_of(model), routed_modules(model)
+    left, head, by_kind = dict[str, str](), lm_head_of(model), _left_by_kind(model)
     for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
-        reason = routed[linear].reason if linear in routed else reason_to_leave(name, linear, head, size_multiple)
+        reason = by_kind.get(linear) or reason_to_leave(name, linear, head, size_multiple)
         if reason:
             left[name] = reason
             continue
@@ -97,13 +98,13 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
     """
     from torchao.float8 import convert_to_float8_training
 
-    left, head, routed = dict[str, str](), lm_head_of(model), routed_modules(model)
+    left, head, by_kind = dict[str, str](), lm_head_of(model), _left_by_kind(model)
     kept = {inner for module in left_in_bf16 for inner in module.modules()}
 
     def converts(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear:
             return False
-        reason = routed[module].reason if module in routed else reason_to_leave(name, module, head)
+        reason = by_kind.get(module) or reason_to_leave(name, module, head)
         if reason := reason or ("kept in bf16" if module in kept else None):
             left[name] = reason
         return reason is None
@@ -113,6 +114,12 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
         for module in converted_modules(model).values():
             module.register_forward_pre_hook(_cast_input)
     return left
+
+
+def _left_by_kind(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules that an fp8 run leaves alone for what they do -> why."""
+    reasons = {module: routed.reason for module, routed in routed_modules(model).items()}
+    return reasons | dict.fromkeys(read_by_kernels(model).values(), "weight is read by Mamba's kernel")
 
 
 def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -2,17 +2,122 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
 
-from tests.support.hub_families import FAMILIES, examine, table
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.data.collate import PackedCollate, PaddedCollate
+from llm_fp8.models.build import model_from_config
+from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.probe import probe
+from llm_fp8.utils.errors import UserError
+from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
+from tests.support.small import stored_weights, train
 
 IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus")
 """One of each kind; all others are slow."""
+PACKING = parse_config(["--packing"])
 
 
 @pytest.mark.parametrize(
     "name", [name if name in IN_BRIEF else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_a_family_trains_as_in_plain_transformers(tmp_path, name):
-    row = examine(name, tmp_path)
-    assert name in table([row])
+    assert f"| {name} |" in table([examine(name, tmp_path)])
+
+
+OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
+
+
+def test_towers_go_into_the_export_as_they_are(tmp_path, rows, capsys):
+    """The tower is stored in bf16, the language model in fp32."""
+    source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
+    whole = AutoModelForMultimodalLM.from_pretrained(source)
+    whole.model.vision_tower.bfloat16()
+    whole.save_pretrained(source)
+    train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", "--packing", *OPTIONS)
+    assert "model.vision_tower" in capsys.readouterr().out
+    before, after = stored_weights(source), stored_weights(run / "final")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        unchanged = tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
+        assert unchanged == (not name.startswith("language_model")), name
+    for name in ("config.json", "preprocessor_config.json"):
+        was, now = (json.loads((folder / name).read_text()) for folder in (source, run / "final"))
+        for entry in ("architectures", "vision_config", "image_processor_type"):
+            assert was.get(entry) == now.get(entry)
+
+
+def test_random_weights_of_a_multimodal_config_need_no_files(tmp_path, rows):
+    source = write_hub_model(tmp_path / "source", "Gemma 3")
+    (source / "model.safetensors").unlink()
+    options = (f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={tmp_path / 'run'}", "--random_init")
+    train(*options, *OPTIONS)
+    assert all(name.startswith("language_model") for name in stored_weights(tmp_path / "run" / "final"))
+
+
+def pieces(function: Callable[..., Tensor], dim: int, bounds: list[int], *tensors: Tensor) -> Tensor:
+    """`function` of each document alone, put together along `dim` of `tensors`."""
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    parts = zip(*(tensor.split(lengths, dim) for tensor in tensors), strict=True)
+    return torch.cat([function(*part) for part in parts], dim)
+
+
+def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What causal-conv1d and flash-linear-attention do with `seq_idx` and `cu_seqlens`, by transformers' own code."""
+    conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
+        if seq_idx is None:
+            return conv(x, *others, activation)
+        assert seq_idx.dtype == torch.int32 and seq_idx.shape == (1, x.shape[-1])
+        bounds = [0, *(torch.nonzero(seq_idx[0].diff())[:, 0] + 1).tolist(), x.shape[-1]]
+        return pieces(lambda part: conv(part, *others, activation), -1, bounds, x)
+
+    def delta_of_documents(*qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, **others: Any) -> Any:
+        def alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return delta(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=others["use_qk_l2norm_in_kernel"])[0]
+
+        if cu_seqlens is None:
+            return alone(*qkv, g, beta), None
+        assert cu_seqlens.dtype == torch.int32
+        return pieces(alone, 1, cu_seqlens.tolist(), *qkv, g, beta), None
+
+    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", conv_of_documents)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_of_documents)
+
+
+def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
+    hf_config = hub_config("Qwen3.5")
+    with pytest.raises(UserError, match="causal_conv1d.*drop --packing"):
+        probe(PACKING, hf_config, CPU, torch.float32)
+    install_kernels(monkeypatch)
+    form = probe(PACKING, hf_config, CPU, torch.float32)
+    assert form == "line"
+    torch.manual_seed(0)
+    model = model_from_config(hf_config)
+    rows = [documents(), documents()[::-1]]
+    packed = PackedCollate(2, 32, 2)(rows)
+    padded = PaddedCollate(4, 32, 2)([[document] for row in rows for document in row])
+    losses = [TrainingModel(model, 32, torch.float32, form)(batch)[0] for batch in (packed, padded)]
+    torch.testing.assert_close(*losses)
+    weight = model.get_input_embeddings().weight
+    torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
+
+
+def test_the_first_layer_of_each_kind_is_asked():
+    """The one layer that mixes documents is the last."""
+    kinds = ["full_attention"] * 4
+    apart = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
+    assert probe(PACKING, apart, CPU, torch.float32) == "rows"
+    mixing = hub_config("LFM2", layer_types=[*kinds[1:], "conv"], num_hidden_layers=4)
+    with pytest.raises(UserError, match="drop --packing"):
+        probe(PACKING, mixing, CPU, torch.float32)

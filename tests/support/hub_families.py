@@ -21,7 +21,7 @@ from llm_fp8.config.options import LoraConfig, ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import PackedCollate, PaddedCollate
 from llm_fp8.data.tokenise import Document
-from llm_fp8.models.build import auto_class, build_model, is_multimodal
+from llm_fp8.models.build import auto_class, build_model, is_multimodal, read_by_kernels
 from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
@@ -128,9 +128,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> model_type and what its config has beside the sizes of `_TEXT`."""
 
 
-def hub_config(name: str) -> PretrainedConfig:
+def hub_config(name: str, **changes: Any) -> PretrainedConfig:
+    """The config of a family of `FAMILIES`."""
     model_type, entries = FAMILIES[name]
-    return AutoConfig.for_model(model_type, **copy.deepcopy(entries if "text_config" in entries else _TEXT | entries))
+    entries = copy.deepcopy(entries if "text_config" in entries else _TEXT | entries)
+    return AutoConfig.for_model(model_type, **entries | changes)
 
 
 def write_hub_model(folder: Path, name: str) -> Path:
@@ -176,9 +178,9 @@ def examine(name: str, folder: Path) -> Row:
         form, packing = None, _KERNELS if "can't keep" in str(error) else "no: mixes documents"
         assert probe(parse_config([f"--model_name={source}"]), hf_config, CPU, torch.float32) is None
 
-    documents = _documents()
-    collate = PackedCollate(1, ROW, 2) if packing == "yes" else PaddedCollate(len(documents), ROW, 2)
-    batch = collate([documents] if packing == "yes" else [[document] for document in documents])
+    rows = documents()
+    collate = PackedCollate(1, ROW, 2) if packing == "yes" else PaddedCollate(len(rows), ROW, 2)
+    batch = collate([rows] if packing == "yes" else [[document] for document in rows])
     training_model = TrainingModel(_build(options), ROW, torch.float32, form).eval()
     model = training_model.model
     whole = _whole(source)
@@ -200,7 +202,7 @@ def examine(name: str, folder: Path) -> Row:
     return Row(
         family=name,
         te="yes" if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES else "no",
-        fp8="all but routed experts" if experts else "all",
+        fp8=_all_but(*(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])),
         packing=packing,
         lora=_check_adapter(options, folder),
         sharded=sharded,
@@ -217,17 +219,20 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
         adapter.b.data.normal_(0, 0.1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "source")
     export_adapter(model, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
-    documents = _documents()
-    batch = PaddedCollate(len(documents), ROW, 2)([[document] for document in documents])
+    batch = PaddedCollate(len(LENGTHS), ROW, 2)([[document] for document in documents()])
     own = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():
         read = _loss(PeftModel.from_pretrained(_whole(folder / "source"), str(folder / "adapter")))
     torch.testing.assert_close(own.detach(), read, rtol=1e-5, atol=0)
-    left = [*(["out_proj"] if "Mamba" in note else []), *(["routed experts"] if "experts" in note else [])]
+    return _all_but(*(["out_proj"] if "Mamba" in note else []), *(["routed experts"] if "experts" in note else []))
+
+
+def _all_but(*left: str) -> str:
     return f"all but {' and '.join(left)}" if left else "all"
 
 
-def _documents() -> list[Document]:
+def documents() -> list[Document]:
+    """Two, all of whose tokens are supervised."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 1024, (length,), generator=generator).numpy() for length in LENGTHS]
     return [Document(one, one > -1, row_id=number) for number, one in enumerate(ids)]
@@ -250,7 +255,7 @@ def _whole(folder: Path) -> PreTrainedModel:
 
 
 def _loss(model: nn.Module) -> Tensor:
-    rows = [(torch.from_numpy(one.input_ids), torch.from_numpy(one.supervised)) for one in _documents()]
+    rows = [(torch.from_numpy(one.input_ids), torch.from_numpy(one.supervised)) for one in documents()]
     return mean_loss(model, rows)
 
 
