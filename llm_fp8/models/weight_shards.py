@@ -116,7 +116,7 @@ def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]] | None:
         if not owner or (part := _part_of(stored_name, view, own[owner][0].shape)) is None:
             return None
         found[owner].append(part)
-    kept = getattr(model, "stored_as_they_are", frozenset())
+    kept: Any = getattr(model, "stored_as_they_are", frozenset())
     return {name: own[name] if own[name][0].hf_name in kept else tuple(parts) for name, parts in found.items()}
 
 
@@ -124,7 +124,7 @@ def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
     """The tensor `name` of a file, which is this view of a contiguous one of `shape`; None where rows are torn."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
-    row, offset = math.prod(shape[1:]), view.storage_offset()
+    row, offset = math.prod(shape[1:]), int(view.storage_offset())
     last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     start, stop = offset // row, last // row + 1
     if stop - start > 1 and (view.shape[0], view.stride(0)) != (stop - start, row):

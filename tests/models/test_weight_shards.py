@@ -28,6 +28,7 @@ from llm_fp8.models.weight_shards import initialize_shards_, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
+from tests.support.fp8_files import write_fp8_model
 from tests.support.ranks import on_ranks
 from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
@@ -307,3 +308,9 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
     assert_same_bits(dict(model.state_dict()), own)
     export(model, tmp_path / "out")
     assert_same_bits(stored_weights(tmp_path / "out"), own)
+
+
+@pytest.mark.parametrize("kind", ["uneven block", "channel"])
+def test_experts_that_are_stored_in_fp8_are_dequantised(tmp_path, kind):
+    fp8, plain = write_fp8_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
+    assert_same_bits(dict(unsharded_model(fp8).state_dict()), dict(unsharded_model(plain).state_dict()))
