@@ -16,9 +16,10 @@ would straddle the beginning of a supervised range, both sides are tokenised sep
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from itertools import accumulate, pairwise
@@ -44,7 +45,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -174,25 +175,25 @@ def _further(conversation: Conversation) -> Iterator[tuple[str, int, Conversatio
 
 
 def _as_the_template_takes_it(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    """The conversation with `developer` under the name that the template knows, and arguments of calls as objects where
-    they are JSON text, as OpenAI's API has them: most templates write the JSON themselves, and text would come out
-    quoted. A template that fails on objects gets the text.
+    """The conversation with `developer` under the name that the template knows, and arguments of calls as objects, also
+    where they are JSON text, as OpenAI's API has them: most templates write the JSON themselves, and text would come
+    out quoted. A template that fails on objects, as DeepSeek-V3's does, gets the text.
     """
-    messages = [dict(message) for message in conversation.messages]
-    for message in messages:
-        if message["role"] == "developer" and "developer" not in str(tokenizer.chat_template):
-            message["role"] = "system"
+    renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
+    messages = [{**message, "role": renamed.get(message["role"], message["role"])} for message in conversation.messages]
     given = conversation._replace(messages=messages)
-    parsed = [
-        {**message, "tool_calls": [_parsed_call(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
-    if parsed != messages:
-        with suppress(UserError):
-            _apply_template(tokenizer, given._replace(messages=parsed))
-            return given._replace(messages=parsed)
+    if any("tool_calls" in message for message in messages):
+        for convert in (_as_object, _as_text):
+            changed = [
+                {**message, "tool_calls": [_with_arguments(call, convert) for call in message["tool_calls"]]}
+                if "tool_calls" in message
+                else message
+                for message in messages
+            ]
+            other = given._replace(messages=changed)
+            with suppress(UserError):
+                _apply_template(tokenizer, other)
+                return other
     return given
 
 
@@ -216,15 +217,22 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
         unused["text beside a call that the chat template does not show"] += 1
 
 
-def _parsed_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A call, or what stands under its `function`, with its arguments as an object where their text is that of one."""
+def _with_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """A call, or what stands under its `function`, with its arguments converted."""
     if "function" in call:
-        return {**call, "function": _parsed_call(call["function"])}
-    try:
-        arguments = read_row(call["arguments"])
-    except (TypeError, KeyError, ValueError):
-        return call  # an object, or any other text, which the template shows as it is
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+        return {**call, "function": _with_arguments(call["function"], convert)}
+    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+
+
+def _as_object(arguments: Any) -> Any:
+    """An object where the text is that of one; other text is shown as it is."""
+    with suppress(TypeError, ValueError):
+        return found if isinstance(found := read_row(arguments), dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _apply_template(
