@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,7 +48,9 @@ def main() -> int:
         raise UserError(f"--output {options.output} exists already; give a new folder.")
     model = load_exported(options.adapter, base, "auto")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    ends = model.generation_config.eos_token_id
+    ends: Any = None
+    if (options.adapter / "generation_config.json").is_file():  # else the adapter does not tell what was trained
+        ends = model.generation_config.eos_token_id
     origin = Origin(base, tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,))
     shared = {"dtype": model.dtype, "card": card, "origin": origin, "advice": "Give another --output."}
     export_hf(model, tokenizer_of(options.adapter, base), options.output, **shared)

@@ -119,7 +119,7 @@ def add_older_keys(folder: Path) -> None:
     edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
     if (path := folder / CONFIG_NAME).is_file():
         before, rope = path.read_bytes(), _rope_read(folder)
-        edit_json(path, lambda config: [part.update(_older_entries(part) | part) for part in _parts(config)])
+        edit_json(path, lambda config: [part.update(_older_entries(part)) for part in _parts(config)])
         if _rope_read(folder) != rope:  # a family that came with transformers 5 may misread older keys
             path.write_bytes(before)
 

@@ -171,6 +171,13 @@ def test_keys_that_this_transformers_would_misread_are_left_out(tmp_path):
     assert "rope_scaling" not in read(tmp_path) and AutoConfig.from_pretrained(tmp_path).rope_parameters == two
 
 
+def test_older_keys_that_say_something_else_are_corrected(tmp_path):
+    source = written_by_5(tmp_path / "source", rope_parameters=BASE)
+    edit(source / "config.json", lambda c: c.update(rope_theta=1e4, torch_dtype="float16"))
+    found = read(exported(source, tmp_path / "out"))
+    assert found["rope_theta"] == 5e5 and found["torch_dtype"] == "bfloat16"
+
+
 def test_a_folder_of_transformers_4_stays_as_it_is(tmp_path):
     source, out = written_by_4(tmp_path / "source"), tmp_path / "out"
     edit(source / "config.json", lambda c: c.update(torch_dtype="bfloat16", a_key_of_the_model=[1]))
