@@ -134,9 +134,10 @@ class DataReport:
 
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""
-        seen = f"without {self.num_eval_rows_seen_in_training} whose problem is trained on"
+        seen = f", {self.num_eval_rows_seen_in_training} left out because their problem is trained on"
+        seen = seen if self.num_eval_rows_seen_in_training else ""
         begun = "" if self.num_rows_of_batches else "the beginning of the stream: "
-        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows, {seen}"]
+        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{seen}"]
         if self.padding_efficiency is not None:  # else it is the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
             filled = f"{self.padding_efficiency:.1%} of the positions filled"

@@ -251,6 +251,7 @@ def announce(plan: RunPlan) -> None:
     say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
     if precision.backend == "torchao":
         say(f"fp8 by torchao{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
-    rank, trained, frozen = plan.config.lora.lora_rank, plan.parameter_dtype, plan.weight_dtype
+    trained, frozen = (str(each).removeprefix("torch.") for each in (plan.parameter_dtype, plan.weight_dtype))
+    rank = plan.config.lora.lora_rank
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
     say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")

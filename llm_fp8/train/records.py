@@ -149,7 +149,9 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     """Print the outcome and where the files are."""
     plan, certificate = loop.setup.plan, loop.results.certificate
     say = plan.say
-    say(f"done: {summary['steps']} steps in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
+    steps, own = summary["steps"], len(loop.reporter.own_steps())
+    taken = f"{own} steps" if own == steps else f"{own} steps, {steps} with those before,"
+    say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
     if loop.reporter.is_lost:
         say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:

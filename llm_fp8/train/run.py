@@ -132,8 +132,10 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
             # From here on there is something to save: before, a signal ends the process at once.
             with GracefulStop() as stop, loop.reporter:
                 record_run(loop)
-                number = "" if ranks.world_size == 1 else f"{ranks.world_size} x "
-                device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
+                device, number = "the CPU", f"{ranks.world_size} processes on "
+                if plan.device.type == "cuda":
+                    device, number = torch.cuda.get_device_name(plan.device), f"{ranks.world_size} x "
+                number = number if ranks.world_size > 1 else ""
                 plan.say(f"training {num_steps - loop.step} steps on {number}{device}, results in {plan.folder}")
                 phase_ends("records")
                 try:

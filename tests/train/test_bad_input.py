@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.train import run_dir
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import run_script
 from tests.support.small import records, steps, train, write_model
@@ -348,3 +349,9 @@ def test_an_unknown_option_in_every_program(command, monkeypatch, capfd):
         run_script(importlib.import_module(PROGRAMS[command][0]).main)
     (line,) = capfd.readouterr().err.splitlines()
     assert ended.value.code == 2 and line.startswith("error: ")
+
+
+def test_processes_with_other_options(refuse, monkeypatch):
+    """Rank 1 was started with another learning rate."""
+    monkeypatch.setattr(run_dir, "gathered", lambda options: [options, {**options, "learning_rate": 3.0}])
+    assert "--learning_rate" in refuse("--max_steps=2")
