@@ -378,7 +378,6 @@ SYNONYMS = {
     "learning_rate": "lr base_lr peak_lr",
     "max_steps": "iters max_iters num_steps total_steps train_steps",
     "max_seq_length": "block_size context_length cutoff_len max_length seqlen",
-    "batch_size": "micro_batch_size train_batch_size",
     "max_grad_norm": "clip clip_grad clip_grad_norm grad_clip gradient_clipping",
     "mixed_precision": "amp dtype torch_dtype",
     "dataset_name": "data_path data_files train_file",
@@ -388,8 +387,6 @@ SYNONYMS = {
     "save_every": "checkpoint_every save_interval",
     "log_every": "log_interval",
     "preprocessing_workers": "dataset_num_proc num_proc num_workers",
-    "split_name": "train_split",
-    "wandb_run_name": "run_name",
     "fp8": "use_fp8",
     "num_gpus": "gpus n_gpus nproc_per_node",
 }

@@ -89,7 +89,8 @@ class RunReporter:
         self._folder.mkdir(parents=True, exist_ok=True)
         if resume_step > 0 and self._metrics.exists():
             self._known_step = truncate_metrics(self._metrics, resume_step, keep_evaluation=not evaluates_again)
-        (self._folder / "summary.json").unlink(missing_ok=True)  # of the run's end, which is to come again
+        for name in ("summary.json", *(["certificate.json"] if resume_step == 0 else [])):  # which are to come again
+            (self._folder / name).unlink(missing_ok=True)
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(self._metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
@@ -156,15 +157,16 @@ class RunReporter:
 
     def _restore_if_lost(self) -> None:
         """Write metrics.jsonl and run.json again where the former is no longer the open file."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self._metrics), os.fstat(self._file.fileno())):
                 return
         self.is_lost = True
         self._file.seek(0)
-        write_text_atomic(self._metrics, self._file.read())
-        self._file.close()
-        self._file = open(self._metrics, "a+", encoding="utf-8", buffering=1)
-        write_json_atomic(self._folder / "run.json", self.run_record)
+        with reading("--output_dir", self._folder, "the run's files, which were moved or deleted"):
+            write_text_atomic(self._metrics, self._file.read())
+            self._file.close()
+            self._file = open(self._metrics, "a+", encoding="utf-8", buffering=1)
+            write_json_atomic(self._folder / "run.json", self.run_record)
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import sys
@@ -12,6 +13,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import memory
 from llm_fp8.tools.memory import find_model, gpu_memory
+from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
 
 
@@ -96,3 +98,12 @@ def test_a_gpu_without_fp8_trains_in_bf16(figures, monkeypatch):
 def test_impossible_sizes_are_refused(figures, words):
     with pytest.raises(UserError, match=words.partition("=")[0]):
         figures("--model_name=Llama-3.2-1B", "--gpu=H100", words)
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), (None, 160)])
+def test_a_table_in_a_pipe_is_as_wide_as_columns_says(monkeypatch, columns, width):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert wide_console().width == width
