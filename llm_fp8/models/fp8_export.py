@@ -22,6 +22,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import replaced_folder
+from llm_fp8.models.left_out import left_out_of
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_parts
@@ -114,7 +115,8 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
                     "quantization_status": "compressed",
                     "config_groups": {"group_0": _LINEAR},
                     "ignore": [
-                        name for name, module in model.named_modules() if module is model.get_output_embeddings()
+                        *(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
+                        *(rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in left_out_of(model)),
                     ],
                 }
             }
