@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAME, GENERATION_CONFIG_NAME
 
@@ -46,7 +47,10 @@ def source_folder(location: str) -> Path:
         return Path(location) if Path(location).is_dir() else Path(location).parent
     with reading_model("files beside the weights", location):
         wanted = [CONFIG_NAME, GENERATION_CONFIG_NAME, *_OF_TOKENIZER]
-        return Path(snapshot_download(location, allow_patterns=wanted))
+        try:
+            return Path(snapshot_download(location, allow_patterns=wanted))
+        except LocalEntryNotFoundError:  # without a network the cache may hold only what transformers asked for
+            return Path(hf_hub_download(location, CONFIG_NAME)).parent
 
 
 def save_side_files(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_fp8.models.export import export_hf
@@ -219,6 +220,13 @@ def test_a_hub_id_s_files_are_those_of_the_cache(tmp_path, monkeypatch):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert source_folder("a/b") == snapshot
+
+    def incomplete(*_: object, **__: object) -> None:
+        raise LocalEntryNotFoundError("a file is missing")
+
+    monkeypatch.setattr("llm_fp8.models.side_files.snapshot_download", incomplete)
+    source_folder.cache_clear()
     assert source_folder("a/b") == snapshot
 
 
