@@ -295,8 +295,14 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         else:  # templates have no prompt for a first turn: it begins with its content
             content = message["content"].strip()
             whole = until[: until.rfind(content if content and content in until else essence or until)]
-        prompts = (whole, _OPEN_THINKING.sub("", whole))
+        prompts = [whole, _OPEN_THINKING.sub("", whole)]
         before = next(filter(until.startswith, prompts), None)
+        if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":
+            # After another answer, which Qwen3's and OLMo 2's templates then show in another way.
+            opening = whole[len(_apply_template(tokenizer, conversation.until(turn))) :]
+            at = until.rfind(opening, 0, until.rfind(essence)) if opening else -1
+            before = until[: at + len(opening)] if at >= 0 else None
+            prompts.append(before or whole)
         shown = until[len(before or "") :]
         begins = [
             at + len(prompt) - len(same)
@@ -310,7 +316,7 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             for each in later
             for at in begins
             for cut in (range(1 + max(0, each.rfind(essence))) if essence else range(1))
-            if text.startswith(each[cut:], at)
+            if at >= end and text.startswith(each[cut:], at)
         )
         span = next(found, None)
         if span is None or before is None:
