@@ -50,12 +50,53 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
-from llm_fp8.utils.parts import Part, UnsupportedArchitecture, num_positions
 from llm_fp8.utils.te_internals import attention_backends
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the sequence length; one table serves the whole run."""
+
+
+class UnsupportedArchitecture(ValueError):
+    """The configuration asks for something that the decoder cannot express; the message names the entry."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Hugging Face tensor inside a model's: `start` to `stop` of dim 0, of shape `shape`. With `strides` it is a view
+    of these rows, from their element `offset` on: of a single row, or with its own dim 0 along the rows.
+    """
+
+    hf_name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each of the rows is one of the tensor's own."""
+        return self.strides is None or self.stop - self.start > 1
+
+    def view(self, rows: Tensor) -> Tensor:
+        """The tensor, or its part, in `rows`: contiguous rows of the model's tensor, from `start` to `stop`."""
+        if self.strides is None:
+            return rows
+        shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
+        return rows.as_strided(shape, self.strides, rows.storage_offset() + self.offset)
+
+
+def num_positions(config: Any) -> int | None:
+    """How many positions a language model's config allows: max_position_embeddings, or what RoPE's scaling makes of the
+    length before it (`factor` times), if that is more; None where it states no limit.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    given = getattr(config, "rope_parameters", None) or {}
+    scalings = [part for part in (given, *given.values()) if isinstance(part, dict) and part.get("factor")]
+    if limit is None:
+        return None
+    return max(limit, *(int(s["factor"] * (s.get("original_max_position_embeddings") or limit)) for s in scalings), 0)
 
 
 @dataclass(frozen=True)

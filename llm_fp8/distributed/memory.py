@@ -43,8 +43,7 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.parts import UnsupportedArchitecture
-from te_llama import DecoderSpec, decoder_spec, parameter_map
+from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps

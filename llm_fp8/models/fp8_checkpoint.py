@@ -12,17 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.parts import StoredTensor
 
 _FP8_WEIGHTS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}  # as compressed-tensors says
 _SCALE_DTYPES = ("F32", "BF16", "F16")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor's entry in the header of a safetensors file; `dtype` is "F32", "BF16", "F8_E4M3", ..."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

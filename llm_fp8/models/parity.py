@@ -38,7 +38,7 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.parts import Part
+from te_llama import Part
 
 FP32_LIMIT = 4e-4
 MEAN_LIMIT = 1.25

@@ -14,7 +14,7 @@ from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.parts import num_positions
+from te_llama import num_positions
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format

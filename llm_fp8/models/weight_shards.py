@@ -26,8 +26,8 @@ from llm_fp8.models.source import text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
-from llm_fp8.utils.parts import Part, UnsupportedArchitecture, random_
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
+from te_llama import Part, UnsupportedArchitecture
 
 if TYPE_CHECKING:
     from te_llama import DecoderSpec
@@ -272,3 +272,16 @@ def hf_filler(
         return None if name != target and target in stored else target
 
     return WeightFiller(entries, {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)
+
+
+@torch.no_grad()
+def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator) -> None:
+    """Random weights for an unsharded parameter, as Hugging Face draws them for the Llama family: normal with standard
+    deviation `std`, norms one, biases zero.
+    """
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif parameter.ndim == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, std, generator=generator)

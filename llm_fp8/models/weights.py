@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from llm_fp8.config.options import ModelConfig
+from llm_fp8.models.fp8_checkpoint import StoredTensor
 from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model
 from llm_fp8.models.weight_shards import (
     WeightFiller,
@@ -27,7 +28,6 @@ from llm_fp8.models.weight_shards import (
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.json_files import read_json
-from llm_fp8.utils.parts import StoredTensor
 
 _FETCH = "Fetch or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")

@@ -20,7 +20,7 @@ from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import StepClock
-from llm_fp8.train.plan import RunPlan, silent, with_precision
+from llm_fp8.train.plan import RunPlan, silent
 from llm_fp8.train.scale_warmup import first_step
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import restore_rng_state, rng_state
@@ -31,7 +31,7 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
 
 def replanned(plan: RunPlan, name: str) -> RunPlan:
     """The plan of the same run in bf16 or fp8, with nothing left to measure."""
-    config = with_precision(plan.config, name)
+    config = plan.config.with_options(mixed_precision=name)
     precision = dataclasses.replace(resolve_precision(config.precision, plan.device), requested="auto")
     strategy = build_strategy(plan.strategy.mode, config, plan.accelerator, plan.ranks, precision.compute_dtype)
     return dataclasses.replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
     measures_precision = False
     if config.precision.mixed_precision == "auto":
         measures_precision = _can_be_fp8(config, device)
-        config = with_precision(config, "fp8" if measures_precision else "bf16")
+        config = config.with_options(mixed_precision="fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
     optimizer_kind = resolve_optimizer(config.optim.optimizer, sharding.mode, precision.compute_name, device.type)
     notes: list[str] = []
@@ -181,11 +180,6 @@ def _can_be_fp8(config: Config, device: torch.device) -> bool:
             "--mixed_precision auto excludes --fp8_backend torchao, --fp8_params and --context_parallel_size."
         )
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
-
-
-def with_precision(config: Config, name: str) -> Config:
-    """The options with this --mixed_precision."""
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, mixed_precision=name))  # type: ignore[arg-type]
 
 
 def _check_run(
