@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Features, Value
+from datasets import Dataset, Features, Json, Value
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import try_to_load_from_cache
@@ -192,6 +192,13 @@ def load_split(source: DatasetSource, split: str, streaming: bool = False) -> An
 
 def beginning_of(dataset: Any) -> tuple[list[str], dict[str, Any]] | None:
     """The columns of a dataset or stream, and a row; None where there is no row."""
-    first = list(itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1))
-    rows = [read_row(row[ROW]) if ROW in row else row for row in first]
+    if isinstance(dataset, Dataset) and dataset.column_names != [ROW]:
+        rows = dataset.with_format("arrow")[:1].to_pylist()  # images and the like are not decoded
+        is_json = {name for name, feature in dataset.features.items() if isinstance(feature, Json)}
+        rows = [
+            {name: read_row(text) if text and name in is_json else text for name, text in row.items()} for row in rows
+        ]
+    else:
+        first = itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1)
+        rows = [read_row(row[ROW]) if ROW in row else row for row in first]
     return (list(dict.fromkeys(name for row in rows for name in row)), rows[0]) if rows else None
