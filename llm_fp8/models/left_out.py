@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import ModelSource
+from llm_fp8.models.weight_shards import is_left_out
 from llm_fp8.models.weights import StoredCheckpoint, weight_files
 from llm_fp8.utils.hf_internals import renaming_on_load
 
@@ -23,13 +23,6 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """safetensors' names of dtypes; fp8 tensors are read as fp32."""
-
-
-def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether a stored tensor of this name belongs to a module that was taken out of `model`."""
-    modules = "|".join(map(re.escape, left_out_of(model)))
-    pattern, renamed = re.compile(rf"({modules})(\.|$)" if modules else r"(?!)"), renaming_on_load(model)
-    return lambda name: pattern.match(name) is not None or pattern.match(renamed(name)) is not None
 
 
 def left_out_of(model: PreTrainedModel) -> tuple[str, ...]:

@@ -45,7 +45,8 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
-        with reading("--model_name", config.model.model_name, "its config into a small model", "Correct config.json."):
+        advice = "Correct its config.json, or take another model."
+        with reading("--model_name", config.model.model_name, "text by a small model of this architecture", advice):
             model = small_model(hf_config, attention, device, dtype)
             training_model = TrainingModel(model, sum(LENGTHS), dtype)
             alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
@@ -90,9 +91,9 @@ def small_model(
     depth = max(kinds.index(kind) for kind in kinds) + 1
     decoder: Any = text_decoder(model)
     setattr(decoder, "layers" if hasattr(decoder, "layers") else "h", layers[: min(depth, MOST_LAYERS)])
-    head: Any = model.get_output_embeddings()
-    for table in [module for module in model.modules() if isinstance(module, nn.Embedding)] + [head]:
-        if len(table.weight) > VOCABULARY:
+    tables: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for table in [*tables, model.get_output_embeddings()]:
+        if table is not None and len(table.weight) > VOCABULARY:
             table.weight = nn.Parameter(table.weight[: max(VOCABULARY, sum(LENGTHS) + 8)])
             table.padding_idx = None
     numbers = torch.randn(2**16 + 1, generator=torch.Generator().manual_seed(1)).to(device)

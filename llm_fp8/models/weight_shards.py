@@ -232,6 +232,13 @@ def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFill
     return WeightFiller(te_llama.parameter_map(spec), blocks, resolve)
 
 
+def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Whether a stored tensor of this name belongs to a module that was taken out of `model`."""
+    modules = "|".join(map(re.escape, getattr(model, "left_out", ())))
+    pattern, renamed = re.compile(rf"({modules})(\.|$)" if modules else r"(?!)"), renaming_on_load(model)
+    return lambda name: any(pattern.match(one) for one in (name, renamed(name)))
+
+
 def hf_filler(
     model: PreTrainedModel, parts: Mapping[str, tuple[Part, ...]], checkpoint_names: Iterable[str]
 ) -> WeightFiller:
@@ -240,9 +247,8 @@ def hf_filler(
     export then stores them. `parts`: `stored_parts` of the model.
     """
     tensors, own, prefix = saved_tensors(model), parts_of(model), f"{model.base_model_prefix}."
-    left_out = [rf"^{re.escape(name)}(\.|$)" for name in getattr(model, "left_out", ())]
-    passed_over = re.compile("|".join((*_PASSED_OVER, *left_out, *ignored_on_load(model))))
-    renamed = renaming_on_load(model)
+    passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
+    renamed, left_out = renaming_on_load(model), is_left_out(model)
 
     def spellings(name: str) -> tuple[str, ...]:
         return name, f"{prefix}{name}", name.removeprefix(prefix)
@@ -268,7 +274,7 @@ def hf_filler(
         name = known(hf_name)
         target = targets.get(name)
         if target is None:
-            return None if passed_over.search(hf_name) or passed_over.search(renamed(hf_name)) else hf_name
+            return None if passed_over.search(hf_name) or left_out(hf_name) else hf_name
         return None if name != target and target in stored else target
 
     return WeightFiller(entries, {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)
