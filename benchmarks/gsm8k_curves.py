@@ -35,9 +35,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.observability.provenance import collect_provenance, visible_gpus
+from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.plan import precision_name
-from llm_fp8.tools.programs import training_command
+from llm_fp8.tools.programs import training_command, visible_gpus
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, reading, run_script
 from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY

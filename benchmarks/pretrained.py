@@ -44,10 +44,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.data import prepare_data
 from llm_fp8.data.collate import Batch
-from llm_fp8.observability.provenance import collect_provenance, visible_gpus
+from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.compare.statistics import t_interval
-from llm_fp8.tools.programs import training_command
+from llm_fp8.tools.programs import training_command, visible_gpus
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY

@@ -122,6 +122,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     """Turn a full disk or the loss of another process into a `UserError`."""
+    cause: Exception
     try:
         yield
         return
