@@ -84,7 +84,9 @@ def encode_batch(
     runs in parallel.
     """
     eos = trained_eos(tokenizer, form)
-    ends = {eos, tokenizer.eos_token_id} if form in AS_THEY_STAND else {eos, *special_ids(tokenizer)}
+    ends = {eos, tokenizer.eos_token_id}
+    if form not in AS_THEY_STAND:
+        ends |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     encoded = _encode_spans([render(each, form, tokenizer) for each in conversations], tokenizer)
     documents = [_end_turns(each, tokenizer, eos, ends) for each in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
@@ -379,8 +381,3 @@ def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, e
             end = last + 1
     ids, flags = ids[:end], list(map(bool, supervised[:end]))
     return Encoded(ids, flags) if not ids or ids[-1] in ends else Encoded([*ids, eos], [*flags, True])
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokenizer's special tokens, named ones such as EOS and others such as <|eot_id|>."""
-    return {*tokenizer.all_special_ids} | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -51,13 +51,13 @@ def read_row(text: str) -> Any:
 
 
 class _Number(float):
-    def __new__(cls, text: str) -> _Number:
-        number = super().__new__(cls, text)
-        number.text = text  # type: ignore[attr-defined]
-        return number
+    """A number that is written as it stands in the file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def __str__(self) -> str:
-        return str(self.text)  # type: ignore[attr-defined]
+        return self.text
 
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
