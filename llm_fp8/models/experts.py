@@ -100,14 +100,14 @@ class RouterLoss:
 
     coefficient: float
     function: Callable[..., Tensor]
-    num_experts: int
     per_token: int
 
     def __call__(self, router_logits: Iterable[Tensor], batch: Batch) -> Tensor:
         """Coefficient times loss times the supervised tokens of `batch` (fp32 scalar); `router_logits`: [tokens,
         experts] of each layer.
         """
-        loss = self.function(tuple(router_logits), self.num_experts, self.per_token, batch.attention_mask)
+        logits = tuple(router_logits)
+        loss = self.function(logits, logits[0].shape[-1], self.per_token, batch.attention_mask)
         return self.coefficient * loss * (batch.labels != IGNORE_INDEX).sum()
 
 
@@ -122,8 +122,8 @@ def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
     if not getattr(decoder, "output_router_logits", False):
         what = f"router_aux_loss_coef {coefficient:g} takes no effect, as in transformers"
         return None, f"{what}: the model's config has not output_router_logits" if coefficient else None
-    if not coefficient or function is None:
+    per_token = experts_per_token(model.config)
+    if not coefficient or function is None or per_token is None:
         return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
-    found: Any = model
-    loss = RouterLoss(coefficient, function, found.num_experts, found.num_experts_per_tok)
-    return loss, f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss"
+    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss"
+    return RouterLoss(coefficient, function, per_token), what
