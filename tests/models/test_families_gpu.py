@@ -1,0 +1,37 @@
+"""What the GPU's attention and kernels say of packing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.probe import probe
+from llm_fp8.utils.errors import UserError
+from tests.support.hub_families import CPU, hub_config
+
+pytestmark = pytest.mark.gpu
+HAS_KERNELS = all(importlib.util.find_spec(name) for name in ("causal_conv1d", "fla"))
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama 3", "Mistral", "Gemma 3", "Mixtral", "Gemma 2", "OLMo 2"])
+def test_the_gpu_keeps_the_documents_apart_that_the_cpu_does(name, attention, device):
+    options = parse_config(["--packing", f"--attn_implementation={attention}"])
+    assert probe(options, hub_config(name), CPU, torch.float32) == "rows"
+    assert probe(options, hub_config(name), device, torch.bfloat16) in ("rows", "flash")
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs causal-conv1d and flash-linear-attention")
+@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
+def test_linear_attention_is_packed_by_its_kernels(name, device):
+    assert probe(parse_config(["--packing"]), hub_config(name), device, torch.bfloat16) == "line"
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="causal-conv1d and flash-linear-attention are installed")
+@pytest.mark.parametrize("name", ["Qwen3.5", "Bamba", "LFM2"])
+def test_recurrences_are_refused_without_their_kernels(name, device):
+    with pytest.raises(UserError, match="drop --packing"):
+        probe(parse_config(["--packing"]), hub_config(name), device, torch.bfloat16)
