@@ -273,7 +273,7 @@ class RotaryTable(nn.Module):
             reference: Any = hf_rotary_class(config)
         self.attention_scaling = float(reference.attention_scaling)
         frequencies = reference.inv_freq.float()
-        positions = torch.arange(num_positions(config), dtype=torch.float32)
+        positions = torch.arange(num_positions(config) or 0, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         self.angles: Tensor
         # A plain attribute, not a buffer: a cast of the model to bf16 must not touch it.

@@ -39,7 +39,7 @@ class LeftOut:
         self._renamed = renaming_on_load(model)
         if not left_out_of(model):
             return
-        name = model.config.name_or_path
+        name = model.config.name_or_path or ""
         files = weight_files(ModelConfig(model_name=name), ModelSource(name, name, architecture_only=False))
         self._checkpoint = StoredCheckpoint(files, model.config)
         belongs = is_left_out(model)
