@@ -36,17 +36,17 @@ from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, profiled
+from llm_fp8.precision.certificate import Certificate, attention_library, certify, worst
 from llm_fp8.precision.context import Precision
-from llm_fp8.train.certify import certify_step
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
-from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.utils.errors import FailedCheck, UserError, listed
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.start import PhaseClock
 
 if TYPE_CHECKING:
     from llm_fp8.observability.nvml import EnergyMeter
-    from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
@@ -332,9 +332,35 @@ class TrainingLoop:
             self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
         self.results.recorded = profile
-        attention = self.results.attention_backend or self.setup.attention
-        self.results.certificate = certify_step(self.setup, profile, attention, self.reporter, num_micro_batches)
+        self.results.certificate = self._certified(profile, num_micro_batches)
         return self.restart_clocks()
+
+    def _certified(self, profile: StepProfile, num_micro_batches: int) -> Certificate:
+        """The verdict on the step's kernels, written to certificate.json; `FailedCheck` on every rank where any rank's
+        step failed.
+        """
+        plan, attention = self.setup.plan, self.results.attention_backend or self.setup.attention
+        own = certify(
+            self.setup.expected,
+            profile.kernels,
+            self.precision.module_state(),
+            num_micro_batches=num_micro_batches,
+            recipe_inside_modules=self.precision.recipe_inside_modules,
+            attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
+            rank=self.accelerator.process_index,
+        )
+        certificate, path = worst(gather_object([own])), plan.folder / "certificate.json"
+        if self.accelerator.is_main_process:
+            write_json_atomic(path, certificate.to_dict())
+            self.reporter.track({"certificate": certificate.to_dict()})
+        if certificate.verdict == "failed":
+            sentence = certificate.failure(path)
+            self.reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **plan.parallel_record})
+            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+            raise FailedCheck(sentence)
+        if certificate.verdict == "undetermined":
+            self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
+        return certificate
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterator
 
 _hung_up = False
@@ -22,6 +23,8 @@ def outliving_the_terminal(hung_up: bool = False) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EPIPE and not _hung_up:
+            time.sleep(0.5)  # the SIGHUP that ended the reader may be on its way
         if error.errno != errno.EIO and not (_hung_up and error.errno == errno.EPIPE):
             raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
