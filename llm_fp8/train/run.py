@@ -213,9 +213,9 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     if setup.precision.scales_lag and not (resumed is not None and state.has_the_scales(resumed)):
-        from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
+        from llm_fp8.train.scale_warmup import prepare_with_scales
 
-        model, optimizer = prepare_with_scales(strategy, model, optimizer, lambda: warm_up_scales(setup, data.train))
+        model, optimizer = prepare_with_scales(setup, optimizer, data.train)
     else:
         model, optimizer = strategy.prepare(model, optimizer)
     num_steps, saved = state.options["total_steps"], dict[str, Any]()

@@ -16,7 +16,6 @@ With 32 layers nothing changes after the fifth pass (`tests/train/test_scale_war
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from torch.optim import Optimizer
 
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.setup import TrainingSetup
@@ -80,15 +78,14 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
         hook.remove()
 
 
-def prepare_with_scales(
-    strategy: DistributedStrategy, model: TrainingModel, optimizer: Optimizer, warm_up: Callable[[], None]
-) -> tuple[nn.Module, Any]:
-    """`strategy.prepare`, with `warm_up` before it, since DDP and DeepSpeed take every backward pass for training's; or
-    after it, since FSDP's sharded parameters have their final form only then.
+def prepare_with_scales(setup: TrainingSetup, optimizer: Optimizer, loader: TrainLoader) -> tuple[nn.Module, Any]:
+    """`strategy.prepare`, with the first scales before it, since DDP and DeepSpeed take every backward pass for
+    training's; or after it, since FSDP's sharded parameters have their final form only then.
     """
+    strategy = setup.plan.strategy
     if not strategy.shards_parameters:
-        warm_up()
-    prepared = strategy.prepare(model, optimizer)
+        warm_up_scales(setup, loader)
+    prepared = strategy.prepare(setup.training_model, optimizer)
     if strategy.shards_parameters:
-        warm_up()
+        warm_up_scales(setup, loader)
     return prepared

@@ -12,7 +12,6 @@ state and gradients: fp8 casts of weights, which later micro-batches reuse. "act
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +44,7 @@ from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.run import load_data
 from llm_fp8.train.run_dir import explained_failures
-from llm_fp8.train.scale_warmup import prepare_with_scales, warm_up_scales
+from llm_fp8.train.scale_warmup import prepare_with_scales
 from llm_fp8.train.setup import build_setup
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
@@ -84,8 +83,7 @@ def build_loop(plan: RunPlan) -> TrainingLoop:
     data = load_data(plan, tokenizer)
     setup = build_setup(plan)
     optimizer = build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
-    warm_up = functools.partial(warm_up_scales, setup, data.train)
-    model, optimizer = prepare_with_scales(plan.strategy, setup.training_model, optimizer, warm_up)
+    model, optimizer = prepare_with_scales(setup, optimizer, data.train)
     reporter: Any = None
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
     scheduler = build_scheduler(optimizer, config.optim, num_steps)
