@@ -282,9 +282,13 @@ def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """The rows as Markdown, families with the same cells in one."""
+    families = dict[tuple[str, ...], list[str]]()
+    for row in rows:
+        family, *cells = (getattr(row, f.name) for f in fields(Row))
+        families.setdefault(tuple(cells), []).append(family)
     titles = ["family", "TE", "fp8 by module swap", "packing", "LoRA", "sharded"]
-    lines = [titles, ["---"] * len(titles), *([getattr(row, f.name) for f in fields(Row)] for row in rows)]
+    lines = [titles, ["---"] * len(titles), *(["; ".join(names), *cells] for cells, names in families.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
