@@ -176,7 +176,7 @@ class _Job:
         """The loaders of these sequences; `taken` says how much of each dataset is trained on."""
         config, size = self.config, self.config.data.batch_size
         sources = (source for source, _ in (*self.train, *self.evaluation))
-        report.unused.update({f"file '{name}'" for source in sources for name in source.left_out})
+        report.unused |= {f"file '{name}'": 1 for source in sources for name in source.left_out}
         sample, pairs = "", zip(example.input_ids, example.supervised, strict=True)
         for supervised, run in groupby(pairs, key=itemgetter(1)):
             piece = str(self.tokenizer.decode([int(token) for token, _ in run]))

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -79,7 +78,7 @@ class DataReport:
     num_eval_rows: int = 0
     num_eval_rows_seen_in_training: int = 0
     """Rows left out because their problem is trained on."""
-    unused: Counter[str] = field(default_factory=Counter)
+    unused: dict[str, int] = field(default_factory=dict)
     """What of the rows is not used -> how often."""
     nothing_held_out: str = ""
     """Why there is no row to evaluate on, though a share was to be held out."""
@@ -107,7 +106,7 @@ class DataReport:
     def count_unused(self, unused: Iterable[tuple[str, int]]) -> None:
         for text, number in unused:
             for what, times in json.loads(text).items():
-                self.unused[what] += times * number
+                self.unused[what] = self.unused.get(what, 0) + times * number
 
     def count_rows(self, rows: Sequence[dict[str, Any]], fraction: float) -> tuple[Figures, npt.NDArray[np.bool_]]:
         """Add rows of a stream, of whose problems `fraction` are held out; their figures, and which are held out."""
@@ -120,7 +119,7 @@ class DataReport:
         """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
         kept = {name: getattr(self, name) for name in ("max_seq_length", "num_eval_rows", "nothing_held_out")}
         files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
-        vars(self).update(vars(DataReport(**kept, unused=Counter(files))))
+        vars(self).update(vars(DataReport(**kept, unused=files)))
 
     def summary(self) -> str:
         return (
@@ -130,7 +129,8 @@ class DataReport:
         )
 
     def told_unused(self) -> str:
-        return "not used: " + ", ".join(f"{what} ({number})" for what, number in self.unused.most_common())
+        most_first = sorted(self.unused.items(), key=lambda item: -item[1])
+        return "not used: " + ", ".join(f"{what} ({number})" for what, number in most_first)
 
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""

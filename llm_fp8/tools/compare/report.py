@@ -165,9 +165,9 @@ def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] |
     all_points = [point for *_, points in curves for point in points]
     if len({step for step, _ in all_points}) < 2:
         return None
-    steps, losses = zip(*all_points, strict=True)
+    steps, values = zip(*all_points, strict=True)
     first, last = min(steps), max(steps)
-    low, high = min(losses), max(losses)
+    low, high = min(values), max(values)
     x_scale = 1000 / (last - first)
     y_scale = 1000 / (high - low or 1)
     lines = [
