@@ -57,16 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave modules out of the garbage collector's sight: every training ends with `gc.collect()`."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def own_accelerator() -> None:
-    """A test is a program of its own to Accelerate."""
+    """A test is a program of its own to Accelerate, and leaves what is there out of the garbage collector's sight:
+    every training ends with `gc.collect()`, which would take longer than the training.
+    """
     forget_accelerator()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

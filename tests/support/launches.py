@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -105,6 +106,7 @@ def _agent(words: list[str], options: list[str], log: str, inherited: dict[str, 
     os.dup2(file, 2)
     config, _, _ = config_from_args(parse_args([*words, SCRIPT]))
     config.start_method = "fork"
+    gc.freeze()
     elastic_launch(config, train_as_a_rank)(options)
 
 

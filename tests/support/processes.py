@@ -7,6 +7,7 @@ code.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -42,6 +43,7 @@ def _train(
 ) -> None:
     os.environ.clear()  # of the server, which may be older than what the test changed
     os.environ.update(inherited | launch)
+    gc.freeze()
     if first is not None:
         first()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
