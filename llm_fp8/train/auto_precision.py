@@ -34,9 +34,7 @@ def replanned(plan: RunPlan, name: str) -> RunPlan:
     config = plan.config.with_options(mixed_precision=name)
     precision = dataclasses.replace(resolve_precision(config.precision, plan.device), requested="auto")
     strategy = build_strategy(plan.strategy.mode, config, plan.accelerator, plan.ranks, precision.compute_dtype)
-    return dataclasses.replace(
-        plan, config=config, precision=precision, strategy=strategy, measures_precision=False, notes=()
-    )
+    return dataclasses.replace(plan, config=config, precision=precision, strategy=strategy, measures_precision=False)
 
 
 def choose_precision(

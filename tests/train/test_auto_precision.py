@@ -61,6 +61,11 @@ def test_the_faster_one_is_taken_and_both_figures_are_said(plan, monkeypatch, ca
     assert "41,000" in capsys.readouterr().out
 
 
+def test_the_chosen_plan_still_says_what_memory_came_to(plan):
+    told = dataclasses.replace(plan, notes=("--batch_size auto: 8",))
+    assert auto_precision.replanned(told, "bf16").notes == told.notes
+
+
 @pytest.mark.slow
 def test_measuring_leaves_random_states_and_data_as_they_were(plan, monkeypatch):
     data = load_data(plan, AutoTokenizer.from_pretrained(plan.config.model.model_name))
