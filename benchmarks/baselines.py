@@ -44,6 +44,7 @@ from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.torchao import build_config, compile_layers
+from llm_fp8.tools.bench import BASELINES
 from llm_fp8.train.loop import StepClock
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import run_script
@@ -161,7 +162,10 @@ def train(name: str, config: Config) -> None:
 
 
 def main() -> int:
-    name, *words = sys.argv[1:]
+    name, *words = sys.argv[1:] or ["--help"]
+    if name not in BASELINES:
+        print(__doc__)
+        return 0 if name in ("--help", "-h") else 2
     config = parse_config(words, prog=name, parallel="WORLD_SIZE" in os.environ)
     quiet_libraries()
     train(name, config)

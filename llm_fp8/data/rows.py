@@ -204,7 +204,7 @@ def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
         read = _json(content, "a function's call")
         calls, content = read if isinstance(read, list) else [read], ""
         turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    if "function_call" in turn and "tool_calls" not in turn:  # OpenAI's API of 2023
+    if "function_call" in turn and not turn.get("tool_calls"):  # OpenAI's API of 2023
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
     calls = _structured(turn, "tool_calls")
     if not calls:

@@ -72,7 +72,7 @@ def cap_(logits: Tensor, cap: float | None) -> Tensor:
 
 def slope_of_cap(logits: Tensor, cap: float | None) -> Tensor | None:
     """The derivative of `cap_` from its results."""
-    return None if cap is None else 1 - (logits / cap).square_()
+    return None if cap is None else (logits / cap).square_().neg_().add_(1)
 
 
 def torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

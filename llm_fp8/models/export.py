@@ -147,8 +147,9 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 def hf_tensors(
     model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and CPU copy (`dtype`) of each unsharded Hugging Face tensor, a weight with an adapter merged in fp32; one
-    parameter at a time. With `dtype` None it only takes part in the collectives.
+    """Name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time: parameters in `dtype`, with
+    adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
+    part in the collectives.
     """
     tensors, parameters = saved_tensors(model), dict(model.named_parameters())
     adapters: dict[str, Any] = {}
@@ -166,7 +167,8 @@ def hf_tensors(
             if len(own[name]) > 1 and (adapter := adapters.get(part.hf_name)):
                 tensor = with_adapter(tensor, adapter, full_tensor)
             if dtype is not None:
-                yield part.hf_name, tensor.to("cpu", dtype, copy=True).contiguous()
+                stored = dtype if name in parameters else tensor.dtype
+                yield part.hf_name, tensor.to("cpu", stored, copy=True).contiguous()
             del tensor
         del full
 
@@ -177,8 +179,12 @@ def _write_weights(
     """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
     layout, left_out = stored_parts(model), LeftOut(model)
     # In the order of gathering, so that files are completed one after the other.
-    shapes = {part.hf_name: part.shape for parts in (layout or parts_of(model)).values() for part in parts}
-    planned = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    parameters, tensors = dict(model.named_parameters()), saved_tensors(model)
+    planned = {
+        part.hf_name: torch.empty(part.shape, dtype=dtype if name in parameters else tensors[name].dtype, device="meta")
+        for name, parts in (layout or parts_of(model)).items()
+        for part in parts
+    }
     if layout is None:  # only transformers knows which of the tensors belong together in the files
         planned = revert_weight_conversion(model, planned)
         gathered = iter(revert_weight_conversion(model, dict(gathered)).items())

@@ -66,6 +66,8 @@ def save_side_files(
     tokenizer.save_pretrained(folder)
     if tokenizer.name_or_path:
         _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
+        if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template
+            (folder / "chat_template.json").unlink(missing_ok=True)  # processors would prefer it
     if origin is not None:
         _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None and not (folder / CONFIG_NAME).is_file():
@@ -92,6 +94,8 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
     if config.get("model_type") == model.config.model_type:  # else the model is the text part of that of the config
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     config.setdefault("torch_dtype", None)
+    if not found["tie_word_embeddings"]:  # some families tie by default
+        config.setdefault("tie_word_embeddings", False)
     for part in _parts(config):
         part.pop("quantization_config", None)  # the weights were dequantised
         part.update({key: value for key, value in found.items() if key in part})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
             return Path(source.location) / file_name
         with contextlib.suppress(EntryNotFoundError):  # where the hub cannot be asked too
             return Path(hf_hub_download(source.location, file_name))
-        return Path(file_name)
+        return Path(os.devnull) / file_name  # which is nowhere, and not in the current folder
 
     with reading_model("safetensors", options.model_name):
         files = [fetch(SAFE_WEIGHTS_NAME)]
@@ -136,7 +137,8 @@ class StoredCheckpoint:
     def read(self, name: str, device: torch.device) -> Any:
         """Tensor `name`, whole."""
         with open_weights(self.stored[name].path, device) as tensors:
-            return self.rows(name, tensors, device)[:]
+            rows = self.rows(name, tensors, device)
+            return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
 
     def rows(self, name: str, tensors: Any, device: torch.device) -> Any:
         """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""

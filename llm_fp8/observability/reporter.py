@@ -16,7 +16,7 @@ On W&B it continues the same run, which cannot take back steps: those that it ha
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import logging
 import os
@@ -157,8 +157,11 @@ class RunReporter:
 
     def _restore_if_lost(self) -> None:
         """Write metrics.jsonl and run.json again where the former is no longer the open file."""
-        with contextlib.suppress(OSError):
+        try:
             if os.path.samestat(os.stat(self._metrics), os.fstat(self._file.fileno())):
+                return
+        except OSError as error:  # a disk of the network may fail for a moment
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 return
         self.is_lost = True
         self._file.seek(0)

@@ -58,7 +58,7 @@ def data_options(options: argparse.Namespace) -> DataConfig:
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
     found = DataConfig(**{**recorded, **given, "packing": False})
-    return dataclasses.replace(found, batch_size=max(1, 8192 // found.max_seq_length))  # whose logits fit
+    return dataclasses.replace(found, batch_size=max(1, 2048 // found.max_seq_length))  # whose logits fit
 
 
 def adapter_base(folder: str | Path) -> str | None:

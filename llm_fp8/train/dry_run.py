@@ -46,7 +46,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:
-        probe(config, hf_config, torch.device("cpu"), torch.float32)
+        probe(config, hf_config, own_device(), torch.float32 if recipe == "no" else torch.bfloat16)
     if config.lora.lora_rank:
         from llm_fp8.models.lora import add_adapters
 

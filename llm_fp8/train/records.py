@@ -78,7 +78,7 @@ def record_stream(loop: TrainingLoop) -> None:
     report, plan = loop.state.data.report, loop.setup.plan
     if loop.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data, pass after pass:", *report.describe()]))
-        record = read_json(plan.folder / "run.json")
+        record = loop.reporter.run_record
         [record, *record.get("resumes", ())][-1]["data"] = report.to_dict()
         write_json_atomic(plan.folder / "run.json", record)
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config, names_in
 from llm_fp8.data import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, start_process_group
+from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
@@ -86,6 +86,8 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
         resumed = CheckpointManager(plan.folder, limit=1).find(config.run.resume_from)
+        if len(set(gathered(None if resumed is None else resumed.step))) > 1:
+            raise UserError(f"--output_dir {plan.folder}: hosts find different checkpoints there; share the folder.")
         if resumed is None and (config.run.resume_from is not None or was_begun(plan.folder)):
             plan.say(f"{plan.folder} holds no checkpoint: the run begins anew")
         if resumed is not None:

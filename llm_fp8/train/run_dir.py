@@ -53,7 +53,7 @@ def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if ranks.restart_count > 0 and has_checkpoint(folder):
             resume_from = LATEST
-        if output_dir is not None:
+        if output_dir is not None and ranks.restart_count == 0:
             _refuse_other_run(folder, resume_from)
     return output_dir, resume_from
 
@@ -102,7 +102,8 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
             raise UserError(f"--output_dir {folder} is in use by {lock.read()}; choose another folder.") from None
         except OSError as error:  # a disk without locks
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
-        _refuse_other_run(folder, config.run.resume_from)  # one may have begun since the start
+        if ranks.restart_count == 0:
+            _refuse_other_run(folder, config.run.resume_from)  # one may have begun since the start
         for path in folder.glob(_UNFINISHED):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock.truncate(0)

@@ -56,7 +56,7 @@ def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iter
         raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {words}). {advice}".rstrip()) from error
 
 
-_NO_HOST_MEMORY = "(can't|cannot|unable to) allocate"
+_NO_HOST_MEMORY = "(can't|cannot|unable to) allocate(?! memory in static TLS)"
 _NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|calling `cublasCreate|{_NO_HOST_MEMORY}"
 
 
