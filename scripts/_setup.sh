@@ -96,7 +96,7 @@ has_transformer_engine() {
     "$venv_python" -c 'import importlib.metadata as m; m.version("transformer-engine-torch")' >/dev/null 2>&1
 }
 
-# Runs the command behind $1 (a log file, which gets its output too) and says every minute that it goes on: pip is silent while it compiles.
+# Runs the command after $1 (a log file, which gets its output too) and says every minute that it goes on: pip is silent while it compiles.
 with_heartbeat() {
     local log=$1 beat status=0 minutes=0
     shift

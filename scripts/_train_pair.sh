@@ -2,7 +2,7 @@
 # Trainings that come as a pair, in bf16 and in fp8. Sourced by the scripts of the pairs, not run.
 #
 # What a pair trains stands in one file, configs/PAIR.yaml, so that its two scripts can differ in nothing but the precision and the
-# output folder. Options behind them win over the file.
+# output folder. Options after them win over the file.
 
 # shellcheck source=scripts/_python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"

@@ -1,14 +1,14 @@
 """A conversation becomes token ids and a mask of those that are to be predicted.
 
 Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
-`PLAIN_TURN`. Supervised are the solution, the completion or each learnt turn (with `train_on_prompt` every token), and
-its end (`trained_eos`), once, as the last token of every document; what a template puts after it is cut off. BOS stands
-at the front once.
+`PLAIN_TURN`. Supervised are the solution, the completion or each turn of the assistant's (with `train_on_prompt` every
+token), and its end (`trained_eos`), once, as the last token of every document; what a template puts after it is cut
+off. BOS stands at the front once.
 
 Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
 the template adds to the conversation before it: it begins where the generation prompt ends. What the template does not
-show cannot be learnt, and is counted with what else of a row is not used; where that is an answer or a call, the row is
-refused.
+show cannot be supervised, and is counted with what else of a row is not used; where that is an answer or a call, the
+row is refused.
 
 A document is tokenised as one text, so that the prompt's tokens are those that generation starts from. Where a token
 would straddle the beginning of a supervised range, both sides are tokenised separately.
@@ -45,7 +45,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -123,12 +123,12 @@ def render(conversation: Conversation, form: ColumnForm, tokenizer: PreTrainedTo
 
 
 def _render_plain(conversation: Conversation, eos: str) -> Rendered:
-    text, spans, learnt = "", [], conversation.learnt_turns()
+    text, spans, supervised = "", [], conversation.supervised_turns()
     for turn, message in enumerate(conversation.messages):
         content = message["content"].strip()
         text += PLAIN_TURN.format(role=message["role"].capitalize())
         content += eos if message["role"] == "assistant" and content else ""
-        if turn in learnt:
+        if turn in supervised:
             _check_shown(message, content, "", Unused())
             spans.append((len(text), len(text) + len(content)))
         text += content + "\n\n"
@@ -147,12 +147,12 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
             return _apply_template(tokenizer, other) == text
         return False
 
-    learnt = conversation.learnt_turns()
+    supervised = conversation.supervised_turns()
     for turn, message in enumerate(conversation.messages):
         start, end = spans.get(turn, (0, len(text)))
         unshown = [each for each in _thoughts(message) if each.strip() not in text[start:end]]
         unused["reasoning that the chat template does not show"] += len(unshown)
-        if turn in learnt:
+        if turn in supervised:
             _check_shown(message, text[start:end], template, unused)
         elif message["content"].strip() not in text:  # it may be quoted there
             rest = [*conversation.messages[:turn], {**message, "content": ""}, *conversation.messages[turn + 1 :]]
@@ -206,8 +206,8 @@ def _thoughts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Count the text of a learnt turn that a template leaves out beside a call, as Llama 3's does; `UserError` where it
-    leaves out a call, or an answer.
+    """Count the text of a supervised turn that a template leaves out beside a call, as Llama 3's does; `UserError`
+    where it leaves out a call, or an answer.
     """
     calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
     if calls and ("tool_calls" not in template or any(str(call) not in shown for call in calls)):
@@ -261,7 +261,7 @@ def _applying(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) ->
 
 
 Spans = dict[int, tuple[int, int]]
-"""Number of a turn -> where in the text what is learnt of it stands."""
+"""Number of a turn -> where in the text what is supervised of it stands."""
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
@@ -271,21 +271,21 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
         _, found = cast(Any, render_jinja_template)([conversation.messages], **options)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if len(turns) != len(found[0]) and conversation.excluded.intersection(turns):
-        what = f"{len(found[0])} parts of {len(turns)} assistant's turns, of which some are not to be learnt"
+        what = f"{len(found[0])} parts of {len(turns)} assistant's turns, of which some are not to be supervised"
         raise UserError(f"--dataset_name: the chat template marks {what}; leave such conversations out.")
     turns = turns if len(turns) == len(found[0]) else [-1 - part for part in range(len(found[0]))]
     return {turn: span for turn, span in zip(turns, found[0], strict=True) if turn not in conversation.excluded}
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Where in `text` each learnt turn stands: from the end of its generation prompt to the end of the turn.
+    """Where in `text` each supervised turn stands: from the end of its generation prompt to the end of the turn.
 
     The conversation is rendered up to each turn, and that has to stand in `text`, from the beginning or from the end of
     the turn before. Only reasoning may be missing there: some templates (Qwen3's) show it until the next question.
     """
     spans: Spans = {}
     seen, end = "", 0  # the conversation up to the last turn, and where that ends in `text`
-    for turn in conversation.learnt_turns():
+    for turn in conversation.supervised_turns():
         message = conversation.messages[turn]
         answer = message["content"].rpartition("</think>")[2].strip()
         calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]

@@ -3,11 +3,11 @@
 Forms of rows by their columns, the first that fits:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
-    messages                        a conversation: a list of {role, content}; every assistant's turn is learnt
+    messages                        a conversation: a list of {role, content}; every assistant's turn is supervised
     conversations                   the same as ShareGPT writes it: a list of {from, value}
     instruction + output            Alpaca; a column `input` follows the instruction after a blank line
-    prompt + completion             lists of messages: the completion is learnt; text: it is concatenated as it stands
-    text                            all of it learnt, as it stands
+    prompt + completion             lists of messages: the completion is supervised; text: concatenated as it stands
+    text                            all of it supervised, as it stands
 
 A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. In every form
 that a chat template may touch, `CONTEXT` names further columns. What of a row is not used is counted.
@@ -51,7 +51,7 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function":
 """ShareGPT's `from` -> `role`; a function's call is the JSON text of one call or of several."""
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
-"""Entries of a turn -> the value with which it is learnt."""
+"""Entries of a turn -> the value with which it is supervised."""
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 Unused = Counter[str]
@@ -72,8 +72,8 @@ class Conversation(NamedTuple):
         """The messages before this one."""
         return self._replace(messages=self.messages[:turn])
 
-    def learnt_turns(self) -> list[int]:
-        """The numbers of the messages that are learnt: an assistant's, unless excluded, that say something."""
+    def supervised_turns(self) -> list[int]:
+        """The numbers of the messages that are supervised: an assistant's, unless excluded, that say something."""
         return [
             turn
             for turn, message in enumerate(self.messages)
@@ -108,7 +108,7 @@ def detect_columns(
 
 
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
-    """The row's messages up to the last learnt turn; of text that stands as it is, a prompt and what is learnt."""
+    """The row's messages up to the last supervised turn; of text that stands as it is, a prompt and an answer."""
     unused = Unused()
     read = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
     if form in ("messages", "sharegpt"):
@@ -133,14 +133,14 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     tools = [_json(tool, "a tool") if isinstance(tool, str) else tool for tool in _structured(row, "tools")]
     functions = [{"type": "function", "function": function} for function in _structured(row, "functions")]
     unused["'functions' beside 'tools'"] += bool(tools and functions)
-    excluded = frozenset(turn for turn, (_, may_be_learnt) in enumerate(read) if not may_be_learnt)
+    excluded = frozenset(turn for turn, (_, may_be_supervised) in enumerate(read) if not may_be_supervised)
     kwargs = _structured(row, "chat_template_kwargs") or {}
     whole = Conversation([message for message, _ in read], excluded, tools or functions or None, kwargs, unused)
-    learnt = whole.learnt_turns()
-    end = learnt[-1] + 1 if learnt else 0
-    if learnt:
-        unused["turn after the last that is learnt"] += len(read) - end
-        silent = set(range(end)) - set(learnt) - excluded
+    supervised = whole.supervised_turns()
+    end = supervised[-1] + 1 if supervised else 0
+    if supervised:
+        unused["turn after the last that is supervised"] += len(read) - end
+        silent = set(range(end)) - set(supervised) - excluded
         unused["assistant's turn that says nothing"] += sum(read[i][0]["role"] == "assistant" for i in silent)
     return whole.until(end)
 
@@ -192,7 +192,7 @@ def _both(entry: Any) -> Sequence[Any]:
 
 
 def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
-    """A message with `role` and `content`, both text, and whether it may be learnt."""
+    """A message with `role` and `content`, both text, and whether it may be supervised."""
     if not isinstance(given, Mapping):
         raise _refused(given)
     turn = {name: value for name, value in given.items() if value is not None}

@@ -29,7 +29,7 @@ class Routed(NamedTuple):
     """A module that computes by the router's choice, or the router's own linear layer."""
 
     share: float
-    """Of the weight, how much computes a token: experts per token over experts."""
+    """The share of the weight that computes a token: experts per token over experts."""
     reason: str
     """Why an fp8 run leaves it alone."""
 

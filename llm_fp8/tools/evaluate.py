@@ -105,7 +105,7 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
 
 
 class Problem(NamedTuple):
-    """A held-out row. `labels[t]` is the token after position t, or -100 where nothing is learnt."""
+    """A held-out row. `labels[t]` is the token after position t, or -100 where nothing is supervised."""
 
     input_ids: list[int]
     labels: list[int]

@@ -114,7 +114,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The shell replaces no `~` behind `=`, and a folder of that name would be made.
+        # The shell replaces no `~` after `=`, and a folder of that name would be made.
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:

@@ -46,10 +46,10 @@ def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on_pr
     return encoded
 
 
-def _learnt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _supervised(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The decoded supervised stretches."""
     runs = groupby(zip(*_encode(row, tokenizer), strict=True), key=lambda pair: pair[1])
-    return [str(tokenizer.decode([token for token, _ in run])) for learnt, run in runs if learnt]
+    return [str(tokenizer.decode([token for token, _ in run])) for supervised, run in runs if supervised]
 
 
 def test_columns() -> None:
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     whole = tokenizer("Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.")["input_ids"]
     assert _encode(PROBLEM, tokenizer).input_ids == [*whole, tokenizer.eos_token_id]
     assert all(_encode(PROBLEM, tokenizer, train_on_prompt=True).supervised)
-    assert _learnt(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
+    assert _supervised(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
 
 
 def test_rows_with_nothing_to_learn_leave_their_neighbours_alone() -> None:

@@ -69,10 +69,10 @@ def encoded_as(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[
     except UserError:
         return "refused"
     stretches = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
-    texts = [str(tokenizer.decode([i for i, _ in pairs])) for learnt, pairs in stretches if learnt]
+    texts = [str(tokenizer.decode([i for i, _ in pairs])) for supervised, pairs in stretches if supervised]
     sha = hashlib.sha256(json.dumps([ids, list(map(int, mask))]).encode()).hexdigest()[:12]
     unused = {"unused": dict(sorted((+conversation.unused).items()))} if +conversation.unused else {}
-    return {"sha": sha, "learnt": texts, **unused}
+    return {"sha": sha, "supervised": texts, **unused}
 
 
 NAMES = ["base", "qwen25 base", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]

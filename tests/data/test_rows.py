@@ -59,7 +59,7 @@ def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path
     rows[3]["messages"].append({"role": "user", "content": "Thanks"})
     path = _write(tmp_path / "train.jsonl", rows)
     _write(tmp_path / "train.jsonl.bak", rows)
-    wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is learnt": 1}
+    wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is supervised": 1}
     for options in (["--preprocessing_workers=2"], ["--preprocessing_workers=2"], ["--streaming", "--max_steps=1"]):
         data = _prepare(path, tokenizer, "--validation_fraction=0", *options)
         if data.train.steps_per_epoch is None:

@@ -138,7 +138,7 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
 
 
 def test_fp8_parameters(options, model, tmp_path, record_property):
-    """The steps of a run without them; resumed bit for bit; what is exported is a Hugging Face model that has learnt
+    """The steps of a run without them; resumed bit for bit; what is exported is a Hugging Face model that has learned
     the rows.
     """
     without, fp8, resumed = tmp_path / "without", tmp_path / "fp8", tmp_path / "resumed"

@@ -82,9 +82,9 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
     """Let runs with --cuda_graphs do without a GPU; what they captured is in the list, one entry a run."""
     captures: list[EmulatedCapture] = []
 
-    def graphs(run, parameters, overwritten, capture, behind):
+    def graphs(run, parameters, overwritten, capture, after):
         captures.append(EmulatedCapture(parameters))
-        return MicroBatchGraphs(run, parameters, overwritten, captures[-1], behind)
+        return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after)
 
     monkeypatch.setattr("llm_fp8.train.loop.Capture", lambda: None)
     monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)
@@ -117,15 +117,15 @@ class Seen:
         self.weight = torch.nn.Parameter(torch.zeros(2))
         self.calls = []
         self.capture = EmulatedCapture([self.weight])
-        self.num_behind = 0
-        self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture, self.behind)
+        self.num_after = 0
+        self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture, self.after)
 
     def run(self, given, num_supervised, first):
         self.calls.append((given, first, given.cu_seqlens.tolist(), given.input_ids.clone(), int(num_supervised)))
         return given.input_ids.sum().float()
 
-    def behind(self):
-        self.num_behind += 1
+    def after(self):
+        self.num_after += 1
 
     def take(self, given, first, num_supervised=1):
         return float(self.graphs(given, torch.tensor(num_supervised), first))
@@ -146,10 +146,10 @@ def test_each_kind_runs_eagerly_once_and_then_by_its_graph(monkeypatch):
         seen.take(given, first)
         assert seen.replays == replays
         assert seen.calls[-1][1] == first
-    assert len(seen.calls) == seen.num_behind == 12, "nothing ran at a capture"
+    assert len(seen.calls) == seen.num_after == 12, "nothing ran at a capture"
 
 
-def test_a_graph_sees_each_batch_with_empty_documents_behind_its_own(monkeypatch):
+def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch):
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (8,))
     seen = Seen()
     given = [batch(count, seed) for seed, count in enumerate((3, 7, 2, 8))]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_WIDTHS = (1536, 2560, 3072, 3584, 5120, 6144)
-"""Of Qwen and Llama models."""
+"""Widths of Qwen and Llama models."""
 BOUNDS = {False: 0.005, True: 0.09}
 """Relative differences from fp32 in bf16 and in fp8, whose gradients in E5M2 have an eighth as the largest error of
 an element.

@@ -39,7 +39,7 @@ pytestmark = [
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
-    """Of the summed loss, with the loss itself."""
+    """The gradients of the summed loss, and the loss itself."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(

@@ -70,7 +70,7 @@ def draw_b_(model) -> None:
 
 
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
-    """Of a recorded step, whose kernels are held against `expected`."""
+    """The certificate of a recorded step, whose kernels are held against `expected`."""
     return certify(
         expected,
         recorded_step(model, precision, device),

@@ -86,7 +86,7 @@ SPLITS = ("train", "train_1M")
 
 
 def with_values(words: list[str], **values: str) -> list[str]:
-    """`words` with other values behind options that they have."""
+    """`words` with other values after options that they have."""
     found = list(words)
     for name, value in values.items():
         found[found.index(f"--{name}") + 1] = value

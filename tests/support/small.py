@@ -116,7 +116,7 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 
 
 def assert_goes_on(whole: Path, resumed: Path, completed: int) -> None:
-    """`resumed` went on behind `completed` steps of the run `whole`: the same losses and final weights, bit for bit."""
+    """`resumed` went on after `completed` steps of the run `whole`: the same losses and final weights, bit for bit."""
     assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(whole)][completed:]
     assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(whole)][completed:]
     assert_same_bits(final_weights(whole), final_weights(resumed))

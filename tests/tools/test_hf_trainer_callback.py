@@ -136,7 +136,7 @@ FP8_LAUNCH = {
 """What `configs/accelerate_fp8.yaml` becomes."""
 BF16_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 NUM_LINEARS = 15
-"""Of the tiny model: seven in each of two layers, and the output head."""
+"""Linear layers of the tiny model: seven in each of two layers, and the output head."""
 MICRO_BATCHES = 2
 EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 

@@ -17,7 +17,7 @@ from tests.support.small import steps, train
 WIDTH, NUM_TOKENS = 32, 64
 E5M2_MAX = torch.finfo(torch.float8_e5m2).max
 TINY = 1e-7
-"""Of a gradient that reaches the last layer: a mean over many tokens. E5M2's smallest number is 1.5e-5."""
+"""The size of a gradient that reaches the last layer: a mean over many tokens. E5M2's smallest number is 1.5e-5."""
 
 
 class _CastGradient(torch.autograd.Function):
@@ -74,7 +74,7 @@ class Blocks(nn.Module):
 
 
 class Seam:
-    """As `Precision`, around `Blocks`: scales are renewed behind each pass."""
+    """As `Precision`, around `Blocks`: scales are renewed after each pass."""
 
     def __init__(self, model: nn.Module, scales_lag: bool = True) -> None:
         self.scales_lag = scales_lag
@@ -96,7 +96,7 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Of the first step's gradients behind so many passes: the worst relative error of the first and of the second
+    """The worst relative errors of the first step's gradients after so many passes, of the first and of the second
     GEMMs.
     """
     monkeypatch.setattr("llm_fp8.train.scale_warmup.PASSES", num_passes)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SUPERVISED = 65_536
-"""Of a step of the size that is trained; the batch of the test has far fewer."""
+"""Supervised tokens of a step of the size that is trained; the batch of the test has far fewer."""
 FP8_DIFFERENCE = 0.25
 """Relative difference of a step's gradient in fp8 from bf16's; with settled scales 0.13 (`benchmarks/LOG.md`)."""
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("handler", ["strict", "surrogateescape"])  # the latter is Python's in the C locale
 def test_characters_that_the_console_lacks_end_no_program(handler: str) -> None:
-    """Of the data (the printed sample), or of a file's name that is not UTF-8."""
+    """Text of the data (the printed sample), or of a file's name that is not UTF-8."""
     program = "from llm_fp8.utils.errors import run_script; run_script(lambda: print('gro\\xdf \\udce9') or 0)"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONIOENCODING": f"ascii:{handler}"}, capture_output=True

@@ -98,7 +98,7 @@ BETTER = {1: -0.05, 2: -0.05, 3: -0.05}
 
 
 def answers(only_reference: int, only_other: int) -> PairedAnswers:
-    """Of seeds that agree."""
+    """Runs of seeds that agree."""
     difference = (only_other - only_reference) / 500
     ends = (difference - 0.02, difference + 0.02)
     return PairedAnswers(500, only_reference, only_other, only_reference, only_other, *ends)
