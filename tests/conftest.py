@@ -1,5 +1,5 @@
-"""What every test runs under: one thread per process, no hub, caches of its own, and GPU tests only where there is a
-GPU.
+"""What every test runs under: one thread per process (or LLM_FP8_TEST_THREADS), no hub, caches of its own, and GPU
+tests only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 # Before torch, datasets or transformers are imported: they read these once.
+_THREADS = os.environ.get("LLM_FP8_TEST_THREADS", "1")  # no test may depend on it
 _CACHE = tempfile.TemporaryDirectory(prefix="llm-fp8-tests-")
 os.environ.update(
-    OMP_NUM_THREADS="1",
-    MKL_NUM_THREADS="1",
+    OMP_NUM_THREADS=_THREADS,
+    MKL_NUM_THREADS=_THREADS,
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
@@ -42,7 +43,7 @@ from tests.support.small import forget_accelerator, tiny_config, write_model, wr
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(_THREADS))
     config.add_cleanup(_CACHE.cleanup)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes of tests inherit it
