@@ -27,8 +27,9 @@ os.environ.update(
     NVIDIA_TF32_OVERRIDE="0",
 )
 # An older processor is asked for: oneDNN has to take it for one too, or bf16 attention fails in PyTorch's own packing.
-if isa := {"default": "SSE41", "avx2": "AVX2"}.get(os.environ.get("ATEN_CPU_CAPABILITY", "")):
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", isa)
+_ISA = {"default": "SSE41", "avx2": "AVX2"}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))
+if _ISA:
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ISA)
 # What a launcher left in the environment would change the configuration under test.
 for _name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "WANDB_MODE"))]:
     del os.environ[_name]
@@ -44,6 +45,8 @@ from tests.support.small import forget_accelerator, tiny_config, write_model, wr
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(_THREADS))
+    if _ISA:  # PyTorch asks the real processor whether oneDNN multiplies fp8
+        torch.backends.mkldnn.set_flags(_enabled=False)
     config.add_cleanup(_CACHE.cleanup)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes of tests inherit it

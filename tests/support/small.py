@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
@@ -64,6 +64,7 @@ def forget_accelerator() -> None:
     precision.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()  # after a training that failed in the middle of a step
 
 
 def train(*options: object) -> int:
