@@ -123,7 +123,7 @@ explain_te_failure() {
         printf '%s %s\n' "there is no nvcc, the compiler of the CUDA toolkit; install the toolkit of CUDA $cuda" \
             "(with NVIDIA's apt repository: sudo apt-get install cuda-toolkit-${cuda/./-}), then: $again $0"
     else
-        printf '%s\n' "mend what the message above names, then run: $again $0"
+        printf '%s\n' "correct what the message above names, then run: $again $0"
     fi
 }
 

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.models.source import text_config
 
 CONFIG_ENTRIES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
@@ -84,7 +85,7 @@ def _router_of(model: nn.Module, name: str) -> tuple[nn.Module, int | None]:
 
 def experts_per_token(hf_config: PretrainedConfig) -> int | None:
     """What the config says; None where it names no experts."""
-    decoder = hf_config.get_text_config(decoder=True)
+    decoder = text_config(hf_config)
     named = (getattr(decoder, entry, None) for entry in CONFIG_ENTRIES)
     return next((value for value in named if isinstance(value, int)), None)
 
@@ -116,7 +117,7 @@ def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
 
     As in transformers and TRL `output_router_logits` asks for it.
     """
-    decoder: Any = model.config.get_text_config(decoder=True)
+    decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
     if not getattr(decoder, "output_router_logits", False):

@@ -22,7 +22,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from llm_fp8.models.source import reading_model
+from llm_fp8.models.source import reading_model, text_config
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _OF_TOKENIZER = (
@@ -139,7 +139,7 @@ def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _rope_read(folder: Path) -> str:
     """The rotary embeddings of a config.json as this transformers reads them, without an older name of rope_type."""
-    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    config = text_config(AutoConfig.from_pretrained(folder))
     found = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True)
     return re.sub(r'"type": "[^"]*", |, "type": "[^"]*"', "", found)
 

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.fp8_checkpoint import StoredTensor
-from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model
+from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model, text_config
 from llm_fp8.models.weight_shards import (
     WeightFiller,
     hf_filler,
@@ -63,11 +63,7 @@ def check_stored(options: ModelConfig, source: ModelSource, hf_config: Pretraine
     that says so.
     """
     checkpoint = StoredCheckpoint(weight_files(options, source), hf_config)
-    ties = [
-        part
-        for part in (hf_config, hf_config.get_text_config(decoder=True))
-        if getattr(part, "tie_word_embeddings", False)
-    ]
+    ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     found = [next((name for name in checkpoint.stored if name.endswith(end)), "") for end in _TIED]
     if not ties or not all(found):
         return []

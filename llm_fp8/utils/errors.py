@@ -145,8 +145,8 @@ def _in_one_sentence(error: Exception) -> str | None:
         advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
         return f"{where} is out of memory ({peak}{words}): {advice}."
     if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
-        mend = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
-        return f"the Python {sys.executable} lacks what this program needs ({words}); {mend}"
+        fix = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
+        return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
     if isinstance(error, OSError) and error.filename is not None and (reason := reason_not_written(error)):
         return f"{error.filename}: {reason}."
     return None
