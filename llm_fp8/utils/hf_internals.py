@@ -4,20 +4,19 @@ name                                                          noticed by (else A
 config._attn_implementation                                   tests/models/test_build.py
 model_class._supports_sdpa, ._supports_flash_attn             tests/models/test_build.py
 auto_class._model_mapping                                     tests/models/test_build.py
-get_model_conversion_mapping, apply_renamings                 tests/models/test_families.py
+get_model_conversion_mapping, WeightRenaming.rename_source_key tests/models/test_families.py
 model._keys_to_ignore_on_save,                                tests/models/test_weight_shards.py
   ._keys_to_ignore_on_load_unexpected
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
@@ -35,7 +34,13 @@ def supports_attention(auto_class: Any, config: PretrainedConfig, implementation
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
     """From a name in the files to the model's, where `from_pretrained` renames without changing the tensor."""
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    return functools.partial(apply_renamings, weight_renamings=renamings)
+
+    def renamed(name: str) -> str:
+        for one in renamings:
+            name, _ = one.rename_source_key(name)
+        return name
+
+    return renamed
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
