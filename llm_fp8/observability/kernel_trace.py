@@ -71,6 +71,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
             r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue"
         ),
     ),
+    ("elementwise", _names(r"prepare_grouped_gemm")),  # lists the experts' matrices for the grouped GEMM that follows
     ("cast", _names(r"rht_gemm")),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
     ("gemm", _names(r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm")),
     ("optimizer", _names(r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_")),
@@ -89,7 +90,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     ("optimizer", _names(r"multi_tensor_apply")),
     (
         "elementwise",
-        _names(r"at::native|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel"),
+        _names(r"at::(?:native|cuda)|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel"),
     ),
 )
 """The first match decides: attention before GEMMs, since its kernels are built of them, and so on."""

@@ -30,7 +30,8 @@ def test_experts_compute_in_bf16_with_parameters_of_either_dtype(mixture, tmp_pa
         options = [*PRECISIONS[precision], f"--optimizer={optimizer}", "--no_export"]
         steps, summary, said = train(1, tmp_path / optimizer, mixture, *options)
         certificate = summary["certificate"]
-        assert certificate["verdict"] == "certified" and certificate["gemm_kernels_by_type"]["bf16"] > 0
+        assert certificate["verdict"] == "certified", certificate["reasons"]
+        assert certificate["gemm_kernels_by_type"]["bf16"] > 0
         assert ("2 of 8 experts per token" in said) == (precision != "bf16")
         found[optimizer] = losses(steps)
     assert found["adamw_fp32"] == pytest.approx(found["adamw_master"], rel=1e-2)
