@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -30,24 +30,25 @@ from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.rows import detect_columns
-from llm_fp8.data.sequences import MapSequences, Reader, Sequences, StreamSequences, sequence_readers
-from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask
+from llm_fp8.data.sequences import MapSequences, Sequences, StreamSequences, sequence_readers
+from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     DataReport,
     Document,
     TokeniseOptions,
     cache_key,
     content_key,
-    document_key,
     document_reader,
     figures_of,
+    next_rows,
     tokenise,
-    unused_of,
 )
 from llm_fp8.utils.errors import UserError
 
-STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS = 512, 200_000
-"""Rows to evaluate on from a stream, the first that are held out or of the validation split; of so many at most."""
+STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS, STREAMED_SCAN_ROWS = 512, 200_000, 1000
+"""Rows to evaluate on from a stream, the first that are held out or of the validation split; of so many at most, which
+are read so many at a time, as `datasets` tokenises them.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,9 @@ def prepare_data(
     `split_batch` takes a rank's slice of a batch. Within `main_process_first` (such as
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
     """
-    data, context_size = config.data, config.parallel.context_parallel_size
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     kind = PackedCollate if config.packing else PaddedCollate
-    whole = kind(data.batch_size, data.max_seq_length, pad, context_size)
+    whole = kind(config.data.batch_size, config.data.max_seq_length, pad, config.parallel.context_parallel_size)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
         batch = whole(sequences)
@@ -92,7 +92,7 @@ def prepare_data(
 
     with main_process_first():
         job = _Job(config, tokenizer, collate, Share(rank, world_size))
-        return _prepare_stream(job) if data.streaming else _prepare_map(job)
+        return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
 class _Job:
@@ -135,10 +135,8 @@ class _Job:
             self.eos_ids = tuple(dict.fromkeys(trained_eos(self.tokenizer, each.form) for _, each in options))
         return options
 
-    def plan(self, lengths: Any, chosen: Any = None) -> PackingPlan:
-        """The sequences of the `chosen` documents, by default of all; `lengths` are those of all, in tokens."""
-        lengths = np.asarray(lengths, dtype=np.int64)
-        chosen = np.arange(len(lengths)) if chosen is None else chosen
+    def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
+        """The sequences of the documents of the `chosen` numbers; `lengths` are those of all, in tokens."""
         if not self.config.packing:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.config.data.max_seq_length, self.multiple)
@@ -167,14 +165,16 @@ class _Job:
     def prepared(
         self,
         train: Sequences,
-        evaluation: Sequence[Reader],
-        eval_data: str,
+        evaluation: Dataset,
         report: DataReport,
         example: Document,
         taken: Sequence[str],
     ) -> PreparedData:
-        """The loaders of these sequences; `taken` says how much of each dataset is trained on."""
+        """The loaders of sequences to train on and of tokenised rows to evaluate on; `taken` says how much of each
+        dataset is trained on.
+        """
         config, size = self.config, self.config.data.batch_size
+        report.num_eval_rows = len(evaluation)
         sources = (source for source, _ in (*self.train, *self.evaluation))
         report.unused |= {f"file '{name}'": 1 for source in sources for name in source.left_out}
         sample, pairs = "", zip(example.input_ids, example.supervised, strict=True)
@@ -191,9 +191,14 @@ class _Job:
             "  a sample, >>>supervised<<<:",
             textwrap.indent(sample, "    "),
         ]
-        evals = EvalLoader(evaluation, eval_data, self.collate, size, self.share, config.run.eval_batches)
         loader = TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share)
-        return PreparedData(loader, evals if evaluation else None, report, "\n".join(lines), self.eos_ids)
+        evals = None
+        if len(evaluation):
+            figures = figures_of(evaluation)
+            plan = self.plan(figures["length"], np.arange(len(evaluation)))
+            sequences, key = sequence_readers(plan, document_reader(evaluation)), content_key(figures["document_key"])
+            evals = EvalLoader(sequences, key, self.collate, size, self.share, config.run.eval_batches)
+        return PreparedData(loader, evals, report, "\n".join(lines), self.eos_ids)
 
 
 def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
@@ -214,29 +219,28 @@ def _prepare_map(job: _Job) -> PreparedData:
         total = min(len(dataset) / share for dataset, share in zip(whole, job.shares, strict=True))
         numbers = [max(1, round(total * share)) for share in job.shares]
         datasets = [_first_rows(part, number) for part, number in zip(whole, numbers, strict=True)]
-    rows = eval_rows = _tokenise(job, job.train, datasets)
-    figures = eval_figures = figures_of(rows)
+    rows = _tokenise(job, job.train, datasets)
+    figures = figures_of(rows)
     report, used = DataReport(data.max_seq_length), figures["length"] > 0
     held_out = np.zeros_like(used)
     if job.evaluation:
         eval_rows = _tokenise(job, job.evaluation, [load_split(*part) for part in job.evaluation])
         eval_figures = figures_of(eval_rows)
         eval_used = eval_figures["length"] > 0
-        report.count_unused(unused_of(eval_rows))
+        report.count_unused(eval_rows)
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
-        eval_set = np.flatnonzero(eval_used & ~seen)
+        evaluation = eval_rows.select(np.flatnonzero(eval_used & ~seen))
         report.num_eval_rows_seen_in_training = int(seen.sum())
-        if len(eval_set) == 0:
+        if len(evaluation) == 0:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
             raise _nothing(job.evaluation, "evaluated on", why)
     else:
         keys = figures["problem_key"][used]
         held_out[used] = held_out_mask(keys, data.validation_fraction)
-        eval_set = np.flatnonzero(held_out)
-        if len(keys) and not len(eval_set) and data.validation_fraction != 0:
+        evaluation = rows.select(np.flatnonzero(held_out))
+        if len(keys) and not len(evaluation) and data.validation_fraction != 0:
             job.nothing_held_out(report, f"all {len(keys)} usable rows ask the same")
-    report.count(figures, held_out, unused_of(rows))
-    report.num_eval_rows = len(eval_set)
+    report.count(rows, figures, held_out)
     train_set = np.flatnonzero(used & ~held_out)
     if len(train_set) == 0:
         raise _nothing(job.train, "trained on", f"{report.summary()}; {report.told_unused()}")
@@ -247,8 +251,7 @@ def _prepare_map(job: _Job) -> PreparedData:
     report.num_positions = job.num_positions(figures["length"][plan.samples], sequences.order(0))
     return job.prepared(
         train=sequences,
-        evaluation=sequence_readers(job.plan(eval_figures["length"], eval_set), document_reader(eval_rows)),
-        eval_data=content_key(eval_figures["document_key"][eval_set]),
+        evaluation=evaluation,
         report=report,
         example=read(train_set[:1].tolist())[0],
         taken=[f"{len(part)} of {len(every)} rows" for part, every in zip(datasets, whole, strict=True)],
@@ -272,42 +275,38 @@ def _prepare_stream(job: _Job) -> PreparedData:
     open_stream, options = _tokenised_stream(job, job.train, job.shares, data.num_of_samples)
     given = 0.0 if job.evaluation else data.validation_fraction
     fraction = DEFAULT_FRACTION if given is None else given
-    example, held_out, report = None, list[Document](), DataReport(data.max_seq_length)
+    examples, evaluation, report = list[Document](), list[Dataset](), DataReport(data.max_seq_length)
     with reading_of(*sources):
-        for row in islice(open_stream(), STREAMED_EVAL_SCAN_ROWS):
-            _, is_out = report.count_rows([row], fraction)
-            if row["length"] and is_out[0]:
-                held_out.append(Document.of(**row))
-            elif row["length"] and example is None:
-                example = Document.of(**row)
-            if example and (fraction == 0 or len(held_out) >= STREAMED_EVAL_ROWS):
+        stream = iter(open_stream())
+        while report.num_rows_read < STREAMED_EVAL_SCAN_ROWS and len(rows := next_rows(stream, STREAMED_SCAN_ROWS)):
+            figures = figures_of(rows)
+            used, held_out = figures["length"] > 0, is_held_out(figures["problem_key"], fraction)
+            report.count(rows, figures, held_out)
+            examples += document_reader(rows)(np.flatnonzero(used & ~held_out)[:1].tolist())
+            evaluation.append(rows.select(np.flatnonzero(used & held_out)))
+            if examples and (fraction == 0 or report.num_rows_held_out >= STREAMED_EVAL_ROWS):
                 break
-    if example is None:
+    if not examples:
         raise _nothing(job.train, "trained on", f"{report.summary()}; {report.told_unused()}")
-    if fraction and not held_out:
+    if fraction and not report.num_rows_held_out:
         job.nothing_held_out(report, f"none of the first {report.num_rows_read} rows falls into the share")
-    held_out = held_out[:STREAMED_EVAL_ROWS]
-    if job.evaluation:
-        number = len(job.evaluation)  # each gives its part
-        for part in job.evaluation:
-            open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
-            with reading_of(part[0]):
-                rows = list(islice((row for row in open_evaluation() if row["length"]), STREAMED_EVAL_ROWS // number))
-            held_out += [Document.of(**row) for row in rows]
-            report.count_unused((row["unused"], 1) for row in rows)
-        if not held_out:
-            raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
-    report.num_eval_rows = len(held_out)
+    number = len(job.evaluation)  # each gives its part
+    for part in job.evaluation:
+        open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
+        with reading_of(part[0]):
+            usable = (row for row in open_evaluation() if row["length"])
+            evaluation.append(next_rows(usable, STREAMED_EVAL_ROWS // number))
+        report.count_unused(evaluation[-1])
+    if job.evaluation and not any(map(len, evaluation)):
+        raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
     keys = [cache_key("", job.tokenizer, each) for each in options]
     splits = [[source.path, source.config, split] for source, split in job.train]
     identity = job.identify(splits, job.shares, keys, data.num_of_samples, fraction)
-    plan = job.plan([len(document.input_ids) for document in held_out])
     return job.prepared(
         train=StreamSequences(sources, open_stream, fraction, job.plan, seed, identity, report),
-        evaluation=sequence_readers(plan, lambda indices: [held_out[i] for i in indices]),
-        eval_data=content_key([document_key(each.input_ids, each.supervised) for each in held_out]),
+        evaluation=concatenate_datasets(evaluation).take(STREAMED_EVAL_ROWS),
         report=report,
-        example=example,
+        example=examples[0],
         taken=[f"{share:.2%} of the rows" for share in job.shares or [1.0]],
     )
 

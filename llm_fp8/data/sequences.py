@@ -23,11 +23,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from llm_fp8.data.load import DatasetSource, reading_of
 from llm_fp8.data.pack import PackingPlan
-from llm_fp8.data.tokenise import DataReport, Document, content_key
+from llm_fp8.data.split import is_held_out
+from llm_fp8.data.tokenise import DataReport, Document, content_key, document_reader, figures_of, next_rows
 from llm_fp8.utils.errors import UserError
 
 Position = dict[str, Any]
@@ -92,14 +93,14 @@ class MapSequences:
 class StreamSequences:
     """Training sequences of the tokenised rows of `sources`.
 
-    `open_stream` begins anew; `fraction` of the problems are held out; `plan` makes sequences of documents of these
-    lengths; `report` is kept up to date. `data` identifies all of it.
+    `open_stream` begins anew; `fraction` of the problems are held out; `plan` makes sequences of the documents of these
+    numbers, given the lengths of all; `report` is kept up to date. `data` identifies all of it.
     """
 
     sources: Sequence[DatasetSource]
     open_stream: Callable[[], IterableDataset]
     fraction: float
-    plan: Callable[[Sequence[int]], PackingPlan]
+    plan: Callable[[Any, Any], PackingPlan]
     seed: int
     data: str
     report: DataReport
@@ -116,9 +117,9 @@ class StreamSequences:
         while True:
             batch = list(islice(sequences, size))
             after = batch[-1][1]
-            yield GlobalBatch([documents.copy for documents, _ in batch], after, float(after["epoch"]))
+            yield GlobalBatch([reader for reader, _ in batch], after, float(after["epoch"]))
 
-    def _sequences(self, position: Position) -> Iterator[tuple[Documents, Position]]:
+    def _sequences(self, position: Position) -> Iterator[tuple[Reader, Position]]:
         """Every sequence from `position` on, each with the position after it."""
         begin = dict(position)
         self.report.forget_rows()
@@ -130,7 +131,7 @@ class StreamSequences:
             rows = iter(stream)
             while not ended:
                 with reading_of(*self.sources):
-                    buffer = list(islice(rows, self.buffer_rows))
+                    buffer = next_rows(rows, self.buffer_rows)
                 ended = len(buffer) < self.buffer_rows
                 sequences, content = self._sequences_of(buffer)
                 if begin["content"] not in (None, content):
@@ -144,14 +145,14 @@ class StreamSequences:
             if whole and num_sequences == 0:
                 raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
-    def _sequences_of(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Documents], str]:
+    def _sequences_of(self, rows: Dataset) -> tuple[list[Reader], str]:
         """The sequences of the rows of this buffer, and what identifies the rows."""
-        figures, held_out = self.report.count_rows(rows, self.fraction)
-        documents = [Document.of(**rows[i]) for i in np.flatnonzero((figures["length"] > 0) & ~held_out).tolist()]
-        plan = self.plan([len(document.input_ids) for document in documents])
+        figures = figures_of(rows)
+        held_out = is_held_out(figures["problem_key"], self.fraction)
+        self.report.count(rows, figures, held_out)
+        plan = self.plan(figures["length"], np.flatnonzero((figures["length"] > 0) & ~held_out))
         self.report.num_rows_of_batches += len(plan)
-        sequences = [[documents[i] for i in plan[each]] for each in range(len(plan))]
-        return sequences, content_key(figures["document_key"])
+        return sequence_readers(plan, document_reader(rows)), content_key(figures["document_key"])
 
 
 Sequences = MapSequences | StreamSequences

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -29,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, conversation_of
-from llm_fp8.data.split import is_held_out, problem_key
+from llm_fp8.data.split import problem_key
 from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
@@ -78,7 +80,7 @@ class DataReport:
     num_eval_rows: int = 0
     num_eval_rows_seen_in_training: int = 0
     """Rows left out because their problem is trained on."""
-    unused: dict[str, int] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
     """What of the rows is not used -> how often."""
     nothing_held_out: str = ""
     """Why there is no row to evaluate on, though a share was to be held out."""
@@ -88,8 +90,8 @@ class DataReport:
         """The filled share of the positions, which `packing_efficiency` tells of each step."""
         return self.num_tokens / self.num_positions if self.num_positions else None
 
-    def count(self, figures: Figures, held_out: npt.NDArray[np.bool_], unused: Iterable[tuple[str, int]]) -> None:
-        """Add rows of the training split by their `figures`; `unused` has each text of that column and its number."""
+    def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
+        """Add rows of the training split, which have these `figures`."""
         outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
         filled = figures["length"] > 0
         used = filled & ~held_out
@@ -101,25 +103,18 @@ class DataReport:
         self.num_empty += outcomes[Outcome.EMPTY]
         self.num_tokens += int(figures["length"][used].sum())
         self.num_supervised_tokens += int(figures["num_supervised"][used].sum())
-        self.count_unused(unused)
+        self.count_unused(tokenised)
 
-    def count_unused(self, unused: Iterable[tuple[str, int]]) -> None:
-        for text, number in unused:
-            for what, times in json.loads(text).items():
-                self.unused[what] = self.unused.get(what, 0) + times * number
-
-    def count_rows(self, rows: Sequence[dict[str, Any]], fraction: float) -> tuple[Figures, npt.NDArray[np.bool_]]:
-        """Add rows of a stream, of whose problems `fraction` are held out; their figures, and which are held out."""
-        figures = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in FIGURES}
-        held_out = is_held_out(figures["problem_key"], fraction)
-        self.count(figures, held_out, ((row["unused"], 1) for row in rows))
-        return figures, held_out
+    def count_unused(self, tokenised: Dataset) -> None:
+        for each in compute.value_counts(tokenised.data.column("unused")).to_pylist():
+            for what, times in json.loads(each["values"]).items():
+                self.unused[what] += times * each["counts"]
 
     def forget_rows(self) -> None:
         """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
         kept = {name: getattr(self, name) for name in ("max_seq_length", "num_eval_rows", "nothing_held_out")}
         files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
-        vars(self).update(vars(DataReport(**kept, unused=files)))
+        vars(self).update(vars(DataReport(**kept, unused=Counter(files))))
 
     def summary(self) -> str:
         return (
@@ -129,8 +124,7 @@ class DataReport:
         )
 
     def told_unused(self) -> str:
-        most_first = sorted(self.unused.items(), key=lambda item: -item[1])
-        return "not used: " + ", ".join(f"{what} ({number})" for what, number in most_first)
+        return "not used: " + ", ".join(f"{what} ({number})" for what, number in self.unused.most_common())
 
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""
@@ -176,10 +170,6 @@ class Document:
     input_ids: npt.NDArray[np.int64]
     supervised: npt.NDArray[np.bool_]
     row_id: int
-
-    @classmethod
-    def of(cls, input_ids: Sequence[int], supervised: Sequence[bool], row_id: int, **_: Any) -> Document:
-        return cls(np.array(input_ids, dtype=np.int64), np.array(supervised, dtype=bool), int(row_id))
 
 
 def document_key(input_ids: npt.ArrayLike, supervised: npt.ArrayLike) -> int:
@@ -298,15 +288,15 @@ def tokenise(
     return selected.map(_tokenise_batch, num_proc=num_workers if num_workers > 1 else None, **how)
 
 
+def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:
+    """The next rows of a tokenised stream, at most so many."""
+    rows = list(itertools.islice(stream, number))
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, FEATURES)
+
+
 def figures_of(tokenised: Dataset) -> Figures:
     columns = tokenised.with_format("numpy", columns=list(FIGURES))[:]
     return {name: np.asarray(columns[name], dtype=np.int64) for name in FIGURES}
-
-
-def unused_of(tokenised: Dataset) -> list[tuple[str, int]]:
-    """Each text of the column `unused` and its number."""
-    counted = compute.value_counts(tokenised.data.column("unused"))
-    return [(each["values"].as_py(), each["counts"].as_py()) for each in counted]
 
 
 def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Document]]:
@@ -316,6 +306,9 @@ def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Docume
 
     def read(indices: Sequence[int]) -> list[Document]:
         columns = rows[list(indices)]
-        return [Document.of(*values) for values in zip(*(columns[name] for name in names), strict=True)]
+        return [
+            Document(ids.astype(np.int64), supervised.astype(bool), int(row_id))
+            for ids, supervised, row_id in zip(*(columns[name] for name in names), strict=True)
+        ]
 
     return read
