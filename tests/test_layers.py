@@ -21,7 +21,7 @@ PACKAGE = ROOT / "llm_fp8"
 BELOW_TE_LLAMA = {"kernels", "config", "utils"}
 ABOVE_TE_LLAMA = {"tools", "train", "distributed", "precision", "models"}
 IMPORT_TRANSFORMER_ENGINE = {"te_llama.py", "precision", "distributed", "kernels", "tools"}
-IMPORT_TRANSFORMER_ENGINE_IN_UTILS = {"te_import.py", "te_internals.py"}
+IMPORT_TRANSFORMER_ENGINE_IN_UTILS = {"te_internals.py"}
 PLANTED = """
 
 def planted() -> None:

@@ -375,6 +375,7 @@ EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping
 """What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
 
 SYNONYMS = {
+    "gradient_accumulation_steps": "accumulate_grad_batches grad_accum grad_accum_steps",
     "learning_rate": "lr base_lr peak_lr",
     "max_steps": "iters max_iters num_steps total_steps train_steps",
     "max_seq_length": "block_size context_length cutoff_len max_length seqlen",

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from llm_fp8.models.layer_forward import wrap_forward
-from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.te_internals import require_te
 
 
 def enable_gradient_checkpointing(

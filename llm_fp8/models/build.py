@@ -32,7 +32,7 @@ from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import chosen_attention, supports_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
-from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.te_internals import require_te
 from llm_fp8.utils.torch_internals import materialize_
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels

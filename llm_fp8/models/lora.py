@@ -31,7 +31,7 @@ from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
-from llm_fp8.utils.te_import import prefer_torchs_cudnn
+from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from te_llama import Part
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pynvml
 import torch
@@ -18,25 +18,15 @@ from accelerate import Accelerator
 MIN_INTERVAL_S = 1.0  # with figures: the counter moves in jumps of about a tenth of a second
 
 
-def gpu_uuid(device: torch.device | int) -> str:
-    """The board's name in NVML and `nvidia-smi -L`, whatever CUDA_VISIBLE_DEVICES hides."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def energy_counter(device: torch.device) -> Callable[[], float] | None:
-    """A function that reads the energy counter of `device` in J, NaN where a reading fails; None where it has none."""
-    if device.type != "cuda":
-        return None
-
-    def read_j() -> float:
+def energy_j(device: torch.device) -> float:
+    """What the energy counter of `device` says, in J; NaN where it has none or cannot be read."""
+    if device.type == "cuda":
         with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()  # again costs nothing
             # NVML numbers all GPUs of the host, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of its own.
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid(device))) / 1e3
-        return math.nan
-
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-    return None if math.isnan(read_j()) else read_j
+            board = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(board)) / 1e3
+    return math.nan
 
 
 class EnergyMeter:
@@ -46,21 +36,20 @@ class EnergyMeter:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._read_j = energy_counter(accelerator.device) or (lambda: math.nan)
-        self._begin_j = self._read_j()
+        self._begin_j = energy_j(accelerator.device)
         self.restart(0)
 
     def restart(self, step: int) -> None:
         """Begin an interval after `step`; the energy since the last figures counts in the total alone."""
         self._last_step, self._num_tokens = step, 0
-        self._start_s, self._start_j = time.perf_counter(), self._read_j()
+        self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
         """Figures of the interval that ends here, under the keys of `METRICS`; empty without a counter, or while
         it is too short. `num_tokens`: positions of each step since the last call, on all GPUs, done with them.
         """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
-        now_s, now_j = time.perf_counter(), self._read_j()
+        now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
         own = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]
         summed = torch.tensor(own, dtype=torch.float64, device=self._accelerator.device)
         interval_j, total_j, gpu_seconds = self._accelerator.reduce(summed, reduction="sum").tolist()

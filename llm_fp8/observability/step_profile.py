@@ -6,18 +6,16 @@ NCCL's kernels are communication, all others work. A rank that waits for another
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
-    GemmKind,
     Interval,
-    KernelClass,
     KernelTimes,
     gemm_kernels,
     kernel_class,
@@ -54,37 +52,43 @@ class StepProfile:
     communication_s: float = 0.0  # in which communication kernels ran
     exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
     work_s: float = 0.0  # in which other kernels ran
-    gemm_kernels: dict[GemmKind, int] = field(default_factory=dict)  # their number by operand type
-    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)  # kernels that overlap count each
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
         """Under the keys of `metrics.METRICS`; what the step did not show is left out."""
+        gemms = gemm_kernels(self.kernels)
+        in_fp8 = [found for kind, found in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {
-            "num_gemm_kernels": sum(self.gemm_kernels.values()),
-            "num_fp8_gemm_kernels": sum(self.gemm_kernels.get(kind, 0) for kind in LOW_PRECISION),
-            "num_unknown_gemm_kernels": self.gemm_kernels.get("unknown", 0),
+            "num_gemm_kernels": sum(found.count for found in gemms.values()),
+            "num_fp8_gemm_kernels": sum(found.count for found in in_fp8),
+            "num_unknown_gemm_kernels": gemms["unknown"].count if "unknown" in gemms else 0,
         }
-        times = {kind: found.time_s for kind, found in gemm_kernels(self.kernels).items()}
-        if times:
-            figures["fp8_gemm_time_share"] = sum(times.get(kind, 0.0) for kind in LOW_PRECISION) / sum(times.values())
+        if gemms:
+            time_s = sum(found.time_s for found in gemms.values())
+            figures["fp8_gemm_time_share"] = sum(found.time_s for found in in_fp8) / time_s
         if self.communication_s:
             figures["communication_share"] = self.communication_s / self.span_s
             figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for summary.json, without the single kernels."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "kernels"}
+        """Plain values for summary.json; in `time_s_by_class` kernels that overlap count each."""
+        return {
+            **{name: value for name, value in vars(self).items() if name != "kernels"},
+            "gemm_kernels": {kind: found.count for kind, found in gemm_kernels(self.kernels).items()},
+            "time_s_by_class": {name: found.time_s for name, found in time_by_class(self.kernels).items()},
+        }
 
 
 @contextlib.contextmanager
-def profiled() -> Iterator[StepProfile]:
-    """Record the CUDA kernels of the enclosed step."""
+def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
+    """Record the CUDA kernels of the enclosed step, also in the file `trace`, in Chrome's format."""
     result = StepProfile()
     torch.cuda.synchronize()
     with record_kernels() as recorded:
         yield result
+    if trace is not None:
+        recorded.export_chrome_trace(str(trace))
     intervals = kernel_intervals(recorded)
     communication = covered(span for name, span in intervals if kernel_class(name) == "communication")
     work = covered(span for name, span in intervals if kernel_class(name) != "communication")
@@ -94,8 +98,6 @@ def profiled() -> Iterator[StepProfile]:
     result.communication_s, result.work_s = length(communication), length(work)
     result.exposed_communication_s = length(everything) - length(work)
     result.kernels = kernel_times(recorded)
-    result.gemm_kernels = {kind: found.count for kind, found in gemm_kernels(result.kernels).items()}
-    result.time_s_by_class = {name: found.time_s for name, found in time_by_class(result.kernels).items()}
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:

@@ -24,7 +24,7 @@ from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.precision.modules import HEAD_NAMES, linear_weights, lm_head_of, size_misfit
 from llm_fp8.precision.torchao import converted_modules
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.te_internals import require_te
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, recipe_nam
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO, TRITON
-from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.te_internals import require_te
 
 MIN_FP8_CAPABILITY = (8, 9)
 

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -31,7 +31,7 @@ from transformers import PretrainedConfig, TrainerCallback, TrainerState, Traini
 from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te_recipe
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
-from llm_fp8.observability.nvml import energy_counter
+from llm_fp8.observability.nvml import energy_j
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
 from llm_fp8.precision.convert import reason_to_leave
@@ -49,11 +49,6 @@ _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
 
 def can_record() -> bool:
     return torch.cuda.is_available()
-
-
-def open_counter() -> Callable[[], float] | None:
-    """A function that reads the energy counter of this process's GPU in J; None without a GPU or a counter."""
-    return energy_counter(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
 class CertificateCallback(TrainerCallback):
@@ -79,7 +74,6 @@ class CertificateCallback(TrainerCallback):
         self._recording: contextlib.ExitStack | None = None
         self._profile: Any = None
         self._recipe_inside: str | None = None
-        self._read_j: Callable[[], float] | None = None
         self._begin_j = math.nan
         self._begin_step = 0
         self.certificate: Certificate | None = None
@@ -96,8 +90,7 @@ class CertificateCallback(TrainerCallback):
         if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
         self._begin_step = state.global_step
-        self._read_j = open_counter()
-        self._begin_j = self._read_j() if self._read_j is not None else math.nan
+        self._begin_j = energy_j(PartialState().device)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
@@ -137,15 +130,14 @@ class CertificateCallback(TrainerCallback):
         """Write the energy of all GPUs since the training began, evaluations included, if all of them have counters."""
         if self.certificate is None:
             return
-        own_j = self._read_j() - self._begin_j if self._read_j is not None else math.nan
-        all_j: list[float] = gather_object([own_j])
-        energy_j = sum(all_j)
+        all_j: list[float] = gather_object([energy_j(PartialState().device) - self._begin_j])
+        total_j = sum(all_j)
         num_steps = state.global_step - self._begin_step
-        if state.is_world_process_zero and num_steps > 0 and math.isfinite(energy_j):
+        if state.is_world_process_zero and num_steps > 0 and math.isfinite(total_j):
             path = Path(args.output_dir or ".") / "certificate.json"
-            figures = {"energy_j": energy_j, "num_steps": num_steps, "num_gpus": len(all_j)}
+            figures = {"energy_j": total_j, "num_steps": num_steps, "num_gpus": len(all_j)}
             write_json_atomic(path, {**self.certificate.to_dict(), "energy": figures})
-            line = f"energy: {energy_j:,.0f} J in {num_steps} steps, {energy_j / num_steps:,.1f} J a step"
+            line = f"energy: {total_j:,.0f} J in {num_steps} steps, {total_j / num_steps:,.1f} J a step"
             _print_line(line, sys.stdout)
 
     def _judge(self, model: nn.Module, optimizer: torch.optim.Optimizer, args: TrainingArguments) -> Certificate:

@@ -24,7 +24,7 @@ from llm_fp8.train.plan import RunPlan, silent
 from llm_fp8.train.scale_warmup import first_step
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import restore_rng_state, rng_state
-from llm_fp8.utils.te_import import forget_delayed_scales
+from llm_fp8.utils.te_internals import forget_delayed_scales
 
 NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
 

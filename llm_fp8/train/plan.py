@@ -36,7 +36,7 @@ from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.te_internals import require_te
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format

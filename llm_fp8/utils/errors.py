@@ -84,25 +84,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that `wrong` abbreviates by its initials ('lr') or by beginnings of
-    its words ('grad_accum'), else with the nearest; empty where none is near.
-    """
-
-    def words_of(name: str) -> list[str]:
-        return re.findall(r"[a-z0-9]+", name.lower())
-
-    words, names = words_of(wrong), list(map(str, known))
-
-    def likeness(name: str) -> float:
-        parts = words_of(name)
-        rest = iter(parts)
-        begins = all(len(word) > 1 and any(part.startswith(word) for part in rest) for word in words)
-        is_short = "".join(words) == "".join(part[0] for part in parts)
-        ratio = difflib.SequenceMatcher(None, "_".join(words), "_".join(parts)).ratio()
-        return 2 * is_short + begins + ratio if is_short or begins else ratio if ratio >= 0.6 else 0.0
-
-    near = max(names, key=likeness, default="") if words else ""
-    return f" (did you mean {near}?)" if near and likeness(near) else ""
+    """' (did you mean X?)' with the name in `known` that is nearest; empty where none is near."""
+    near = difflib.get_close_matches(wrong, map(str, known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class OneSentenceParser(argparse.ArgumentParser):

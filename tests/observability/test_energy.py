@@ -14,7 +14,7 @@ class Board:
 
     def __init__(self, watts: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watts, self.now_s, self.energy_j = watts, 100.0, 5e6
-        monkeypatch.setattr(nvml, "energy_counter", lambda device: lambda: self.energy_j)
+        monkeypatch.setattr(nvml, "energy_j", lambda device: self.energy_j)
         monkeypatch.setattr(nvml.time, "perf_counter", lambda: self.now_s)
         self.meter = nvml.EnergyMeter(Accelerator(cpu=True))
 

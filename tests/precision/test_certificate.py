@@ -13,7 +13,6 @@ from torch import nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 from llm_fp8.precision.context import Precision
@@ -237,9 +236,7 @@ def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
     """Let a run on the CPU record these kernels, as if they were those of its step."""
-    profile = StepProfile(span_s=0.1, work_s=0.1)
-    profile.kernels = kernels
-    profile.gemm_kernels = {kind: found.count for kind, found in gemm_kernels(kernels).items()}
+    profile = StepProfile(span_s=0.1, work_s=0.1, kernels=kernels)
 
     @contextlib.contextmanager
     def profiled():

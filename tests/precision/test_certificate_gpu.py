@@ -88,7 +88,7 @@ def train_broken(patch: str, *options: str) -> subprocess.CompletedProcess:
     program = f"""
 import contextlib, sys
 from llm_fp8.precision.context import Precision as P
-from llm_fp8.utils.te_import import require_te
+from llm_fp8.utils.te_internals import require_te
 {patch}
 from llm_fp8.config.parser import parse_config
 from llm_fp8.train.run import run_training

@@ -18,7 +18,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import swap_linears
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_import import prefer_torchs_cudnn
+from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from tests.support import stand_in_te
 from tests.support.small import tiny_config
 

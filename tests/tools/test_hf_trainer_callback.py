@@ -220,12 +220,12 @@ def test_invalid_callback_arguments_are_refused():
 
 def test_the_certificate_file_holds_the_energy_of_the_training(trained, tmp_path, capsys, monkeypatch):
     readings = iter([100.0, 160.0])
-    monkeypatch.setattr(callback_module, "open_counter", lambda: lambda: next(readings))
+    monkeypatch.setattr(callback_module, "energy_j", lambda device: next(readings))
     trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
     stored = certificate_of(tmp_path)
     assert stored["energy"] == {"energy_j": 60.0, "num_steps": 3, "num_gpus": 1} and stored["verdict"] == "certified"
     assert "energy: 60 J in 3 steps, 20.0 J a step" in capsys.readouterr().out
-    monkeypatch.setattr(callback_module, "open_counter", lambda: None)
+    monkeypatch.setattr(callback_module, "energy_j", lambda device: float("nan"))
     trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
     assert "energy" not in certificate_of(tmp_path), "what cannot be measured is left out"
 

@@ -28,16 +28,9 @@ from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
-from llm_fp8.observability.kernel_trace import (
-    KernelTime,
-    gemm_kernels,
-    kernel_intervals,
-    kernel_times,
-    record_kernels,
-    time_by_class,
-)
+from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, time_by_class
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
-from llm_fp8.observability.step_profile import covered, length
+from llm_fp8.observability.step_profile import profiled
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, unwrap
 from llm_fp8.precision.certificate import attention_library, certify
 from llm_fp8.train.loop import TrainingLoop
@@ -110,12 +103,10 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
     take(NUM_WARMUP_STEPS)
     step_s, batches = take(NUM_TIMED_STEPS)
     memory = memory_by_kind(loop, take)
-    with record_kernels() as recorded:
+    with profiled(trace) as profile:
         take()
-    if trace is not None:
-        recorded.export_chrome_trace(str(trace))
-    kernels = kernel_times(recorded)
-    busy_s = length(covered(interval for _, interval in kernel_intervals(recorded)))
+    kernels = profile.kernels
+    busy_s = profile.work_s + profile.exposed_communication_s
     if plan.config.model.use_te:
         attention = te_llama.attention_backend()
     else:

@@ -69,7 +69,7 @@ def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str]
 
 def check_packages(setup: Setup) -> Result:
     """Compare installed versions with the pins and import the packages."""
-    from llm_fp8.utils.te_import import require_te
+    from llm_fp8.utils.te_internals import require_te
 
     pins = read_pins()
     errors = {}
