@@ -44,7 +44,7 @@ def made_up_run(
     variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
     """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the eval loss `loss`;
-    `changes` are fields of it.
+    `changes` are fields of it, or sections of its run.json.
     """
     noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
@@ -59,21 +59,24 @@ def made_up_run(
     config = parse_config(options).to_dict()
     if variant not in ("bf16", "no"):
         config["precision"] = {**config["precision"], "mixed_precision": "fp8", "fp8_scenario": variant}
-    fields: dict[str, Any] = {
-        "source": f"runs/{variant}-{seed}",
-        "summary": {
-            "median_tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[10:]),
-            "median_energy_j_per_million_tokens": 6000.0 * 100_000 / rate,
-        },
+    stored = {
         "config": config,
         "precision": precision_of(variant),
-        "steps": steps,
-        "evaluations": evaluations,
         "effective": {"packing": True, "global_batch_size": 16},
         "data": {"num_tokens": 480_000},
         "model": {"location": "meta-llama/Llama-3.2-1B", "num_parameters": 10**9},
         "provenance": PROVENANCE,
-        "certificate": {"verdict": "certified", "reasons": []},
+    }
+    fields: dict[str, Any] = {
+        "stored": {name: changes.pop(name, section) for name, section in stored.items()},
+        "source": f"runs/{variant}-{seed}",
+        "summary": {
+            "median_tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[10:]),
+            "median_energy_j_per_million_tokens": 6000.0 * 100_000 / rate,
+            "certificate": {"verdict": "certified", "reasons": []},
+        },
+        "steps": steps,
+        "evaluations": evaluations,
     }
     return RunRecord(**{**fields, **changes})
 
@@ -81,9 +84,8 @@ def made_up_run(
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
     """`run` as its training and an evaluation of its export would have left it."""
     folder.mkdir(parents=True, exist_ok=True)
-    sections = ("config", "precision", "effective", "data", "model", "provenance")
-    (folder / "run.json").write_text(json.dumps({name: getattr(run, name) for name in sections}))
-    summary = {"steps": len(run.steps), "certificate": run.certificate, "throughput": run.summary}
+    (folder / "run.json").write_text(json.dumps(run.stored))
+    summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = sorted([*run.steps, *run.evaluations], key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -87,7 +87,7 @@ def variant_figures(
         loss_gap=loss_gap,
         exact_match=plain.fmean(answered) if answered else None,
         answers=answers,
-        certificate=certificate_state([run.certificate for run in runs]),
+        certificate=certificate_state([run.summary.get("certificate") for run in runs]),
         num_failed=num_failed,
     )
 
@@ -153,8 +153,8 @@ def _facts(run: RunRecord) -> dict[str, Any]:
     """The facts that should be the same in all runs; the options of precision belong to the variant."""
     last = run.evaluations[-1] if run.evaluations else {}
     return {
-        **{name: getattr(run, name) for name in ("effective", "data", "model", "provenance")},
-        "config": {name: section for name, section in run.config.items() if name != "precision"},
+        **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
+        "config": {name: section for name, section in run.stored["config"].items() if name != "precision"},
         "precision": {name: run.precision.get(name) for name in ("optimizer", "parameter_dtype")},
         "steps": len(run.steps),
         "evaluated_tokens": float(last.get("eval_num_supervised_tokens", 0)),
@@ -166,7 +166,7 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     found = _differing([(run, _facts(run)) for run in runs])
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         group = [run for run in runs if run.variant == variant]
-        found += _differing([(run, {"config": {"precision": run.config["precision"]}}) for run in group])
+        found += _differing([(run, {"config": {"precision": run.stored["config"]["precision"]}}) for run in group])
         found += _differing([(run, {"precision": {"effective": run.effective_name}}) for run in group])
     for seed in sorted({run.seed for run in runs}):  # a seed should give the same sequences, order and weights
         group = [run for run in runs if run.seed == seed]

@@ -79,7 +79,7 @@ def compare(
         failures=list(failures),
         curves=curves,
         runs=sources,
-        provenance={**runs[0].provenance, **runs[0].model},
+        provenance={**runs[0].stored["provenance"], **runs[0].stored["model"]},
         quality_margin=quality_margin,
     )
 

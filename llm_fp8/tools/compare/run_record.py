@@ -9,7 +9,7 @@ from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.options import SECTIONS, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, Backend, chosen
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.utils.errors import UserError, reading
@@ -57,21 +57,20 @@ def describe_variant(variant: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """A finished run: sections of run.json, the entries of metrics.jsonl by kind, and summary.json."""
+    """A finished run: run.json, the entries of metrics.jsonl by kind, and summary.json."""
 
     source: str  # folder or W&B path
-    config: dict[str, dict[str, Any]]
-    precision: dict[str, Any]
+    stored: dict[str, Any]  # run.json
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     summary: dict[str, Any]  # summary.json, with the entries of its `throughput` at the top level, as on W&B
-    certificate: dict[str, Any] | None
-    effective: dict[str, Any]
-    data: dict[str, Any]
-    model: dict[str, Any]
-    provenance: dict[str, Any]
     answers: dict[str, bool] = dataclasses.field(default_factory=dict)
     """Problem -> whether the exported model's answer was right (`llm-fp8 evaluate`)."""
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """The precision that was asked for and the one that ran."""
+        return self.stored["precision"]  # type: ignore[no-any-return]
 
     @property
     def variant(self) -> str:
@@ -89,7 +88,7 @@ class RunRecord:
 
     @property
     def seed(self) -> int:
-        return int(self.config["optim"]["seed"])
+        return int(self.stored["config"]["optim"]["seed"])
 
     @property
     def label(self) -> str:
@@ -127,21 +126,10 @@ def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], sum
     """A run from the contents of run.json, metrics.jsonl and summary.json. Raises `UserError` if it did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
-    metrics = [with_floats(entry) for entry in metrics]
-    record = RunRecord(
-        source=source,
-        config=run["config"],
-        precision=run["precision"],
-        model={key: run["model"][key] for key in ("location", "num_parameters")},
-        steps=[entry for entry in metrics if "loss" in entry],
-        evaluations=[entry for entry in metrics if "eval_loss" in entry],
-        summary={**summary, **summary.get("throughput", {})},
-        certificate=summary.get("certificate"),
-        **{name: run[name] for name in ("effective", "data", "provenance")},
-    )
-    if not record.steps:
-        raise UserError(f"{source} holds no optimizer step.")
-    return record
+    steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
+    stored = {name: run[name] for name in ("config", "precision", "effective", "data", "provenance")}
+    stored["model"] = {name: run["model"][name] for name in ("location", "num_parameters")}
+    return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})})
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
@@ -174,8 +162,8 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
             metrics.setdefault(row["step"], {}).update({k: v for k, v in row.items() if v is not None})
         effective = dict(config["effective"])
         stored = {name: effective.pop(name) for name in ("precision", "model", "data")}
-        options = {name: config[name] for name in ("model", "precision", "data", "optim", "run", "lora", "parallel")}
+        options = {name: config[name] for name in SECTIONS}
         stored |= {"config": options, "effective": effective, "provenance": config["provenance"]}
         if verdict := summary.get("certificate/verdict"):
             summary["certificate"] = {"verdict": verdict, "reasons": literal_eval(summary["certificate/reasons"])}
-        return _record(path, stored, [metrics[step] for step in sorted(metrics)], summary)
+        return _record(path, stored, with_floats([metrics[step] for step in sorted(metrics)]), summary)
