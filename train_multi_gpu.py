@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from llm_fp8.utils.start import CUDA_DEFAULTS, IMPORTED_S, PhaseClock  # before the other imports, which are timed
+from llm_fp8.utils.start import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importing  # before the imports that are timed
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
@@ -29,7 +29,8 @@ def main() -> int:
         sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True
     )
     # After the parser: --help and mistakes answer without loading the rest.
-    from llm_fp8.train.run import run_training
+    with importing():
+        from llm_fp8.train.run import run_training
 
     return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S))
 

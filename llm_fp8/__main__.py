@@ -8,6 +8,7 @@ import sys
 
 from llm_fp8 import __version__
 from llm_fp8.utils.errors import OneSentenceParser, run_script
+from llm_fp8.utils.start import importing
 
 PROGRAMS = {
     "train": ("train_fp8", "fine-tune; in a process that torchrun or accelerate launch started, on several GPUs"),
@@ -38,7 +39,13 @@ def main() -> None:
     if command == "train" and "RANK" in os.environ:
         module = "train_multi_gpu"
     sys.argv[:2] = [f"llm-fp8 {command}"]
-    run_script(lambda: importlib.import_module(module).main())
+    run_script(lambda: _run(module))
+
+
+def _run(module: str) -> int | None:
+    with importing():
+        program = importlib.import_module(module)
+    return program.main()
 
 
 if __name__ == "__main__":

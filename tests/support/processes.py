@@ -7,35 +7,84 @@ code.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
+import logging
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.start import importing
 
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
+PRELOADED = [
+    "llm_fp8.train.run",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
+    "pytest",
+    "torch.distributed.run",
+    "transformers.models.llama.modeling_llama",
+]
 if CONTEXT.get_start_method() == "forkserver":
-    CONTEXT.set_forkserver_preload(
-        [
-            "llm_fp8.train.run",
-            "deepspeed.runtime.zero.muon.muon_optimizer",
-            "peft",
-            "pytest",
-            "torch.distributed.run",
-            "transformers.models.llama.modeling_llama",
-        ]
-    )
+    CONTEXT.set_forkserver_preload(PRELOADED)
 
 DEADLINE_S = 60.0
+
+
+def fork_server() -> None:
+    """Let multiprocessing's server be a fork of this process, which has imported most and has not trained yet: one that
+    starts anew imports all again, in each of xdist's workers. Read in CPython 3.10 to 3.13.
+    """
+    if CONTEXT.get_start_method() != "forkserver":
+        return
+
+    def fork(path: bytes, args: list[str], fds: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _serve(*fds)
+            finally:
+                util._exit_function()  # semaphores of what it imported
+                os._exit(0)
+        return pid
+
+    resource_tracker.ensure_running()  # another process that is started so
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def _serve(listener: int, alive: int) -> None:
+    """As a process of its own would: it holds no pipe of others, and what libraries say goes where its children let it
+    go, not into pytest's files.
+    """
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            if fd not in (0, 1, 2, listener, alive) and os.readlink(f"/proc/self/fd/{fd}").startswith(
+                ("pipe:", "socket:")
+            ):
+                os.close(fd)
+    captured, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), sys.__stdout__, sys.__stderr__
+    for logger in map(logging.getLogger, logging.root.manager.loggerDict):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in captured:
+                handler.setStream(sys.stderr)
+    with importing():
+        for name in PRELOADED:
+            importlib.import_module(name)
+    forkserver.main(listener, alive, preload=[])
 
 
 def _train(

@@ -1,0 +1,86 @@
+"""Models, rows and folders that tests share, and what happens before the first test and before each."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from llm_fp8.models.source import EMBEDDED_MODEL
+from tests.support.families import write_family
+from tests.support.processes import fork_server
+from tests.support.reference import NUM_ROWS
+from tests.support.small import forget_accelerator, tiny_config, write_model, write_rows
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine has no GPUs for."""
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if item.get_closest_marker(marker) and num_gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All is imported: what is there stays out of the garbage collector's sight."""
+    gc.freeze()
+    gc.enable()
+    if any(item.get_closest_marker("slow") for item in session.items):
+        fork_server()
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator() -> None:
+    """A test is a program of its own to Accelerate, and leaves what is there out of the garbage collector's sight:
+    every training ends with `gc.collect()`, which would take longer than the training.
+    """
+    forget_accelerator()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with weights."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A jsonl file of 64 short problems."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 64)
+
+
+@pytest.fixture(scope="session")
+def sixteen_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A jsonl file of the problems that `tests.support.reference` trains on."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with weights, whose output head is its embedding."""
+    return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model of one layer without weights, whose sizes are multiples of 16."""
+    folder = tmp_path_factory.mktemp("architecture") / "tiny"
+    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Llama with weights and the embedded tokenizer, whose sizes fp8 takes."""
+    return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
