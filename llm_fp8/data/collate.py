@@ -124,18 +124,18 @@ class _Collate:
 class PackedCollate(_Collate):
     """Sequences of documents -> packed `Batch` [1, batch_size * max_seq_length]."""
 
+    def width(self, longest: Any) -> Any:
+        """Positions of a sequence, whatever the longest document of a batch."""
+        return np.full_like(longest, self.max_seq_length)
+
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Raises `ValueError` for a sequence or a batch that is too long."""
         total, multiple = self.batch_size * self.max_seq_length, document_multiple(self.context_size)
         bounds, starts = [0], []
-        for index in range(max(self.batch_size, len(sequences))):
-            end_of_sequence = (index + 1) * self.max_seq_length
-            for document in sequences[index] if index < len(sequences) else ():
+        for index, documents in enumerate([*sequences, *[()] * (self.batch_size - len(sequences))]):
+            for document in documents:
                 starts.append((0, bounds[-1]))
                 bounds.append(bounds[-1] + -(-len(document.input_ids) // multiple) * multiple)
-            if bounds[-1] > min(end_of_sequence, total):
-                raise ValueError(f"more than {self.max_seq_length} tokens in a sequence, or {total} in a batch")
-            if bounds[-1] < end_of_sequence:
+            if bounds[-1] < (end_of_sequence := (index + 1) * self.max_seq_length):
                 bounds.append(end_of_sequence)
         lengths, arrays = np.diff(bounds), self._unused(1, total)
         position_ids = np.arange(total) - np.repeat(bounds[:-1], lengths)
@@ -160,7 +160,6 @@ class PaddedCollate(_Collate):
         return np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """NumPy's `ValueError` or `IndexError` for a document or a batch that is too long."""
         documents = [document for (document,) in sequences]
         longest = max((len(document.input_ids) for document in documents), default=1)
         width = int(self.width(longest))
@@ -177,3 +176,6 @@ class PaddedCollate(_Collate):
             max_seqlen=width,
             sum_squared_lengths=self.batch_size * width**2,
         )
+
+
+Layout = PackedCollate | PaddedCollate

@@ -165,40 +165,47 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
     return dataclasses.replace(source, files=files, is_json=is_json, left_out=tuple(sorted(left_out)))
 
 
-def load_split(source: DatasetSource, split: str, streaming: bool = False) -> Any:
-    """One split as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read within `reading_of`."""
+def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
+    """One split, or its first `num_rows`, as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read
+    within `reading_of`.
+    """
+    with reading_of(source):
+        rows = _load(source, split, streaming)
+        return rows if num_rows is None else rows.take(num_rows)
+
+
+def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     # They are patterns to it, and names may hold [ and *.
     patterns = list(map(glob.escape, source.files[split]))
     first = next((file for file in source.files[split] if os.path.isabs(file)), "")
     if source.is_json:
-        with reading_of(source):
-            rows = JsonRows(dataset_name="json_rows", data_files={split: patterns})
-            if streaming:
-                return rows.as_streaming_dataset(split=split)
-            rows.download_and_prepare()
-            return rows.as_dataset(split=split)
+        rows = JsonRows(dataset_name="json_rows", data_files={split: patterns})
+        if streaming:
+            return rows.as_streaming_dataset(split=split)
+        rows.download_and_prepare()
+        return rows.as_dataset(split=split)
     # A file of the hub is hf://datasets/owner/name@revision/path.
     data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", pattern) for pattern in patterns]} if patterns else None
     options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
+    if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
+        # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
+        how = csv.ParseOptions(delimiter=separators[0], newlines_in_values=True)
+        names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
+        options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
+    return datasets.load_dataset(source.path, source.config, **options)
+
+
+def beginning_of(source: DatasetSource, split: str, dataset: Any) -> tuple[list[str], dict[str, Any]]:
+    """The columns of a split that was loaded, and a row; `UserError` where there is none."""
     with reading_of(source):
-        if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
-            # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
-            how = csv.ParseOptions(delimiter=separators[0], newlines_in_values=True)
-            names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
-            options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
-        return datasets.load_dataset(source.path, source.config, **options)
-
-
-def beginning_of(dataset: Any) -> tuple[list[str], dict[str, Any]] | None:
-    """The columns of a dataset or stream, and a row; None where there is no row."""
-    if isinstance(dataset, Dataset) and dataset.column_names != [ROW]:
-        rows = dataset.with_format("arrow")[:1].to_pylist()  # images and the like are not decoded
-        is_json = {name for name, feature in dataset.features.items() if isinstance(feature, Json)}
-        rows = [
-            {name: read_row(text) if text and name in is_json else text for name, text in row.items()} for row in rows
-        ]
-    else:
-        first = itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1)
-        rows = [read_row(row[ROW]) if ROW in row else row for row in first]
-    return (list(dict.fromkeys(name for row in rows for name in row)), rows[0]) if rows else None
+        if isinstance(dataset, Dataset) and dataset.column_names != [ROW]:
+            rows = dataset.with_format("arrow")[:1].to_pylist()  # images and the like are not decoded
+            for name in (name for name, feature in dataset.features.items() if isinstance(feature, Json)):
+                rows = [{**row, name: row[name] and read_row(row[name])} for row in rows]
+        else:
+            first = itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1)
+            rows = [read_row(row[ROW]) if ROW in row else row for row in first]
+    if not rows:
+        raise UserError(f"{source.flag} {source.name}: split {split} has no row.")
+    return list(dict.fromkeys(name for row in rows for name in row)), rows[0]

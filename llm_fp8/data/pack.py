@@ -30,14 +30,8 @@ class PackingPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
-    """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to a multiple of `multiple`.
-    `ValueError` for a length outside 1..capacity.
-    """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    if len(sizes) and not 1 <= sizes.min() <= sizes.max() <= capacity:
-        raise ValueError(f"lengths must lie in 1..{capacity}, not {sizes.min()}..{sizes.max()}")
-    sizes = -(-sizes // multiple) * multiple
-
+    """Sequences of at most `capacity` tokens for documents of these `lengths`, padded to a multiple of `multiple` each."""
+    sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)
     by_room: defaultdict[int, deque[int]] = defaultdict(deque)  # room left -> sequences
     has_room = num_sequences = 0

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
-from llm_fp8.data.collate import Batch, Collate, PackedCollate, PaddedCollate, document_multiple
+from llm_fp8.data.collate import Batch, Collate, Layout, PackedCollate, PaddedCollate, document_multiple
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
@@ -82,24 +82,27 @@ def prepare_data(
     """
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     kind = PackedCollate if config.packing else PaddedCollate
-    whole = kind(config.data.batch_size, config.data.max_seq_length, pad, config.parallel.context_parallel_size)
+    layout = kind(config.data.batch_size, config.data.max_seq_length, pad, config.parallel.context_parallel_size)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
-        batch = whole(sequences)
+        batch = layout(sequences)
         if split_batch is not None:
             batch = split_batch(batch)
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        job = _Job(config, tokenizer, collate, Share(rank, world_size))
+        job = _Job(config, tokenizer, layout, collate, Share(rank, world_size))
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
 class _Job:
     """What is asked for: the datasets' splits, their shares in what is trained on, and how batches are made."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, collate: Collate, share: Share) -> None:
-        self.config, self.tokenizer, self.collate, self.share = config, tokenizer, collate, share
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, collate: Collate, share: Share
+    ) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.layout, self.collate, self.share = layout, collate, share
         self.multiple = document_multiple(config.parallel.context_parallel_size)
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
@@ -112,18 +115,11 @@ class _Job:
     def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[tuple[list[str], TokeniseOptions]]:
         """The columns of each dataset and how its rows are tokenised; --columns may be meant for one of them."""
         data, kwargs, options = self.config.data, self.config.data.template_kwargs, []
-        begun = []
-        for part, dataset in zip(parts, datasets, strict=True):
-            with reading_of(part[0]):
-                found = beginning_of(dataset)
-            if found is None:
-                raise _nothing([part], "read", "there is none")
-            begun.append(found)
-        columns = [names for names, _ in begun]
+        begun = [beginning_of(*part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
+        there = [name for names, _ in begun for name in names]
         for ours, theirs in data.column_names.items():
-            if parts == self.train and not any(theirs in names for names in columns):
-                there = ", ".join(name for names in columns for name in names)
-                raise UserError(f"--columns {ours}={theirs}: there is no column '{theirs}' among {there}.")
+            if parts == self.train and theirs not in there:
+                raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
         for (source, _), (names, row) in zip(parts, begun, strict=True):
             renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
             ours_of = {theirs: ours for ours, theirs in renames.items()}
@@ -150,12 +146,8 @@ class _Job:
 
     def num_positions(self, lengths: Any, order: Any) -> int:
         """Positions, padding included, of the batches of an epoch; `lengths` are those of its documents, in tokens."""
-        data, begins = self.config.data, np.arange(0, len(order), self.config.data.batch_size)
-        widths = np.full(len(begins), data.max_seq_length)
-        if not self.config.packing:
-            collate = PaddedCollate(data.batch_size, data.max_seq_length, 0, self.config.parallel.context_parallel_size)
-            widths = collate.width(np.maximum.reduceat(lengths[order], begins))
-        return int(widths.sum()) * data.batch_size
+        begins = np.arange(0, len(order), self.layout.batch_size)
+        return int(self.layout.width(np.maximum.reduceat(lengths[order], begins)).sum()) * self.layout.batch_size
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
@@ -207,18 +199,14 @@ def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
     return UserError(f"{parts[0][0].flag} {names}: no row of split {splits} can be {what}: {why}.")
 
 
-def _first_rows(dataset: Dataset, number: int | None) -> Dataset:
-    return dataset if number is None or number >= len(dataset) else dataset.select(range(number))
-
-
 def _prepare_map(job: _Job) -> PreparedData:
     data = job.config.data
-    datasets = whole = [_first_rows(load_split(*part), data.num_of_samples) for part in job.train]
+    datasets = whole = [load_split(*part, num_rows=data.num_of_samples) for part in job.train]
     if job.shares is not None:
         # No row comes twice in an epoch: it ends with the dataset that is used up first, as that of a stream does.
         total = min(len(dataset) / share for dataset, share in zip(whole, job.shares, strict=True))
         numbers = [max(1, round(total * share)) for share in job.shares]
-        datasets = [_first_rows(part, number) for part, number in zip(whole, numbers, strict=True)]
+        datasets = [part.take(number) for part, number in zip(whole, numbers, strict=True)]
     rows = _tokenise(job, job.train, datasets)
     figures = figures_of(rows)
     report, used = DataReport(data.max_seq_length), figures["length"] > 0
@@ -315,19 +303,13 @@ def _tokenised_stream(
     job: _Job, parts: Sequence[SourceSplit], shares: list[float] | None, num_rows: int | None
 ) -> tuple[Callable[[], IterableDataset], list[TokeniseOptions]]:
     """Opens the tokenised first `num_rows` of each split, drawn by `shares`; and how each split is tokenised."""
-    begun = []
-    for source, split in parts:
-        with reading_of(source):
-            begun.append(load_split(source, split, streaming=True))
-    options = job.options(parts, begun)
+    options = job.options(parts, [load_split(*part, streaming=True) for part in parts])
 
     def open_stream() -> IterableDataset:
         streams = []
         for part, (names, how) in zip(parts, options, strict=True):
-            with reading_of(part[0]):
-                stream = load_split(*part, streaming=True)
-                stream = stream if num_rows is None else stream.take(num_rows)
-                streams.append(tokenise(stream, names, job.tokenizer, how))
+            stream = load_split(*part, streaming=True, num_rows=num_rows)
+            streams.append(tokenise(stream, names, job.tokenizer, how))
         return interleave_datasets(streams, shares, job.config.optim.seed) if shares else streams[0]
 
     return open_stream, [how for _, how in options]

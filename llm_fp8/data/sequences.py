@@ -124,9 +124,8 @@ class StreamSequences:
         begin = dict(position)
         self.report.forget_rows()
         while True:
-            whole, num_sequences, ended = begin["source"] is None, 0, False
-            stream = self.open_stream()
-            if not whole:
+            stream, ended = self.open_stream(), False
+            if begin["source"] is not None:
                 stream.load_state_dict(copy.deepcopy(begin["source"]))
             rows = iter(stream)
             while not ended:
@@ -139,11 +138,8 @@ class StreamSequences:
                 order = np.random.default_rng([self.seed, begin["buffer"]]).permutation(len(sequences)).tolist()
                 for done, number in enumerate(order[begin["next_row"] :], start=begin["next_row"] + 1):
                     yield sequences[number], {**begin, "next_row": done, "content": content}
-                num_sequences += len(sequences)
                 begin |= {"epoch": begin["epoch"] + ended, "buffer": begin["buffer"] + 1, "next_row": 0}
                 begin |= {"source": None if ended else stream.state_dict(), "content": None}
-            if whole and num_sequences == 0:
-                raise UserError(f"--dataset_name: no row of the stream can be trained on: {self.report.summary()}.")
 
     def _sequences_of(self, rows: Dataset) -> tuple[list[Reader], str]:
         """The sequences of the rows of this buffer, and what identifies the rows."""

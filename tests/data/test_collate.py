@@ -75,17 +75,6 @@ def test_a_batch_without_sequences_teaches_nothing(collate: PackedCollate | Padd
         assert batch.attention_mask.any(dim=1).all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="more than 8 tokens"):
-        PackedCollate(1, 8, PAD)([[_document(5, 0), _document(4, 1)]])
-    with pytest.raises(ValueError, match="or 8 in a batch"):
-        PackedCollate(1, 8, PAD)([[_document(5, 0)], [_document(5, 0)]])
-    with pytest.raises(ValueError, match="shape"):
-        PaddedCollate(1, 8, PAD)([[_document(9, 0)]])
-    with pytest.raises(ValueError, match="too many values"):
-        PaddedCollate(1, 8, PAD)([[_document(5, 0), _document(1, 1)]])
-
-
 def _loss_and_gradients(batch: Batch, view: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
