@@ -23,6 +23,8 @@ _PREFIXES = tuple(f"ACCELERATE_{name}_" for name in ("FP8", "DEEPSPEED", "GRADIE
 _PREFIXES += ("FSDP_", "PARALLELISM_CONFIG_")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}
+"""What shards, by the launcher's name -> how its variables begin."""
 READ = {
     "ACCELERATE_FP8_BACKEND": "TE",
     "ACCELERATE_FP8_FORMAT": "HYBRID",
@@ -90,20 +92,18 @@ def _not_supported(what: str) -> UserError:
     return UserError(f"{what} of {_FILE} is not supported here; change it (docs/multi_gpu.md).")
 
 
-def require_single_process(environ: MutableMapping[str, str]) -> None:
-    """Raise `UserError` where the launcher asks for more than one process; remove variables left over of one."""
-    is_sharded = any(is_on(environ.get(f"ACCELERATE_USE_{name}", "")) for name in ("FSDP", "DEEPSPEED"))
-    if is_sharded or LaunchRanks.from_environment(environ).world_size > 1:
-        raise UserError("train_fp8.py trains in one process, and the launcher asks for more; use train_multi_gpu.py.")
-    if not environ.keys() >= set(_TORCHRUN):
-        for name in _TORCHRUN:
-            environ.pop(name, None)
-
-
-def require_launched(environ: Mapping[str, str]) -> None:
-    """Raise `UserError` where variables that torchrun sets for a process of train_multi_gpu.py are missing."""
-    if not environ.keys() >= set(_TORCHRUN):
+def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
+    """Raise `UserError` where train_multi_gpu.py (`parallel`) was not launched, or train_fp8.py in several processes;
+    remove variables left over of a launch.
+    """
+    is_launched = environ.keys() >= set(_TORCHRUN)
+    if parallel and not is_launched:
         raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
+    is_sharded = any(is_on(environ.get(f"ACCELERATE_USE_{name}", "")) for name in ENGINES)
+    if not parallel and (is_sharded or LaunchRanks.from_environment(environ).world_size > 1):
+        raise UserError("train_fp8.py trains in one process, and the launcher asks for more; use train_multi_gpu.py.")
+    for name in () if is_launched else _TORCHRUN:
+        environ.pop(name, None)
 
 
 def apply_launch_settings(
@@ -116,12 +116,11 @@ def apply_launch_settings(
     # The launcher sets this variable always.
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and LaunchRanks.from_environment(environ).world_size > 1
     found, idle = _take(environ)
-    flags, unset = config.options, Config().options
-    weak = {name for name in RECIPE_ENTRIES if is_default(_variable(name), found.get(_variable(name), ""))}
-    weak.add("fp8_params")
+    values, flags, unset = {**DEFAULTS, **found}, config.options, Config().options
+    weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
     with reading(_FILE, "of this run", "an entry"):
         asked = {"sharding_mode": "ddp"} if is_ddp else {}
-        asked |= _sharding(found)
+        asked |= _sharding(values)
         mode = asked.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         asked |= _precision(found, mode, flags["fp8_scenario"], idle)
     kept = {name for name in asked if name in given or flags[name] != unset[name]}
@@ -139,17 +138,12 @@ def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]
     """What was asked for (precision, engines, variables), removed from `environ`; and entries without effect."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of entries, for Accelerate's own checks
     found = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
-    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+    for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
         if is_on(environ.pop(f"ACCELERATE_USE_{engine}", "")):
-            found[engine] = "true"
-            if engine not in ("FSDP", "DEEPSPEED"):
-                raise _not_supported(engine.lower())
-    used = {
-        PREFIX: found["precision"] == "fp8",
-        "FSDP_": "FSDP" in found,
-        "ACCELERATE_DEEPSPEED_": "DEEPSPEED" in found,
-    }
-    unused = tuple(prefix for prefix in used if not used[prefix])
+            raise _not_supported(engine.lower())
+    found |= {engine: environ.pop(f"ACCELERATE_USE_{engine}", "") for engine in ENGINES}
+    unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(found[engine]))
+    unused += () if found["precision"] == "fp8" else (PREFIX,)
     idle = []
     for variable in [name for name in environ if name.startswith(_PREFIXES)]:
         value = environ.pop(variable)
@@ -171,7 +165,7 @@ def te_recipe(environ: Mapping[str, str]) -> str:
 
 def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: list[str]) -> dict[str, Any]:
     """Options of precision; `mode` and `scenario` are those of the run. Entries without effect are added to `idle`."""
-    values = {**READ, **found}
+    values = {**DEFAULTS, **found}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
@@ -196,18 +190,17 @@ def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: 
     return settings
 
 
-def _sharding(found: Mapping[str, str]) -> dict[str, Any]:
+def _sharding(values: Mapping[str, str]) -> dict[str, Any]:
     """Options of sharding, accumulation and clipping."""
-    values = {**READ, **found}
     settings: dict[str, Any] = {}
-    if "FSDP" in found:
+    if is_on(values["FSDP"]):
         reshards, offloads = is_on(values["FSDP_RESHARD_AFTER_FORWARD"]), is_on(values["FSDP_OFFLOAD_PARAMS"])
         if offloads and not reshards:
             raise _not_supported("fsdp_offload_params without fsdp_reshard_after_forward")
         settings["sharding_mode"] = "fsdp_offload" if offloads else "fsdp_full" if reshards else "fsdp_grad"
         if is_on(values["FSDP_ACTIVATION_CHECKPOINTING"]):
             settings["gradient_checkpointing"] = 1
-    if "DEEPSPEED" in found:
+    if is_on(values["DEEPSPEED"]):
         stage: Any = int(values["ACCELERATE_DEEPSPEED_ZERO_STAGE"])
         if (file := values["ACCELERATE_DEEPSPEED_CONFIG_FILE"]) != "None":
             settings["deepspeed_config"] = file

@@ -157,9 +157,9 @@ def parse_launch(
     config, given = _read(argv, OptionsParser(parallel, description=description))
     idle: list[str] = []
     if parallel or any(name.startswith(LAUNCHER_VARIABLES) for name in environ):
-        from llm_fp8.config.accelerate_env import apply_launch_settings, require_launched, require_single_process
+        from llm_fp8.config.accelerate_env import apply_launch_settings, check_launch
 
-        (require_launched if parallel else require_single_process)(environ)
+        check_launch(environ, parallel)
         config, idle = apply_launch_settings(config, environ, given)
     check_options(config)
     return config, idle

@@ -30,7 +30,7 @@ class PackingPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
-    """Sequences of at most `capacity` tokens for documents of these `lengths`, padded to a multiple of `multiple` each."""
+    """Sequences of at most `capacity` tokens for documents of these `lengths`, each padded to `multiple`."""
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)
     by_room: defaultdict[int, deque[int]] = defaultdict(deque)  # room left -> sequences
