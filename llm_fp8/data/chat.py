@@ -20,7 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import date
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
@@ -240,15 +240,16 @@ def _as_text(arguments: Any) -> str:
 def _apply_template(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
 ) -> str:
-    """The text that the chat template makes of a conversation; a template is a program, and may raise anything."""
-    with _applying(tokenizer, conversation) as options:
-        options |= {"add_generation_prompt": add_generation_prompt}
-        return str(tokenizer.apply_chat_template(conversation.messages, tokenize=False, **options))
+    """The text that the chat template makes of a conversation."""
+    return _render(tokenizer, conversation, add_generation_prompt=add_generation_prompt)[0]
 
 
-@contextmanager
-def _applying(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Iterator[dict[str, Any]]:
-    """`reading` around what is done with the chat template; yields what it is given besides the messages."""
+def _render(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """That text and, with `return_assistant_tokens_mask`, the ranges that the template marks in it. A template is a
+    program, and may raise anything.
+    """
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, what, "Correct it, or leave such conversations out."):
@@ -257,7 +258,11 @@ def _applying(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) ->
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
         if "strftime_now(" in template:
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
-        yield {**conversation.template_kwargs, "tools": conversation.tools, "chat_template": template}
+        given = {**tokenizer.special_tokens_map, **conversation.template_kwargs, **options}
+        texts, marked = cast(Any, render_jinja_template)(
+            [conversation.messages], tools=conversation.tools, chat_template=template, **given
+        )
+        return texts[0], marked[0] if marked else []
 
 
 Spans = dict[int, tuple[int, int]]
@@ -266,15 +271,13 @@ Spans = dict[int, tuple[int, int]]
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """What the template marks, but for turns that are excluded."""
-    with _applying(tokenizer, conversation) as options:
-        options |= {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-        _, found = cast(Any, render_jinja_template)([conversation.messages], **options)
+    _, found = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if len(turns) != len(found[0]) and conversation.excluded.intersection(turns):
-        what = f"{len(found[0])} parts of {len(turns)} assistant's turns, of which some are not to be supervised"
+    if len(turns) != len(found) and conversation.excluded.intersection(turns):
+        what = f"{len(found)} parts of {len(turns)} assistant's turns, of which some are not to be supervised"
         raise UserError(f"--dataset_name: the chat template marks {what}; leave such conversations out.")
-    turns = turns if len(turns) == len(found[0]) else [-1 - part for part in range(len(found[0]))]
-    return {turn: span for turn, span in zip(turns, found[0], strict=True) if turn not in conversation.excluded}
+    turns = turns if len(turns) == len(found) else [-1 - part for part in range(len(found))]
+    return {turn: span for turn, span in zip(turns, found, strict=True) if turn not in conversation.excluded}
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:

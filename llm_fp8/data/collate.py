@@ -22,10 +22,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -82,100 +81,71 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
     return StepTokens(*(sum(getattr(batch, f.name) for batch in batches) for f in dataclasses.fields(StepTokens)))
 
 
-Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-"""Ids, labels and whether a position is a document's."""
-
-
 @dataclass(frozen=True)
-class _Collate:
-    """What both layouts share. `context_size` ranks take a slice of every sequence."""
+class Layout:
+    """Sequences of documents -> `Batch`. `context_size` ranks take a slice of every sequence."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
     context_size: int = 1
 
-    def _unused(self, *shape: int) -> Arrays:
-        """What unused positions hold."""
-        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
-        return ids, np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape, dtype=bool)
-
-    def _batch(
-        self, documents: Sequence[Document], starts: Sequence[tuple[int, int]], arrays: Arrays, **others: Any
-    ) -> Batch:
-        """`documents` written into the arrays of `_unused`, each from its line and column on."""
-        ids, labels, real = arrays
-        for document, (line, start) in zip(documents, starts, strict=True):
-            end = start + len(document.input_ids)
-            ids[line, start:end] = document.input_ids
-            labels[line, start : end - 1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
-            real[line, start:end] = True
-        return Batch(
-            input_ids=torch.from_numpy(ids),
-            labels=torch.from_numpy(labels),
-            num_tokens=ids.size,
-            num_real_tokens=sum(len(document.input_ids) for document in documents),
-            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
-            row_ids=tuple(document.row_id for document in documents),
-            **others,
-        )
-
-
-class PackedCollate(_Collate):
-    """Sequences of documents -> packed `Batch` [1, batch_size * max_seq_length]."""
+    packed: ClassVar[bool]
 
     def width(self, longest: Any) -> Any:
-        """Positions of a sequence, whatever the longest document of a batch."""
-        return np.full_like(longest, self.max_seq_length)
-
-    def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        total, multiple = self.batch_size * self.max_seq_length, document_multiple(self.context_size)
-        bounds, starts = [0], []
-        for index, documents in enumerate([*sequences, *[()] * (self.batch_size - len(sequences))]):
-            for document in documents:
-                starts.append((0, bounds[-1]))
-                bounds.append(bounds[-1] + -(-len(document.input_ids) // multiple) * multiple)
-            if bounds[-1] < (end_of_sequence := (index + 1) * self.max_seq_length):
-                bounds.append(end_of_sequence)
-        lengths, arrays = np.diff(bounds), self._unused(1, total)
-        position_ids = np.arange(total) - np.repeat(bounds[:-1], lengths)
-        return self._batch(
-            [document for sequence in sequences for document in sequence],
-            starts,
-            arrays,
-            position_ids=torch.from_numpy(position_ids).view(1, total),
-            attention_mask=torch.from_numpy(arrays[2]) if self.context_size > 1 else None,
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-            max_seqlen=self.max_seq_length,
-            sum_squared_lengths=int((lengths**2).sum()),
-        )
-
-
-class PaddedCollate(_Collate):
-    """Sequences of one document each -> padded `Batch` [batch_size, S]."""
-
-    def width(self, longest: Any) -> Any:
-        """S, for the longest document of a batch or of each of several."""
+        """Positions of a sequence, for the longest document of a batch or of each of several."""
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
-        return np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
+        padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
+        return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        documents = [document for (document,) in sequences]
-        longest = max((len(document.input_ids) for document in documents), default=1)
-        width = int(self.width(longest))
-        arrays = self._unused(self.batch_size, width)
-        if self.context_size == 1:  # else attention ignores the mask, which tells real tokens
-            arrays[2][len(documents) :, 0] = True
-        return self._batch(
-            documents,
-            [(line, 0) for line in range(len(documents))],
-            arrays,
-            position_ids=torch.arange(width).repeat(self.batch_size, 1),
-            attention_mask=torch.from_numpy(arrays[2]),
-            cu_seqlens=None,
-            max_seqlen=width,
-            sum_squared_lengths=self.batch_size * width**2,
+        """NumPy's `ValueError` or `IndexError` for a sequence or a batch that is too long."""
+        documents = [document for sequence in sequences for document in sequence]
+        shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
+        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        real = np.zeros(shape, dtype=bool)
+        bounds = [0]  # of the segments
+        multiple = document_multiple(self.context_size)
+        for line, sequence in enumerate([*sequences, *[()] * (self.batch_size - len(sequences))]):
+            start = 0
+            for document in sequence:
+                end = start + len(document.input_ids)
+                ids[line, start:end] = document.input_ids
+                labels[line, start : end - 1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
+                real[line, start:end] = True
+                start += -(-len(document.input_ids) // multiple) * multiple
+                if self.packed:
+                    bounds.append(line * shape[1] + start)
+            if bounds[-1] < (line + 1) * shape[1]:
+                bounds.append((line + 1) * shape[1])
+        lengths = np.diff(bounds)
+        mask = real.copy()
+        if not self.packed and self.context_size == 1:  # else attention ignores the mask, which tells real tokens
+            mask[len(sequences) :, 0] = True
+        view = (1, -1) if self.packed else shape
+        return Batch(
+            input_ids=torch.from_numpy(ids).view(view),
+            labels=torch.from_numpy(labels).view(view),
+            position_ids=torch.from_numpy(np.arange(ids.size) - np.repeat(bounds[:-1], lengths)).view(view),
+            attention_mask=None if self.packed and self.context_size == 1 else torch.from_numpy(mask).view(view),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if self.packed else None,
+            max_seqlen=shape[1],
+            num_tokens=ids.size,
+            num_real_tokens=int(real.sum()),
+            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
+            sum_squared_lengths=int((lengths**2).sum()),
+            row_ids=tuple(document.row_id for document in documents),
         )
 
 
-Layout = PackedCollate | PaddedCollate
+class PackedCollate(Layout):
+    """`Batch` [1, batch_size * max_seq_length]."""
+
+    packed = True
+
+
+class PaddedCollate(Layout):
+    """Sequences of one document each -> `Batch` [batch_size, S]."""
+
+    packed = False
