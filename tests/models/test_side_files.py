@@ -303,7 +303,9 @@ def test_a_tied_model_with_another_lm_head_is_untied_as_in_transformers(tmp_path
 
 OLDER = Path(os.environ.get("LLM_FP8_OLDER_TRANSFORMERS", Path.home() / ".cache/llm-fp8/transformers-4.57.6"))
 READER = """
-import json, sys, torch
+import gc, json, sys
+gc.disable()  # imports take longer otherwise
+import torch
 sys.modules["torchao"] = None  # which would be imported, and is of no use here
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -74,7 +74,7 @@ def kill_one_rank_and_restart(start: Callable[..., Any], folder: Path, *options:
     """Rank 1 is killed after the first checkpoint; torchrun, started in `folder`, starts all anew and they resume by
     themselves, in the folder that they had.
     """
-    training = ["--max_steps=60", "--save_every=5", "--log_every=1", "--no_export"]
+    training = ["--max_steps=60", "--save_every=20", "--log_every=1", "--no_export"]
     with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:
         saved = wait_until(lambda: any(folder.glob("runs/*/checkpoints/step-*")), launch, 0.01, START_S)
         assert saved, launch.printed()
@@ -83,5 +83,5 @@ def kill_one_rank_and_restart(start: Callable[..., Any], folder: Path, *options:
     (run,) = (folder / "runs").iterdir()
     assert [step["step"] for step in steps(run)] == list(range(1, 61))
     told = re.search(r"resumed from .* after step (\d+)", launch.printed())
-    assert told is not None and int(told[1]) >= 5
+    assert told is not None and int(told[1]) >= 20
     assert [resume["resumed_after_step"] for resume in run_json(run)["resumes"]] == [int(told[1])]

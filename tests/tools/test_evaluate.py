@@ -50,11 +50,11 @@ def call(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A short run on the embedded problems."""
+def run(tmp_path_factory, rows) -> Path:
+    """A short run on 64 of the embedded problems."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    options = ["--max_steps=10", "--num_of_samples=400", "--max_seq_length=128", "--batch_size=8"]
-    assert train(*options, f"--output_dir={folder}") == 0
+    options = [f"--dataset_name={rows}", "--validation_fraction=0.3", "--max_steps=10", "--max_seq_length=128"]
+    assert train(*options, "--batch_size=8", f"--output_dir={folder}") == 0
     return folder
 
 

@@ -24,7 +24,9 @@ import accelerate.utils.transformer_engine
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import AORecipeKwargs
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
@@ -441,10 +443,13 @@ def test_asked_precision_prefers_the_argument_then_the_launcher(tmp_path):
 
 
 def test_the_example_trains_the_embedded_model_under_accelerate_launch(tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_bf16.yaml"]
+    """By the command and with the variables that `accelerate launch` starts it with."""
     words = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()
     example = ["examples/hf_trainer_fp8.py", *words, "--report_to", "none", "--output_dir", str(tmp_path)]
-    done = subprocess.run([*launch, *example], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    launch = ["--config_file", str(ROOT / "configs" / "accelerate_bf16.yaml"), *example]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
+    command, environment = prepare_simple_launcher_cmd_env(arguments)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "certificate: none, there is no NVIDIA GPU" in done.stdout, done.stderr
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     logged = [record["loss"] for record in history if "loss" in record]

@@ -4,7 +4,6 @@ small disk.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -14,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.train.loop import TrainingLoop
+from tests.support.stopping import stopping
 from tests.support.told_losses import telling
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_run(tiny_model: str, rows: str) -> list[str]:
     """The 49 rows that are trained on give seven steps to an epoch."""
     return [
@@ -30,19 +30,10 @@ def small_run(tiny_model: str, rows: str) -> list[str]:
 
 
 @pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def stop_after() -> Iterator[Callable[..., None]]:
     """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
-    stops: dict[int, signal.Signals] = {}
-    take_step = TrainingLoop.take_step
-
-    def with_signal(self, batches, start):
-        end = take_step(self, batches, start)
-        if self.step in stops:
-            os.kill(os.getpid(), stops.pop(self.step))
-        return end
-
-    monkeypatch.setattr(TrainingLoop, "take_step", with_signal)
-    return lambda step, number=signal.SIGTERM: stops.update({step: number})
+    with stopping() as stops:
+        yield lambda step, number=signal.SIGTERM: stops.update({step: number})
 
 
 @pytest.fixture

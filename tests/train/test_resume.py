@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.support.small import (
     train,
     write_model,
 )
+from tests.support.stopping import stopping
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +44,23 @@ CLOCKED = ("step_time_s", "eval_time_s", "model_tflops")
 """What depends on the clock, beside all rates per second."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def options(small_run) -> list[str]:
     return [*small_run, f"--max_steps={NUM_STEPS}", "--save_every=100", "--eval_every=4"]
+
+
+@pytest.fixture(scope="module")
+def whole_run(options, tmp_path_factory) -> Path:
+    """A run that nothing disturbed. No test writes into its folder."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "whole"
+    assert train(*options, f"--output_dir={folder}") == 0
+    return folder
+
+
+@pytest.fixture
+def whole(whole_run, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(whole_run, tmp_path / "whole")
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -90,11 +106,12 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, stop_after, scenario):
+def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, whole, stop_after, scenario):
     """Stopped in the middle of an epoch, and at the end of one."""
-    options = [*options, *SCENARIOS[scenario]]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert train(*options, f"--output_dir={whole}") == 0
+    options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
+    if SCENARIOS[scenario]:
+        whole = tmp_path / "of the scenario"
+        assert train(*options, f"--output_dir={whole}") == 0
     stop_after(3)
     assert train(*options, f"--output_dir={resumed}") == 143
     assert steps(resumed)[-1]["step"] == 3 and not (resumed / "final").exists()
@@ -113,11 +130,9 @@ def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, stop_afte
 
 @pytest.mark.parametrize("stop", [4, 8])
 def test_an_evaluation_that_fell_due_in_the_step_of_a_signal_is_made_up_once(
-    tmp_path, options, stop_after, stop, monkeypatch
+    tmp_path, options, whole, stop_after, stop, monkeypatch
 ):
-    options = [*options, "--save_every=4"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(*options, f"--output_dir={whole}")
+    options, resumed = [*options, "--save_every=4"], tmp_path / "resumed"
     stop_after(stop)
     again = [*options, f"--output_dir={resumed}"]
     assert train(*again) == 143
@@ -150,10 +165,11 @@ def test_the_model_is_written_before_the_last_evaluation(tmp_path, options, monk
 
 
 @pytest.mark.parametrize("was_evaluated", [False, True])
-def test_a_run_killed_between_its_last_save_and_its_export_is_finished(tmp_path, options, was_evaluated):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(*options, f"--output_dir={whole}")
-    train(*options, f"--output_dir={killed}", "--no_export")
+def test_a_run_killed_between_its_last_save_and_its_export_is_finished(
+    tmp_path, options, whole, whole_run, was_evaluated
+):
+    killed = shutil.copytree(whole_run, tmp_path / "killed")
+    shutil.rmtree(killed / "final")
     (killed / "summary.json").unlink()
     if not was_evaluated:
         lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -179,7 +195,7 @@ def test_ctrl_c_saves_and_exits_with_130(tmp_path, options):
 
 def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
     """Every other kill comes while a checkpoint is being written, the others at random."""
-    options = [*options, "--max_steps=30", "--save_every=1"]
+    options = [*options, "--max_steps=20", "--save_every=1"]
     whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
     train(*options, f"--output_dir={whole}")
     checkpoints, moments = killed / "checkpoints", random.Random(0)
@@ -199,7 +215,7 @@ def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
         exit_code(process)
         resume = ["--resume_from=latest"]
     assert train(*options, f"--output_dir={killed}", *resume) == 0
-    assert_same_run(whole, killed, last_step=30)
+    assert_same_run(whole, killed, last_step=20)
     assert not any(checkpoints.glob(".*"))
 
 
@@ -220,13 +236,20 @@ def test_an_older_checkpoint_of_the_run_and_one_for_another_folder(tmp_path, opt
     assert without_clock(whole) == expected
 
 
-@pytest.fixture
-def stopped(tmp_path, options, stop_after) -> Path:
+@pytest.fixture(scope="module")
+def stopped_run(options, tmp_path_factory) -> Path:
     """A run that stopped after three steps."""
-    stop_after(3)
-    folder = tmp_path / "stopped"
-    train(*options, f"--output_dir={folder}")
+    folder = tmp_path_factory.mktemp("stops") / "stopped"
+    with stopping() as stops:
+        stops[3] = signal.SIGTERM
+        assert train(*options, f"--output_dir={folder}") == 143
     return folder
+
+
+@pytest.fixture
+def stopped(stopped_run, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(stopped_run, tmp_path / "stopped")
 
 
 def assert_refused(folder: Path, options: list[str], *named: str) -> None:
@@ -297,14 +320,13 @@ def test_adapters_do_not_continue_on_another_models_weights(tmp_path, rows):
     assert train(*options, f"--model_name={models[2]}", folder, first) == 0
 
 
-def test_a_finished_run_is_not_resumed_and_can_be_made_longer(tmp_path, options):
-    train(*options, f"--output_dir={tmp_path}")
-    assert_refused(tmp_path, options, "--max_steps", "--num_epochs")
-    before = (tmp_path / "final" / "model.safetensors").read_bytes()
+def test_a_finished_run_is_not_resumed_and_can_be_made_longer(whole, options):
+    assert_refused(whole, options, "--max_steps", "--num_epochs")
+    before = (whole / "final" / "model.safetensors").read_bytes()
     longer = ["--max_steps=12", "--allow_changed=max_steps", "--no_export"]
-    assert train(*options, *longer, f"--output_dir={tmp_path}", "--resume_from=latest") == 0
-    assert [step["step"] for step in steps(tmp_path)] == list(range(1, 13))
-    assert (tmp_path / "final" / "model.safetensors").read_bytes() == before
+    assert train(*options, *longer, f"--output_dir={whole}", "--resume_from=latest") == 0
+    assert [step["step"] for step in steps(whole)] == list(range(1, 13))
+    assert (whole / "final" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("more", [[], ["--resume_from=latest"]], ids=["same command", "latest"])

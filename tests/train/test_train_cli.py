@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -16,6 +19,7 @@ import wandb
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llm_fp8.config.options import PrecisionConfig
 from tests.support.documented_commands import ON_ONE_GPU, RUN, config_of, words_for_a_cpu, write_dataset
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
 
@@ -58,6 +62,7 @@ def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]
     """
     folder = tmp_path_factory.mktemp("plain")
     words = ["--max_steps=12", "--max_seq_length=128", "--num_of_samples=300", "--learning_rate=3e-3"]
+    words.append("--eval_batches=8")
     return subprocess.run(
         [sys.executable, "-c", PLAIN_RUN, str(ROOT / "train_fp8.py"), *words],
         cwd=folder,
@@ -117,7 +122,16 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
     return {"meta-llama": tiny_model, "Qwen": qwen}
 
 
-@pytest.mark.parametrize("name", ON_ONE_GPU)
+def on_a_cpu(name: str) -> str:
+    """What tells a command's run on a CPU from others: all but the model's size, precision, length and W&B's name."""
+    asked = config_of(RUN[name])
+    model = dataclasses.replace(asked.model, model_name=asked.model.model_name.partition("/")[0], use_te=False)
+    data = dataclasses.replace(asked.data, max_seq_length=128)
+    run = dataclasses.replace(asked.run, wandb_run_name=None)
+    return repr(dataclasses.replace(asked, model=model, data=data, run=run, precision=PrecisionConfig()))
+
+
+@pytest.mark.parametrize("name", {on_a_cpu(name): name for name in reversed(ON_ONE_GPU)}.values())
 def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     asked, folder = config_of(RUN[name]), tmp_path / "run"
@@ -139,13 +153,13 @@ def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypat
 # Options, one by one
 
 
-@pytest.fixture
-def run(tmp_path, tiny_model, rows):
+@pytest.fixture(scope="module")
+def new_run(tmp_path_factory, tiny_model, rows):
     """A function: train a few steps with these options in a new folder, which it returns."""
-    number = iter(range(100))
+    number = itertools.count()
 
     def start(*options: str) -> Path:
-        folder = tmp_path / f"run-{next(number)}"
+        folder = tmp_path_factory.mktemp("option") / f"run-{next(number)}"
         common = [
             f"--model_name={tiny_model}",
             f"--dataset_name={rows}",
@@ -159,6 +173,12 @@ def run(tmp_path, tiny_model, rows):
     return start
 
 
+@pytest.fixture(scope="module")
+def run(new_run):
+    """The same, but for options that were asked for before: the folder of then."""
+    return functools.cache(new_run)
+
+
 def losses(folder: Path) -> list[float]:
     """The loss of every step."""
     return [step["loss"] for step in steps(folder)]
@@ -169,8 +189,8 @@ def learning_rates(folder: Path) -> list[float]:
     return [step["learning_rate"] for step in steps(folder)]
 
 
-def test_the_same_options_give_the_same_bits_and_another_seed_does_not(run):
-    first, again, other = run(), run(), run("--seed=7")
+def test_the_same_options_give_the_same_bits_and_another_seed_does_not(run, new_run):
+    first, again, other = run(), new_run(), run("--seed=7")
     assert losses(first) == losses(again) != losses(other)
     for name, tensor in final_weights(first).items():
         assert torch.equal(tensor, final_weights(again)[name])
@@ -198,7 +218,7 @@ def test_streaming_trains_on_the_same_rows(run):
 
 
 def test_max_grad_norm_clips(run):
-    free, clipped = run("--max_grad_norm=0"), run("--max_grad_norm=1e-9")
+    free, clipped = run("--max_grad_norm=0", "--no_export"), run("--max_grad_norm=1e-9", "--no_export")
     assert steps(free)[0]["grad_norm"] == steps(clipped)[0]["grad_norm"], "what is reported is the norm before clipping"
     assert losses(free) != losses(clipped)
 
@@ -222,6 +242,7 @@ def test_the_learning_rate_warms_up_over_a_tenth_at_most(run, scheduler, asked, 
         f"--num_warmup_steps={asked}",
         "--no_export",
         "--num_of_samples=16",
+        "--batch_size=1",
     )
     expected = [(i + 1) / warmup for i in range(warmup)] + [shape(i / (30 - warmup)) for i in range(30 - warmup)]
     assert learning_rates(folder) == pytest.approx([1e-2 * share for share in expected], rel=1e-6, abs=1e-12)

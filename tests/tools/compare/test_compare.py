@@ -357,7 +357,9 @@ def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_pat
 
 @pytest.mark.slow
 def test_a_run_that_fails_stops_no_other_and_is_reported(tmp_path, monkeypatch, capsys):
-    train = f"{TRAIN} --model_name {tmp_path / 'nowhere'}"
+    """A program that ends as a training does takes its place."""
+    train, ends = TRAIN, "raise SystemExit('error: --model_name nowhere: no such folder')"
+    monkeypatch.setattr(cli, "training_command", lambda num_gpus, *words: [sys.executable, "-c", ends, *words])
     monkeypatch.setattr(sys, "argv", ["compare", "--train", train, "--variants", "bf16", "--seeds", "1"])
     sys.argv += ["--output", str(tmp_path / "out")]
     assert cli.main() == 1
