@@ -177,8 +177,10 @@ class TrainingLoop:
         overwritten = self.strategy.wgrad_accumulation.weights()
         return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), self.precision.update_scales)
 
-    def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested()`, which saves too."""
+    def train(self, stop_requested: Callable[[bool], bool]) -> None:
+        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested(is the folder lost?)`, which
+        saves too.
+        """
         if self.is_complete:
             return  # resumed after the last step, for evaluation and export
         if self.evaluation_due:
@@ -187,47 +189,38 @@ class TrainingLoop:
                 self.save()
             if self.history.stops_early:
                 return
-        options, parallel = self.setup.plan.config.run, self.setup.plan.config.parallel
-        eval_every = 0 if self.eval_loader is None else options.eval_every
+        config = self.setup.plan.config
+        options, eval_every = config.run, 0 if self.eval_loader is None else config.run.eval_every
         self.model.train()
         first = self.step + 1
         stamp = self.restart_clocks()
         for batches in self.loader:
-            recording = self.step + 1 == self.profile_step
+            records = self.step + 1 == self.profile_step
             if self._graphs is not None:
-                self._graphs.may_capture = not recording
-            profile: StepProfile | None = None
-            with contextlib.ExitStack() as recorded:
-                if recording:
-                    profile = recorded.enter_context(profiled())
+                self._graphs.may_capture = not records
+            with profiled() if records else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
-            if self.step == first and self.setup.plan.config.model.use_te:
-                import te_llama
-
-                backend = self.results.attention_backend = te_llama.attention_backend()
-                self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
+            if self.step == first and config.model.use_te:
+                self._note_attention()
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
-            if self._due(parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
+            if self._due(config.parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-            stopping = stop_requested()
-            last = self.step >= self.total_steps or stopping
-            evaluate, log = self._due(eval_every) and not last, self._due(options.log_every)
-            save = self._due(options.save_every) or stopping or (last and options.save_every > 0)
-            if log and not (save or last):
-                save = self._checkpoint_due()
-            if log or evaluate or save or last:
+            stopping = stop_requested(self.reporter.is_lost)
+            done = stopping or self.step >= self.total_steps
+            logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
+            saves = stopping or self._due(options.save_every) or (logs and not done and self._checkpoint_due())
+            if logs or evaluates or saves or done:
                 self.read_pending()
-            if evaluate:
-                save = self.evaluate() or save
-                last = self.history.stops_early
-                save = save or (last and options.save_every > 0)
-            self.evaluation_due = self._due(eval_every) and stopping and self.step < self.total_steps
-            if save:
+            if evaluates:
+                saves = self.evaluate() or saves
+                done = self.history.stops_early
+            self.evaluation_due = stopping and self._due(eval_every) and self.step < self.total_steps
+            if saves or (done and options.save_every > 0):
                 self.save()
-            if last:
+            if done:
                 return
-            if evaluate or save:
+            if evaluates or saves:
                 stamp = self.restart_clocks()  # Their time is not the next step's.
 
     @property
@@ -334,6 +327,13 @@ class TrainingLoop:
         self.results.recorded = profile
         self.results.certificate = self._certified(profile, num_micro_batches)
         return self.restart_clocks()
+
+    def _note_attention(self) -> None:
+        """Say and record which attention Transformer Engine took, which it chooses in the first step."""
+        import te_llama
+
+        backend = self.results.attention_backend = te_llama.attention_backend()
+        self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
     def _certified(self, profile: StepProfile, num_micro_batches: int) -> Certificate:
         """The verdict on the step's kernels, written to certificate.json; `FailedCheck` on every rank where any rank's

@@ -1,7 +1,7 @@
 """A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `_phases` -> `TrainingLoop.train` -> `TrainingLoop.take_step` ->
-`micro_batch`, which calls the model and `DistributedStrategy.backward`.
+From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `TrainingLoop.take_step` -> `micro_batch`,
+which calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.config.options import Config, names_in
+from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
 from llm_fp8.models.build import decoder_layers
@@ -41,7 +40,15 @@ from llm_fp8.train.run_dir import (
     with_output_dir,
 )
 from llm_fp8.train.setup import TrainingSetup, build_setup
-from llm_fp8.train.train_state import RunState, run_fingerprint, run_options, total_steps
+from llm_fp8.train.train_state import (
+    RunState,
+    changed_options,
+    check_compatible,
+    refuse_finished,
+    run_fingerprint,
+    run_options,
+    total_steps,
+)
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.ranks import LaunchRanks
@@ -58,7 +65,8 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
     nothing here acts on; `clock` was started when the script began.
     """
     results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
-    results.clock.end("imports")
+    phase_ends = results.clock.end
+    phase_ends("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.rank == 0:
@@ -69,42 +77,22 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
 
         return dry_run(config, ranks)
     start_process_group(ranks)
-    exit_code, accelerator = _phases(with_output_dir(config, ranks), ranks, results)  # the model is gone
-    end_process_group(accelerator)
-    return exit_code
-
-
-def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[int, Accelerator]:
-    """Everything that needs the process group: plan and train; the exit code."""
-    phase_ends, plan = results.clock.end, plan_run(config, ranks)
-    config = plan.config
+    plan = plan_run(with_output_dir(config, ranks), ranks)
     phase_ends("devices")
+
     with explained_failures(lambda: plan.folder):
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
-        resumed = CheckpointManager(plan.folder, limit=1).find(config.run.resume_from)
-        if len(set(gathered(None if resumed is None else resumed.step))) > 1:
-            raise UserError(f"--output_dir {plan.folder}: hosts find different checkpoints there; share the folder.")
-        if resumed is None and (config.run.resume_from is not None or was_begun(plan.folder)):
-            plan.say(f"{plan.folder} holds no checkpoint: the run begins anew")
-        if resumed is not None:
-            from llm_fp8.train.resume import changed_options, check_compatible, refuse_finished
-
-            if plan.measures_precision:  # the precision that --mixed_precision auto chose when the run began
-                from llm_fp8.train.auto_precision import replanned
-
-                was_fp8 = str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
-                plan = replanned(plan, "fp8" if was_fp8 else "bf16")
-            check_compatible(resumed, run_fingerprint(plan))
+        plan, resumed = find_checkpoint(plan)
         phase_ends("config_and_tokenizer")
 
         data = load_data(plan, tokenizer)
-        num_steps = total_steps(config, data, resumed)
+        num_steps = total_steps(plan.config, data, resumed)
         if resumed is not None:
-            refuse_finished(config, resumed, num_steps)
+            refuse_finished(plan.config, resumed, num_steps)
         phase_ends("data")
 
         if plan.measures_precision:
@@ -113,10 +101,9 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
             plan, results.measured_tokens_per_s = choose_precision(plan, data)
             phase_ends("auto_precision")
         plan = with_default_folder(plan)
-        config = plan.config
         announce(plan)
-        options = run_options(config, data, num_steps)
-        if resumed is not None and (changed := changed_options(resumed, options, names_in(config.run.allow_changed))):
+        options = run_options(plan.config, data, num_steps)
+        if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         setup = build_setup(plan)
         phase_ends("weights")
@@ -124,8 +111,8 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
         check_setup(setup, data, tokenizer, is_new=resumed is None)
         phase_ends("checks")
 
-        with run_lock(config, ranks):  # nothing is written before
-            checkpoints = CheckpointManager(plan.folder, config.run.save_total_limit, is_main=ranks.rank == 0)
+        with run_lock(plan.config, ranks):  # nothing is written before
+            checkpoints = CheckpointManager(plan.folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
             checkpoints.clean_up()
             state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
             loop = build_loop(state, resumed, results)
@@ -141,11 +128,34 @@ def _phases(config: Config, ranks: LaunchRanks, results: RunResults) -> tuple[in
                 plan.say(f"training {num_steps - loop.step} steps on {number}{device}, results in {plan.folder}")
                 phase_ends("records")
                 try:
-                    loop.train(lambda: stop.agreed(loop.reporter.is_lost))
+                    loop.train(stop.agreed)
                 finally:
                     checkpoints.finish()
                 finish(loop, stop, tokenizer)
-    return (0 if loop.is_complete else stop.exit_code), plan.accelerator
+    exit_code = 0 if loop.is_complete else stop.exit_code
+    del setup, state, loop  # the model, which goes before the process group
+    end_process_group(plan.accelerator)
+    return exit_code
+
+
+def find_checkpoint(plan: RunPlan) -> tuple[RunPlan, Checkpoint | None]:
+    """The checkpoint to continue from, which suits the run, if any; and the plan, in the precision that
+    --mixed_precision auto chose when that run began. Collective.
+    """
+    resumed = CheckpointManager(plan.folder, limit=1).find(plan.config.run.resume_from)
+    if len(set(gathered(None if resumed is None else resumed.step))) > 1:
+        raise UserError(f"--output_dir {plan.folder}: hosts find different checkpoints there; share the folder.")
+    if resumed is None:
+        if plan.config.run.resume_from is not None or was_begun(plan.folder):
+            plan.say(f"{plan.folder} holds no checkpoint: the run begins anew")
+        return plan, None
+    if plan.measures_precision:
+        from llm_fp8.train.auto_precision import replanned
+
+        was_fp8 = str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
+        plan = replanned(plan, "fp8" if was_fp8 else "bf16")
+    check_compatible(resumed, run_fingerprint(plan))
+    return plan, resumed
 
 
 def _context_group(plan: RunPlan) -> ContextGroup | None:
@@ -224,13 +234,11 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     eval_data = None if data.eval is None else data.eval.data
     history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
     if resumed is not None:
-        from llm_fp8.train.resume import restore, restore_history
-
-        restore(state, resumed, optimizer)
+        state.restore(resumed, optimizer)
         saved = {name: resumed.meta[name] for name in ("step", "tokens_seen", "evaluation_due")}
         saved["last_checkpoint"] = resumed.folder
         plan.say(f"resumed from {resumed.folder} after step {resumed.step}")
-        restore_history(history, state, resumed)
+        state.restore_history(history, resumed)
     step = saved.get("step", 0)
     scheduler = build_scheduler(optimizer, config.optim, num_steps, step)
     evaluates_again = step >= num_steps or history.stops_early or bool(saved.get("evaluation_due"))
@@ -263,9 +271,13 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         loop.save()
         loop.state.checkpoints.finish()
     if config.run.export and exported is None:
-        from llm_fp8.train.resume import restore_best
-
-        step, tokens_seen = restore_best(loop)
+        best_step = loop.history.best_step
+        if best_step is not None and best_step != loop.step:
+            if best := loop.state.held(best_step):
+                loop.state.restore(best, loop.optimizer)
+                step, tokens_seen = best.step, best.meta["tokens_seen"]
+            else:
+                plan.say(f"WARNING: the checkpoint of the best step, {best_step}, is gone; final/ holds the last one")
         exported = export_final(loop, tokenizer, step, tokens_seen)
     summary = loop.reporter.finish(summary_of(loop, exported) | ({"exported_step": step} if exported else {}))
     closing_words(loop, summary, exported)

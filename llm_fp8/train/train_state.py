@@ -1,7 +1,10 @@
-"""A run's state in a checkpoint: weights, optimizer, fp8 scales, random states, position in the data."""
+"""A run's state in a checkpoint: weights, optimizer, fp8 scales, random states, position in the data; and what a run
+that continues from one must share with it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_fp8.config.options import EVALUATION_OPTIONS, SCALE_OPTIONS, Config
+from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
 from llm_fp8.data import PreparedData
-from llm_fp8.distributed.fp8_params import master_of
+from llm_fp8.distributed.fp8_params import master_of, requantise_
+from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.source import has_random_weights, text_config
-from llm_fp8.optim.optimizers import optimizer_scalars, optimizer_tensors
-from llm_fp8.precision.torchao import unwrapped_shard
-from llm_fp8.train.checkpoint import RNG_PREFIX, Checkpoint, CheckpointManager
+from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
+from llm_fp8.train.checkpoint import LATEST, RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.setup import TrainingSetup
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
 
 ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -79,6 +85,51 @@ def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) 
     return resumed.step + data.train.steps_left(config.optim.num_epochs, resumed.meta["loader"])
 
 
+def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> None:
+    """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
+    saved = checkpoint.meta["fingerprint"]
+    current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
+    if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
+        raise UserError(
+            f"--resume_from {checkpoint.folder} does not belong to this run: "
+            f"{'; '.join(f'{name} was {saved.get(name)!r} and is {current.get(name)!r}' for name in names)}."
+        )
+
+
+def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
+    """The `run_options` in which a run differs from that of the checkpoint it resumes from, each with both values.
+
+    Raises `UserError` where one of `TRAINING_OPTIONS` differs and --allow_changed does not name it.
+    """
+    allowed = [DECIDES.get(name, name) for name in names_in(config.run.allow_changed)]
+    saved = checkpoint.meta["options"]
+    names = [name for name, value in options.items() if name in saved and saved[name] != value]
+    changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
+    if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
+        raise UserError(
+            f"--resume_from {checkpoint.folder} was trained with other options ("
+            f"{', '.join(changed[name] for name in refused)}); add --allow_changed {','.join(refused)}."
+        )
+    return list(changed.values())
+
+
+def refuse_finished(config: Config, resumed: Checkpoint, num_steps: int) -> None:
+    """Raise `UserError` where the checkpoint's run came to its end, which may be later than the checkpoint, and
+    `num_steps` add nothing to it.
+    """
+    path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
+    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
+    finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
+    has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
+    adds_steps = finished_step < num_steps or (config.run.resume_from != LATEST and step < num_steps)
+    if has_stopped or not adds_steps or step > num_steps:
+        more = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
+        raise UserError(
+            f"--resume_from {resumed.folder}: {step} of {num_steps} steps are done and the run is finished; "
+            f"{'raise --early_stopping_patience' if has_stopped else more}."
+        )
+
+
 @dataclass(frozen=True)
 class RunState:
     """Saves and restores a run."""
@@ -93,13 +144,8 @@ class RunState:
         """Name -> live tensor, without the random states."""
         setup, tensors = self.setup, dict[str, Tensor]()
         if not setup.plan.strategy.saves_itself:
-            trained = [(name, p) for name, p in setup.model.named_parameters() if p.requires_grad]
-            if setup.plan.config.parallel.fp8_params:
-                trained = [(name, master_of(parameter)) for name, parameter in trained]
-            values = dict[str, Tensor](trained)
-            if setup.plan.precision.backend == "torchao":
-                values = {name: unwrapped_shard(parameter) for name, parameter in trained}
-            tensors |= {f"model.{name}": value.detach() for name, value in values.items()}
+            trained = [(name, master_of(p)) for name, p in setup.model.named_parameters() if p.requires_grad]
+            tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in trained}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, trained).items()}
         tensors |= {f"{SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
         return tensors
@@ -131,6 +177,47 @@ class RunState:
             history.best_step,
             in_background=plan.config.parallel.async_save,
         )
+
+    def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
+        """Restore everything in place that is not the loop's own. Collective."""
+        plan, meta = self.setup.plan, checkpoint.meta
+        # Ranks that the checkpoint doesn't know keep their initial seeds.
+        own_rng = rng_state(plan.accelerator.process_index)
+        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.tensors}
+        if plan.strategy.saves_itself:
+            plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE)
+        else:
+            initialize_state(optimizer)
+        tensors = self.tensors(optimizer) | rng
+        if self.has_the_scales(checkpoint):
+            checkpoint.load(tensors)
+        else:
+            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
+            checkpoint.load(kept, left_out=SCALES)
+        if not plan.strategy.saves_itself:
+            load_optimizer_scalars(optimizer, meta["optimizer"])
+            # What is derived from the weights is cast anew.
+            requantise_(self.setup.model)
+            refresh_scales_(self.setup.model)
+        self.data.train.load_state_dict(meta["loader"])
+        if plan.accelerator.scaler is not None and meta["fp16_scaler"]:
+            plan.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        restore_rng_state(rng)
+
+    def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
+        """Go on from the evaluations before the checkpoint; say where they cannot count. Collective."""
+        say = self.setup.plan.say
+        if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
+            say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
+        if history.best_step is not None and self.held(history.best_step) is None:
+            say(f"--keep_best: the checkpoint of step {history.best_step} is gone: only steps to come count")
+            history.forget_best()
+
+    def held(self, step: int) -> Checkpoint | None:
+        """The checkpoint of `step`, where every rank sees it complete. Collective."""
+        found = {checkpoint.folder: checkpoint for checkpoint in self.checkpoints.newest_first()}
+        checkpoint = found.get(self.checkpoints.of_step(step))
+        return None if largest(checkpoint is None) else checkpoint
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
