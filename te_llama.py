@@ -538,7 +538,7 @@ def build_te_model(
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `DecoderSpec`. Fill the parameters with `llm_fp8.models.weights.fill_te_model` or
+    `unfused_mlp` see `DecoderSpec`. Fill the parameters with `llm_fp8.models.weights.fill_weights` or
     `llm_fp8.models.weight_shards.initialize_shards_`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te

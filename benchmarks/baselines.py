@@ -100,7 +100,7 @@ def train(name: str, config: Config) -> None:
     num_gpus = accelerator.num_processes
     set_seed(config.optim.seed)
     source = resolve_source(config.model)
-    hf_config = load_config(config.model, source)
+    hf_config = load_config(source)
     tokenizer, _ = load_tokenizer(config.model, source)
     size = decoder_size(hf_config)
     padded = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False))

@@ -52,7 +52,7 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
     model = folder / "model"
     rows = folder / "rows.jsonl"
     numbers = random.Random(0)
-    load_config(options, resolve_source(options)).save_pretrained(model)
+    load_config(resolve_source(options)).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
     lines = [
         json_line(

@@ -383,7 +383,7 @@ def run_job(path: Path) -> int:
 def write_model(model: str, folder: Path) -> None:
     """Write a bundled architecture with random bf16 weights, the embedded tokenizer and a chat template."""
     options = ModelConfig(model_name=model, random_init=True)
-    config = load_config(options, resolve_source(options))
+    config = load_config(resolve_source(options))
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.chat_template = CHAT_TEMPLATE
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

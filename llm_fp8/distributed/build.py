@@ -28,7 +28,7 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     # Without cpu=True Accelerate misreads processes that have no GPU.
     arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
     if mode.startswith("deepspeed"):
-        load_deepspeed()
+        load_deepspeed(f"--sharding_mode {mode}")
         arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
     return Accelerator(
         mixed_precision="fp16" if config.precision.mixed_precision == "fp16" and torch.cuda.is_available() else "no",

@@ -53,7 +53,7 @@ class _Plugin(DeepSpeedPlugin):
         pass
 
 
-def load_deepspeed(flag: str = "A deepspeed mode") -> None:
+def load_deepspeed(flag: str) -> None:
     """Import DeepSpeed for this machine's device. Raises a `UserError` that starts with `flag` where that fails."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     DEEPSPEED.require(flag)

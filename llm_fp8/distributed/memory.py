@@ -38,7 +38,6 @@ from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS,
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
-from llm_fp8.models.build import count_parameters
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
@@ -105,7 +104,7 @@ class RunSize:
     optimizer: OptimizerKind
     mode: str
     num_gpus: int
-    counted: list[int] = dataclasses.field(default_factory=list)  # the number of parameters, once known
+    num_parameters: int  # tied ones once, adapters left out
 
     @cached_property
     def spec(self) -> DecoderSpec | None:
@@ -115,13 +114,6 @@ class RunSize:
         with contextlib.suppress(UnsupportedArchitecture):
             return decoder_spec(self.hf_config) if counted and not (self.sharded and self.num_gpus == 1) else None
         return None
-
-    @property
-    def num_parameters(self) -> int:
-        """Tied ones once, adapters left out."""
-        if not self.counted:
-            self.counted.append(count_parameters(self.hf_config))
-        return self.counted[0]
 
     @property
     def sharded(self) -> bool:

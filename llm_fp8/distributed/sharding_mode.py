@@ -13,8 +13,7 @@ The 4 bytes fall away with one micro-batch per step or --sync_every_micro_batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
@@ -26,25 +25,18 @@ _DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3
 _GATHERED_WEIGHT_BYTES, _ACCUMULATED_GRADIENT_BYTES = 2, 4
 
 
-class ModeChoice(NamedTuple):
-    """The mode of a run and, under auto, the reason."""
-
-    mode: str
-    reason: str | None = None
-
-
 def choose_mode(
-    config: Config, ranks: LaunchRanks, count_parameters: Callable[[], int], gpu_memory_gib: float | None
-) -> ModeChoice:
-    """What --sharding_mode means in this run. `gpu_memory_gib`: of the smallest GPU, None on CPUs."""
+    config: Config, ranks: LaunchRanks, num_parameters: int, gpu_memory_gib: float | None
+) -> tuple[str, str | None]:
+    """The mode of a run and, under auto, the reason. `gpu_memory_gib`: of the smallest GPU, None on CPUs."""
     asked = config.parallel.sharding_mode
     if asked != "auto":
-        return ModeChoice(asked)
+        return asked, None
     if ranks.world_size == 1:
-        return ModeChoice("single", "there is one process")
+        return "single", "there is one process"
     if gpu_memory_gib is None:
-        return ModeChoice("ddp", "there is no GPU whose memory would count")
-    room, num_parameters, needs = STATE_SHARE * gpu_memory_gib, count_parameters(), {}
+        return "ddp", "there is no GPU whose memory would count"
+    room, needs = STATE_SHARE * gpu_memory_gib, {}
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
         kind = config.optim.optimizer
         if kind == "auto":
@@ -52,7 +44,7 @@ def choose_mode(
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
-    return ModeChoice(mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}")
+    return mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}"
 
 
 def default_optimizer(mode: str) -> OptimizerKind:

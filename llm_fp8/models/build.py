@@ -17,17 +17,16 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
+import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.source import (
-    ModelSource,
-    fp8_format_of,
-    has_random_weights,
     load_generation_config,
     reading_model,
     text_config,
 )
-from llm_fp8.models.weight_shards import initialize_shards_, stored_parts
+from llm_fp8.models.weight_shards import stored_parts
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import chosen_attention, supports_attention
@@ -61,56 +60,35 @@ def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.
 
 def build_model(
     options: ModelConfig,
-    source: ModelSource,
     hf_config: PretrainedConfig,
+    stored: StoredCheckpoint | None,
     *,
     parameter_dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
     keep_lower_bits: bool = False,
     **structure: Any,
-) -> tuple[PreTrainedModel, bool]:
-    """The model on `device` with parameters of `parameter_dtype`, and whether its weights were loaded (else: random).
+) -> PreTrainedModel:
+    """The model on `device` with parameters of `parameter_dtype` and the weights `stored`, or without them random ones.
 
     `structure` goes to `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have
     beyond bf16, in remainders for `llm_fp8.optim.adamw_master`.
     """
     structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
-    model = build_structure(options, source, hf_config, **structure)
+    model = build_structure(options, hf_config, stored, **structure)
     if not options.use_te:
-        if not has_random_weights(options, source) and stored_parts(model) is None:
-            return _load_by_transformers(options, source, model.config, parameter_dtype, device), True
+        if stored is not None and stored_parts(model) is None:
+            return _load_by_transformers(model.config, stored, parameter_dtype, device)
         materialize_(model, device, device)
         model.tie_weights()  # undone by moving
-    return model, fill_weights(model, options, source, device, seed, keep_lower_bits)
-
-
-def fill_weights(
-    model: PreTrainedModel,
-    options: ModelConfig,
-    source: ModelSource,
-    device: torch.device,
-    seed: int,
-    keep_lower_bits: bool = False,
-) -> bool:
-    """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards; returns whether
-    they were loaded. Random ones are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`:
-    see `build_model`. Raises `UserError` naming file and tensor that do not fit.
-    """
-    if has_random_weights(options, source):
-        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
-        initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
-        return False
-    from llm_fp8.models.weights import load_weights
-
-    load_weights(model, options, source, keep_lower_bits)
-    return True
+    fill_weights(model, stored, device, seed, keep_lower_bits)
+    return model
 
 
 def build_structure(
     options: ModelConfig,
-    source: ModelSource,
     hf_config: PretrainedConfig,
+    stored: StoredCheckpoint | None,
     *,
     parameter_dtype: torch.dtype,
     compute_dtype: torch.dtype,
@@ -118,12 +96,10 @@ def build_structure(
     unfused_mlp: bool = False,
     te_on_meta: bool = True,
 ) -> PreTrainedModel:
-    """The model with parameters on "meta", buffers on `device` and its source's generation settings; fill it with
-    `fill_weights`. For `unfused_mlp` see `te_llama.DecoderSpec`.
+    """The model with parameters on "meta", buffers on `device` and, beside `stored` weights, their generation settings;
+    fill it with `fill_weights`. For `unfused_mlp` see `te_llama.DecoderSpec`.
     """
     if options.use_te:
-        import te_llama
-
         require_te("--use_te")
         # An installed flash-attn 4, which TE would choose, is a beta whose dQ was wrong for heads of 80 elements.
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -136,8 +112,8 @@ def build_structure(
         with init_empty_weights(include_buffers=False), torch.device(device):
             model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         model.tie_weights()  # undone by `init_empty_weights`
-    stored = None if has_random_weights(options, source) else load_generation_config(options, source)
-    model.generation_config = stored or model.generation_config
+    own = None if stored is None else load_generation_config(hf_config)
+    model.generation_config = own or model.generation_config
     return model
 
 
@@ -191,14 +167,14 @@ def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _load_by_transformers(
-    options: ModelConfig, source: ModelSource, built_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    built_config: PretrainedConfig, stored: StoredCheckpoint, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """A model whose files hold tensors that are more than views of its own (`stored_parts`)."""
-    with reading_model("weights", options.model_name):
-        if fp8_format_of(built_config) is not None:
+    with reading_model("weights", built_config.name_or_path):
+        if stored.fp8 is not None:
             raise ValueError("a model of this layout is not dequantised here")
         loaded: Any = auto_class(built_config).from_pretrained(
-            source.location,
+            built_config.name_or_path,
             dtype=dtype,
             attn_implementation=chosen_attention(built_config),
             device_map={"": device},
@@ -209,6 +185,7 @@ def _load_by_transformers(
         model, info = loaded
         if wrong := [*info["missing_keys"], *info["unexpected_keys"]]:  # which transformers only warns of
             raise ValueError(f"missing or unexpected: {listed(sorted(map(str, wrong)))}")
+    model.stored = stored
     return without_towers(model) if is_multimodal(built_config) else model
 
 

@@ -35,6 +35,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.left_out import LeftOut, left_out_of
+from llm_fp8.models.lora import adapters_of, config_for_loading, with_adapter
 from llm_fp8.models.side_files import Origin, edit_json, save_side_files
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_parts
 from llm_fp8.utils.errors import UserError
@@ -89,8 +90,6 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> None:
     """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
-    from llm_fp8.models.lora import adapters_of, config_for_loading
-
     adapters = adapters_of(model)
     tensors = {
         f"base_model.model.{name}.lora_{letter}.weight": full_tensor(matrix).to("cpu", copy=True).contiguous()
@@ -152,11 +151,7 @@ def hf_tensors(
     part in the collectives.
     """
     tensors, parameters = saved_tensors(model), dict(model.named_parameters())
-    adapters: dict[str, Any] = {}
-    if any(map(is_adapter, parameters)):
-        from llm_fp8.models.lora import adapters_of, with_adapter
-
-        adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
+    adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
     own = parts_of(model)
     for name, parts in (stored_parts(model) or own).items():
         full = (full_tensor(parameters[name]) if name in parameters else tensors[name]).detach()

@@ -26,7 +26,7 @@ from llm_fp8.models.left_out import left_out_of
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_parts
-from llm_fp8.models.weights import StoredCheckpoint, check_stored, open_weights, weight_files
+from llm_fp8.models.weights import StoredCheckpoint, open_weights, untie, weight_files
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 
@@ -73,20 +73,20 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
-    options = ModelConfig(model_name=str(folder))
-    source = resolve_source(options)
-    hf_config = load_config(options, source)
+    source = resolve_source(ModelConfig(model_name=str(folder)))
+    hf_config = load_config(source)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
-    unties = {"tie_word_embeddings": False} if check_stored(options, source, hf_config) else {}
-    model, files = model_on_meta(hf_config), weight_files(options, source)
+    checkpoint = StoredCheckpoint(weight_files(source), hf_config)
+    unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
+    model, files = model_on_meta(hf_config), checkpoint.files
     layout, layers = stored_parts(model) or {}, {f"{name}.weight" for name in linear_layers(model)}
     stored = {part: name for name, parts in layout.items() for part in parts}
     if not stored or any(part.strides for part in stored) or not layers:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
     weights = {part.hf_name for part, name in stored.items() if name in layers}
     # On the meta device: it checks names, shapes and dtypes, and copies nothing.
-    filler, index = hf_filler(model, layout, StoredCheckpoint(files, hf_config).stored), dict[str, str]()
+    filler, index = hf_filler(model, layout, checkpoint.stored), dict[str, str]()
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         for path in files:
             contents = dict(_in_fp8(path, weights, filler))

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.source import ModelSource
 from llm_fp8.models.weight_shards import is_left_out
-from llm_fp8.models.weights import StoredCheckpoint, weight_files
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.utils.hf_internals import renaming_on_load
 
 _DTYPES = {
@@ -39,9 +37,7 @@ class LeftOut:
         self._renamed = renaming_on_load(model)
         if not left_out_of(model):
             return
-        name = model.config.name_or_path or ""
-        files = weight_files(ModelConfig(model_name=name), ModelSource(name, name, architecture_only=False))
-        self._checkpoint = StoredCheckpoint(files, model.config)
+        self._checkpoint: StoredCheckpoint = model.stored  # type: ignore[assignment]
         belongs = is_left_out(model)
         self._source_names = {self._renamed(stored_name): stored_name for stored_name in self._checkpoint.stored}
         for stored_name, (_, dtype, shape) in self._checkpoint.stored.items():

@@ -296,10 +296,6 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
 
 
-def num_adapter_parameters(model: nn.Module) -> int:
-    return sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters_of(model).values())
-
-
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
     """The least number of GEMMs of each frozen linear module in a micro-batch, without recomputation: fprop and dgrad;
     fprop alone where nothing trained may lie below. Empty without adapters.

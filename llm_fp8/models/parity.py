@@ -24,7 +24,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -112,30 +111,29 @@ def check_parity(
     max_seq_length: int,
     dtype: torch.dtype,
     full_tensor: FullTensor = Tensor.detach,
-    files: list[Path] | None = None,
+    stored: StoredCheckpoint | None = None,
 ) -> str:
     """What the three tests found on a TE decoder that computes in `dtype`; raises `UserError` where one fails.
 
-    `full_tensor` returns an unsharded parameter, and is collective where they are sharded. `files` are the checkpoint's
-    safetensors files; None where the weights are random.
+    `full_tensor` returns an unsharded parameter, and is collective where they are sharded. `stored`: the weights that
+    were loaded; None where they are random.
     """
-    stored = f"{check_weights(model, files, full_tensor)} stored tensors loaded bit for bit; " if files else ""
+    loaded = f"{check_weights(model, stored, full_tensor)} stored tensors loaded bit for bit; " if stored else ""
     comparisons = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
-    return f"parity with Hugging Face: {stored}{judge(comparisons, dtype)}"
+    return f"parity with Hugging Face: {loaded}{judge(comparisons, dtype)}"
 
 
-def check_weights(model: PreTrainedModel, files: list[Path], full_tensor: FullTensor) -> int:
+def check_weights(model: PreTrainedModel, stored: StoredCheckpoint, full_tensor: FullTensor) -> int:
     """Test 1; returns how many stored tensors were compared. Raises `UserError` naming the first that differs."""
     parameters, compared = dict(model.named_parameters()), 0
-    checkpoint = StoredCheckpoint(files, model.config)
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:
-            stored = checkpoint.read(part.hf_name, full.device)
-            if stored.dtype != full.dtype == torch.bfloat16:
-                stored = split_master(stored.float())[0]  # as it was loaded
-            if not torch.equal(full[part.start : part.stop], stored.to(full)):
-                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {files[0].parent}. {_ADVICE}")
+            weight = stored.read(part.hf_name, full.device)
+            if weight.dtype != full.dtype == torch.bfloat16:
+                weight = split_master(weight.float())[0]  # as it was loaded
+            if not torch.equal(full[part.start : part.stop], weight.to(full)):
+                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {stored.files[0].parent}. {_ADVICE}")
             compared += 1
     return compared
 

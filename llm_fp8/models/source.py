@@ -5,30 +5,27 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
+from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.utils.errors import UserError, reading
-from te_llama import num_positions
-
-if TYPE_CHECKING:
-    from llm_fp8.models.fp8_checkpoint import Fp8Format
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's files come from: `location` is a local folder or a hub id. `architecture_only`: there is only a
-    config, so weights are random.
-    """
+    """Where a model's files come from: `location` is a local folder, a hub id, or a bundled config."""
 
     name: str
     location: str
-    architecture_only: bool
+    is_random: bool
+    """Whether the weights are drawn and not loaded."""
 
     @property
     def is_local(self) -> bool:
@@ -44,18 +41,18 @@ def resolve_source(options: ModelConfig) -> ModelSource:
     """Resolve --model_name. Raises `UserError` for a path that does not exist."""
     name = options.model_name
     if name == EMBEDDED:
-        return ModelSource(name, str(EMBEDDED_MODEL), architecture_only=True)
+        return ModelSource(name, str(EMBEDDED_MODEL), is_random=True)
     if is_adapter_folder(name):
         raise UserError(f"--model_name {name} holds a PEFT adapter alone; merge it first (scripts/merge_adapter.py).")
     if Path(name).is_dir():
-        return ModelSource(name, name, options.random_init and not any(Path(name).glob("*.safetensors*")))
+        return ModelSource(name, name, options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"--model_name {name}: no such folder.")
     # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
     plain = name.rpartition("/")[2].replace("Meta-Llama", "Llama").removesuffix("-Instruct")
     if options.random_init and plain in bundled_architectures():
-        return ModelSource(name, str(ARCHITECTURES / f"{plain}.json"), architecture_only=True)
-    return ModelSource(name, name, architecture_only=False)
+        return ModelSource(name, str(ARCHITECTURES / f"{plain}.json"), is_random=True)
+    return ModelSource(name, name, options.random_init)
 
 
 def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:
@@ -64,12 +61,12 @@ def reading_model(what: str, name: str | None) -> contextlib.AbstractContextMana
     return reading("--model_name", name, f"the {what}", advice)
 
 
-def load_config(options: ModelConfig, source: ModelSource) -> PretrainedConfig:
+def load_config(source: ModelSource) -> PretrainedConfig:
     """The model's config; `UserError` where it cannot be read or describes an unknown quantisation."""
-    with reading_model("model's config.json", options.model_name):
+    with reading_model("model's config.json", source.name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         text_config(hf_config)
-    fp8_format_of(hf_config)
+    fp8_format(hf_config)
     return hf_config
 
 
@@ -78,19 +75,11 @@ def text_config(hf_config: PretrainedConfig) -> Any:
     return hf_config.get_text_config(decoder=True)
 
 
-def fp8_format_of(hf_config: PretrainedConfig) -> Fp8Format | None:
-    """How the weights are stored in fp8; None where they are not quantised. `UserError` for another quantisation."""
-    if getattr(hf_config, "quantization_config", None) is None:
-        return None
-    from llm_fp8.models.fp8_checkpoint import fp8_format
-
-    return fp8_format(hf_config)
-
-
-def load_generation_config(options: ModelConfig, source: ModelSource) -> GenerationConfig | None:
+def load_generation_config(hf_config: PretrainedConfig) -> GenerationConfig | None:
     """The model's own settings for generating text, None where it has none."""
-    with reading_model("generation_config.json", options.model_name), contextlib.suppress(OSError):  # there is none
-        return GenerationConfig.from_pretrained(source.location)
+    location = hf_config.name_or_path
+    with reading_model("generation_config.json", location), contextlib.suppress(OSError):  # there is none
+        return GenerationConfig.from_pretrained(location)
     return None
 
 
@@ -103,7 +92,7 @@ def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dty
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
     """The model's tokenizer, with --chat_template, and a sentence that says so where it is not the model's own."""
     note, location = None, source.location
-    if source.architecture_only and source.location.endswith(".json"):
+    if source.is_random and source.location.endswith(".json"):
         note = f"--random_init {source.name}: the embedded tokenizer is used, which random weights do not mind."
         location = str(EMBEDDED_MODEL)
     with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
@@ -125,20 +114,13 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
         sizes = f"{len(tokenizer)} tokens and the model's embedding {decoder.vocab_size} rows"
         raise UserError(f"{flag}: the tokenizer has {sizes}; give the tokenizer that belongs to the model.")
     if config.model.use_te:
-        import te_llama
-
         advice = "Drop --use_te to train it with its linear layers swapped."
         with reading("--use_te with", flag, "its architecture into the TE decoder", advice):
             te_llama.decoder_spec(hf_config)
 
 
-def has_random_weights(options: ModelConfig, source: ModelSource) -> bool:
-    """Whether the weights are drawn and not loaded."""
-    return options.random_init or source.architecture_only
-
-
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
     """Raise `UserError`, which names `flag`, where rows are longer than the rotary table of the model `name`."""
-    limit = num_positions(text_config(hf_config))
+    limit = te_llama.num_positions(text_config(hf_config))
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+import te_llama
 from llm_fp8.models.source import text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
-from te_llama import Part, UnsupportedArchitecture
-
-if TYPE_CHECKING:
-    from te_llama import DecoderSpec
+from te_llama import DecoderSpec, Part, UnsupportedArchitecture
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers stored in older checkpoints and computed by today's models."""
@@ -62,8 +59,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 def is_te_model(model: nn.Module) -> bool:
     """Whether `model` has decoder layers of te_llama.py."""
-    te_llama = sys.modules.get("te_llama")
-    return te_llama is not None and any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
+    return any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -78,8 +74,6 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     """Name in `saved_tensors` -> the Hugging Face tensors it is made of."""
     if is_te_model(model):
-        import te_llama
-
         return te_llama.parameter_map(te_llama.spec_of(model))
     parts: dict[str, tuple[Part, ...]] = {}
     for name, tensor in saved_tensors(model).items():
@@ -222,7 +216,6 @@ class WeightFiller:
 
 def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFiller:
     """Fills this rank's shards of a TE decoder."""
-    import te_llama
 
     def resolve(hf_name: str) -> str | None:
         # Some checkpoints store the tied matrix a second time.

@@ -16,12 +16,13 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from llm_fp8.config.options import ModelConfig
-from llm_fp8.models.fp8_checkpoint import StoredTensor
-from llm_fp8.models.source import ModelSource, fp8_format_of, reading_model, text_config
+import te_llama
+from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, scales_of
+from llm_fp8.models.source import ModelSource, reading_model, text_config
 from llm_fp8.models.weight_shards import (
-    WeightFiller,
     hf_filler,
+    initialize_shards_,
+    is_te_model,
     local_shard,
     stored_parts,
     te_filler,
@@ -35,7 +36,12 @@ _TIED = ("lm_head.weight", "embed_tokens.weight")
 _QUANTISED = ("I8", "U8", "I16", "I32", "F4")
 
 
-def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
+def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
+    """The weights of `source`; None where they are drawn. Raises `UserError` as `StoredCheckpoint`."""
+    return None if source.is_random else StoredCheckpoint(weight_files(source), hf_config)
+
+
+def weight_files(source: ModelSource) -> list[Path]:
     """Local paths of the model's safetensors files, downloaded from the hub where needed. As in transformers,
     model.safetensors is taken before an index.
     """
@@ -47,28 +53,25 @@ def weight_files(options: ModelConfig, source: ModelSource) -> list[Path]:
             return Path(hf_hub_download(source.location, file_name))
         return Path(os.devnull) / file_name  # which is nowhere, and not in the current folder
 
-    with reading_model("safetensors", options.model_name):
+    with reading_model("safetensors", source.name):
         files = [fetch(SAFE_WEIGHTS_NAME)]
         if not files[0].is_file() and (index := fetch(SAFE_WEIGHTS_INDEX_NAME)).is_file():
             files = [fetch(name) for name in sorted(set(read_json(index)["weight_map"].values()))]
     if missing := [path.name for path in files if not path.is_file()] or ([] if files else ["any of an empty index"]):
         words = f"there is no {listed(missing)}; weights must be safetensors, or random ones (--random_init)"
-        raise UserError(f"--model_name {options.model_name}: {words}.")
+        raise UserError(f"--model_name {source.name}: {words}.")
     return files
 
 
-def check_stored(options: ModelConfig, source: ModelSource, hf_config: PretrainedConfig) -> list[str]:
-    """Raise `UserError` for stored weights that `StoredCheckpoint` cannot read. Where a config ties the lm_head to the
-    embedding, and both are stored and differ, the config is changed not to, as transformers 5 does; returns the line
-    that says so.
+def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
+    """Where a config ties the lm_head to the embedding, and both are stored and differ, change it not to, as
+    transformers 5 does; returns the line that says so.
     """
-    checkpoint = StoredCheckpoint(weight_files(options, source), hf_config)
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
-    found = [next((name for name in checkpoint.stored if name.endswith(end)), "") for end in _TIED]
-    if not ties or not all(found):
+    if not ties or checkpoint is None:
         return []
-    head, embedding = (checkpoint.read(name, torch.device("cpu")) for name in found)
-    if torch.equal(head, embedding):
+    found = [next((name for name in checkpoint.stored if name.endswith(end)), "") for end in _TIED]
+    if not all(found) or torch.equal(*(checkpoint.read(name, torch.device("cpu")) for name in found)):
         return []
     for part in ties:
         part.tie_word_embeddings = False
@@ -87,23 +90,41 @@ def weights_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def fill_te_model(model: PreTrainedModel, files: list[Path]) -> None:
-    """Copy the weights of `files` into a TE model (this rank's shards of it). Raises `UserError` as `_fill`."""
-    import te_llama
-
-    blocks = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
-    _fill(model, te_filler(te_llama.spec_of(model), blocks), StoredCheckpoint(files, model.config))
-
-
-def _fill(model: PreTrainedModel, filler: WeightFiller, checkpoint: StoredCheckpoint) -> None:
-    """Pass every tensor of the checkpoint to `filler`; `UserError` names file and tensor that do not fit."""
-    device = next(model.parameters()).device
-    for path in checkpoint.files:
-        with open_weights(path, device) as tensors:
+def fill_weights(
+    model: PreTrainedModel,
+    stored: StoredCheckpoint | None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    keep_lower_bits: bool = False,
+) -> None:
+    """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards. Random ones, if
+    `stored` is None, are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
+    `build_model`. Raises `UserError` naming file and tensor that do not fit.
+    """
+    model.stored = stored  # type: ignore[assignment]
+    if stored is None:
+        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
+        initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
+        return
+    if keep_lower_bits:
+        for parameter in model.parameters():
+            if parameter.dtype == torch.bfloat16:
+                give_remainder_(parameter)
+    if is_te_model(model):
+        blocks = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
+        filler = te_filler(te_llama.spec_of(model), blocks)
+    elif (parts := stored_parts(model)) is not None:
+        filler = hf_filler(model, parts, stored.stored)
+    else:
+        what = "its files hold tensors that are computed from the model's"
+        raise UserError(f"--model_name {model.config.name_or_path}: {what}; it needs --sharding_mode ddp.")
+    place = next(model.parameters()).device
+    for path in stored.files:
+        with open_weights(path, place) as tensors:
             for name in tensors.offset_keys():
-                if checkpoint.fp8 is None or not checkpoint.fp8.is_surplus(name):
-                    filler.fill_rows(name, checkpoint.stored[name].shape, checkpoint.rows(name, tensors, device))
-    with reading("--model_name", checkpoint.files[0].parent, "the weights", _FETCH):
+                if stored.fp8 is None or not stored.fp8.is_surplus(name):
+                    filler.fill_rows(name, stored.stored[name].shape, stored.rows(name, tensors, place))
+    with reading("--model_name", stored.files[0].parent, "the weights", _FETCH):
         filler.finish()
 
 
@@ -113,7 +134,7 @@ class StoredCheckpoint:
     """
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
-        self.files, self.fp8 = files, fp8_format_of(hf_config)
+        self.files, self.fp8 = files, fp8_format(hf_config)
         self.stored: dict[str, StoredTensor] = {}
         for path in files:
             with open_weights(path, torch.device("cpu")) as tensors:
@@ -126,8 +147,6 @@ class StoredCheckpoint:
                 raise UserError(f"{path}: {kind}, quantised in a way that is not known here; give unquantised weights.")
         self._scales: dict[str, str] = {}
         if self.fp8 is not None or any(entry.dtype.startswith("F8") for entry in self.stored.values()):
-            from llm_fp8.models.fp8_checkpoint import scales_of
-
             self._scales = scales_of(self.fp8, self.stored)
 
     def read(self, name: str, device: torch.device) -> Any:
@@ -141,8 +160,6 @@ class StoredCheckpoint:
         rows = tensors.get_slice(name)
         if self.fp8 is None or name not in self._scales:
             return rows
-        from llm_fp8.models.fp8_checkpoint import DequantisedRows
-
         return DequantisedRows(rows, self.fp8, lambda: self._scale(self._scales[name], device))
 
     def _scale(self, name: str, device: torch.device) -> torch.Tensor:
@@ -155,21 +172,3 @@ def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError`."""
     with reading("--model_name", path, "the weights", _FETCH), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors
-
-
-def load_weights(model: PreTrainedModel, options: ModelConfig, source: ModelSource, keep_lower_bits: bool) -> None:
-    """Fill a model from the files of `source`, as `build.fill_weights`."""
-    files = weight_files(options, source)
-    if keep_lower_bits:
-        for parameter in model.parameters():
-            if parameter.dtype == torch.bfloat16:
-                give_remainder_(parameter)
-    if options.use_te:
-        fill_te_model(model, files)
-        return
-    parts = stored_parts(model)
-    if parts is None:
-        what = "its files hold tensors that are computed from the model's"
-        raise UserError(f"--model_name {options.model_name}: {what}; it needs --sharding_mode ddp.")
-    checkpoint = StoredCheckpoint(files, model.config)
-    _fill(model, hf_filler(model, parts, checkpoint.stored), checkpoint)

@@ -100,7 +100,7 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
     from llm_fp8.models.source import ModelSource, load_tokenizer
 
     has_own = base is None or (Path(folder) / "tokenizer_config.json").is_file()
-    source = ModelSource(str(folder), str(folder) if has_own else str(base), architecture_only=False)
+    source = ModelSource(str(folder), str(folder) if has_own else str(base), is_random=False)
     return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 

@@ -71,14 +71,15 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     from llm_fp8.models.build import build_model
     from llm_fp8.models.fp8_export import round_inputs_
     from llm_fp8.models.source import load_config, resolve_source
-    from llm_fp8.models.weights import check_stored
+    from llm_fp8.models.weights import checkpoint_of, untie
     from llm_fp8.tools.evaluate import eval_loss as mean_loss
 
     options, device = ModelConfig(model_name=str(folder)), own_device()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
-    hf_config = load_config(options, source)
-    check_stored(options, source, hf_config)
-    model, _ = build_model(options, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=device)
+    hf_config = load_config(source)
+    stored = checkpoint_of(source, hf_config)
+    untie(hf_config, stored)
+    model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     if round_inputs:
         round_inputs_(model)
     epoch = itertools.islice(data.train, data.train.steps_per_epoch)

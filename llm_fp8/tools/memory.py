@@ -145,7 +145,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     else:
         near = did_you_mean(plain, [known.lower() for known in bundled_architectures()])
         raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
-    return load_config(model, resolve_source(model)), words
+    return load_config(resolve_source(model)), words
 
 
 def rows_of(
@@ -154,6 +154,7 @@ def rows_of(
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.distributed.memory import RunSize
     from llm_fp8.distributed.sharding_mode import default_optimizer
+    from llm_fp8.models.build import count_parameters
 
     config = Config(
         model=ModelConfig(use_te=True),
@@ -162,12 +163,14 @@ def rows_of(
         optim=OptimConfig(gradient_accumulation_steps=options.gradient_accumulation_steps),
     )
     recipe = DEFAULTS["te"] if precision == "fp8" else "bf16"
-    rows = []
+    num_parameters, rows = count_parameters(hf_config), []
     for way, changes in WAYS.items():
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
             if mode.startswith("fsdp") and way not in SHARDED_WAYS:
                 continue
-            run = RunSize(config, hf_config, recipe, default_optimizer(mode), mode, options.num_gpus).changed(**changes)
+            optimizer = default_optimizer(mode)
+            run = RunSize(config, hf_config, recipe, optimizer, mode, options.num_gpus, num_parameters)
+            run = run.changed(**changes)
             if run.spec is None:  # without a TE decoder for this model its activations are not counted
                 if "gradient_checkpointing" in changes:
                     continue

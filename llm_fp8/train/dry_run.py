@@ -16,6 +16,7 @@ from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
 from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
 from llm_fp8.models.build import count_parameters, model_on_meta
+from llm_fp8.models.lora import add_adapters
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.train.checkpoint import CheckpointManager
@@ -32,14 +33,15 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     own_gib, num_gpus = smallest_gpu_gib(own_device()), ranks.world_size
     gpu_gib = own_gib or ASSUMED_GIB
     source = resolve_source(config.model)
-    hf_config = load_config(config.model, source)
-    mode = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib).mode
+    hf_config = load_config(source)
+    num_parameters = count_parameters(hf_config)
+    mode, _ = choose_mode(config, ranks, num_parameters, gpu_gib)
     name = config.precision.mixed_precision
     counts_memory = own_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
     is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
     optimizer = resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16")
-    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus)
+    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus, num_parameters)
     lines: list[str] = []
     if counts_memory:
         config, lines = settle_memory(run, gpu_gib)
@@ -48,8 +50,6 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if not config.model.use_te:
         probe(config, hf_config, own_device(), torch.float32 if recipe == "no" else torch.bfloat16)
     if config.lora.lora_rank:
-        from llm_fp8.models.lora import add_adapters
-
         add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
     size = config.parallel.context_parallel_size
     data = prepare_data(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import te_llama
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs
@@ -44,9 +45,6 @@ from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.start import PhaseClock
-
-if TYPE_CHECKING:
-    from llm_fp8.observability.nvml import EnergyMeter
 
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
@@ -153,7 +151,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         plan, setup = self.setup.plan, self.setup
         self.accelerator, self.strategy, self.precision = plan.accelerator, plan.strategy, setup.precision
-        self.energy: EnergyMeter | None = None
+        self.energy: Any = None
         if plan.device.type == "cuda":
             from llm_fp8.observability.nvml import EnergyMeter
 
@@ -330,8 +328,6 @@ class TrainingLoop:
 
     def _note_attention(self) -> None:
         """Say and record which attention Transformer Engine took, which it chooses in the first step."""
-        import te_llama
-
         backend = self.results.attention_backend = te_llama.attention_backend()
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 

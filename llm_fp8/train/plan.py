@@ -7,28 +7,35 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from transformers import PretrainedConfig
 
+import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.validation import check_decoder, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
+from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
-from llm_fp8.distributed.sharding_mode import ModeChoice, choose_mode, resolve_optimizer
+from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
+from llm_fp8.models.fp8_checkpoint import Fp8Format
+from llm_fp8.models.lora import require_peft
+from llm_fp8.models.loss_model import PackedForm
+from llm_fp8.models.probe import probe
 from llm_fp8.models.source import (
     ModelSource,
-    fp8_format_of,
-    has_random_weights,
     load_config,
     resolve_source,
     stored_dtype,
 )
+from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.tracker_labels import require_wandb_login
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
@@ -37,10 +44,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import require_te
-
-if TYPE_CHECKING:
-    from llm_fp8.models.fp8_checkpoint import Fp8Format
-    from llm_fp8.models.loss_model import PackedForm
 
 Say = Callable[[str], None]  # prints a line on the main process
 
@@ -58,20 +61,18 @@ class RunPlan:
     source: ModelSource
     hf_config: PretrainedConfig
     precision: PrecisionPlan
-    sharding: ModeChoice
     accelerator: Accelerator
     strategy: DistributedStrategy
     optimizer_kind: OptimizerKind
     parameter_dtype: torch.dtype  # that of trained parameters
     export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
-    stored_fp8: Fp8Format | None
-    """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
+    stored: StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
     packed_form: PackedForm | None
     """How packed documents are given to transformers' decoder; None where it is TE's, or nothing is packed."""
     say: Say
     measures_precision: bool = False
     """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
-    notes: tuple[str, ...] = ()  # what --batch_size auto came to, and memory
+    notes: tuple[str, ...] = ()  # what --batch_size auto came to, memory, sharding
 
     @property
     def device(self) -> torch.device:
@@ -80,6 +81,11 @@ class RunPlan:
     @property
     def folder(self) -> Path:
         return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
+
+    @property
+    def stored_fp8(self) -> Fp8Format | None:
+        """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
+        return None if self.stored is None else self.stored.fp8
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -119,38 +125,35 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
     """
     device = own_device()
     source = resolve_source(config.model)
-    hf_config = load_config(config.model, source)
+    hf_config = load_config(source)
     gpu_gib = smallest_gpu_gib(device)
-    sharding = choose_mode(config, ranks, lambda: count_parameters(hf_config), gpu_gib)
+    num_parameters = count_parameters(hf_config)
+    mode, reason = choose_mode(config, ranks, num_parameters, gpu_gib)
     measures_precision = False
     if config.precision.mixed_precision == "auto":
         measures_precision = _can_be_fp8(config, device)
         config = config.with_options(mixed_precision="fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
-    optimizer_kind = resolve_optimizer(config.optim.optimizer, sharding.mode, precision.compute_name, device.type)
+    optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
     notes: list[str] = []
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
-        from llm_fp8.distributed.memory import RunSize, settle_memory
-
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
         recipe = precision.effective_scenario or precision.effective
-        run = RunSize(config, hf_config, recipe, optimizer_kind, sharding.mode, ranks.world_size)
+        run = RunSize(config, hf_config, recipe, optimizer_kind, mode, ranks.world_size, num_parameters)
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib))
-    _check_run(config, hf_config, sharding.mode, precision, ranks, on_gpu=device.type == "cuda")
+    _check_run(config, hf_config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
     packed_form = None
     if not config.model.use_te:
-        from llm_fp8.models.probe import probe
-
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
-    if not has_random_weights(config.model, source):
-        from llm_fp8.models.weights import check_stored
-
-        notes += check_stored(config.model, source, hf_config)
+    stored = checkpoint_of(source, hf_config)
+    notes += untie(hf_config, stored)
+    if ranks.world_size > 1:
+        notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
     accelerator = build_accelerator(config, ranks, precision)
-    strategy = build_strategy(sharding.mode, config, accelerator, ranks, precision.compute_dtype)
+    strategy = build_strategy(mode, config, accelerator, ranks, precision.compute_dtype)
     parameter_dtype = trained_dtype(optimizer_kind)
-    if sharding.mode.startswith("deepspeed"):  # which keeps fp32 master weights itself
+    if mode.startswith("deepspeed"):  # which keeps fp32 master weights itself
         parameter_dtype = precision.compute_dtype
     return RunPlan(
         config=config,
@@ -158,13 +161,12 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         source=source,
         hf_config=hf_config,
         precision=precision,
-        sharding=sharding,
         accelerator=accelerator,
         strategy=strategy,
         optimizer_kind=optimizer_kind,
         parameter_dtype=parameter_dtype,
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
-        stored_fp8=None if has_random_weights(config.model, source) else fp8_format_of(hf_config),
+        stored=stored,
         packed_form=packed_form,
         say=print_line if accelerator.is_main_process else silent,
         measures_precision=measures_precision,
@@ -183,7 +185,13 @@ def _can_be_fp8(config: Config, device: torch.device) -> bool:
 
 
 def _check_run(
-    config: Config, hf_config: PretrainedConfig, mode: str, precision: PrecisionPlan, ranks: LaunchRanks, on_gpu: bool
+    config: Config,
+    hf_config: PretrainedConfig,
+    num_parameters: int,
+    mode: str,
+    precision: PrecisionPlan,
+    ranks: LaunchRanks,
+    on_gpu: bool,
 ) -> None:
     """Raise `UserError` for what this machine, this model, its packages or the host's memory do not allow."""
     kind, rank, scenario = config.optim.optimizer, config.lora.lora_rank, precision.effective_scenario
@@ -194,21 +202,11 @@ def _check_run(
     if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
         TRITON.require(f"--optimizer {kind}")
     if rank:
-        from llm_fp8.models.lora import require_peft
-
         require_peft(f"--lora_rank {rank}")
-    if mode.startswith("deepspeed"):
-        from llm_fp8.distributed.deepspeed import load_deepspeed
-
-        load_deepspeed(f"--sharding_mode {mode}")
     if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
-        from llm_fp8.observability.tracker_labels import require_wandb_login
-
         require_wandb_login("--use_wandb")
     if share := config.optim.offload_optimizer:
-        import psutil
-
-        state_bytes = share * count_parameters(hf_config) * BYTES_PER_PARAMETER["adamw_master"].state
+        state_bytes = share * num_parameters * BYTES_PER_PARAMETER["adamw_master"].state
         needed_gib, free_gib = ranks.local_world_size * state_bytes / GIB, psutil.virtual_memory().available / GIB
         if needed_gib > free_gib:
             raise UserError(
@@ -217,8 +215,6 @@ def _check_run(
 
 
 def _check_te_decoder(config: Config, hf_config: PretrainedConfig, scenario: str | None, num_shards: int) -> None:
-    import te_llama
-
     require_te("--use_te")
     with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
         spec = te_llama.decoder_spec(hf_config)
@@ -234,11 +230,9 @@ def _check_te_decoder(config: Config, hf_config: PretrainedConfig, scenario: str
 
 def announce(plan: RunPlan) -> None:
     """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
-    precision, sharding, say = plan.precision, plan.sharding, plan.say
+    precision, say = plan.precision, plan.say
     for note in plan.notes:
         say(note)
-    if plan.ranks.world_size > 1:
-        say(f"sharding: {sharding.mode}{f', because {sharding.reason}' if sharding.reason else ''}")
     if precision.fallback_reason:
         asked, taken = precision.requested_scenario, precision.effective_scenario
         say(f"WARNING: --fp8_scenario {asked} FELL BACK to {taken}: {precision.fallback_reason}")

@@ -12,9 +12,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.models.export import export_adapter, export_hf
+from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.side_files import Origin
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.observability.step_profile import describe_gpu_idle, gpu_idle
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.setup import TrainingSetup
@@ -99,8 +101,6 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
-        from llm_fp8.models.lora import scaling_of
-
         card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
     origin = Origin(plan.source.location, loop.state.data.eos_ids)
     is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
@@ -119,8 +119,6 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     setup, results, history = loop.setup, loop.results, loop.history
     recorded, certificate, idle = results.recorded, results.certificate, None
     if recorded is not None:
-        from llm_fp8.observability.step_profile import gpu_idle
-
         idle = gpu_idle(recorded, loop.reporter.own_steps())
     summary = {
         "precision": _precision_record(setup, results),
@@ -157,8 +155,6 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificate is not None:
-        from llm_fp8.observability.step_profile import describe_gpu_idle
-
         if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
             say(idle)
         say(certificate.describe())

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -18,14 +18,18 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData, prepare_data
+from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
 from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.parity import check_parity
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host
+from llm_fp8.train.auto_precision import choose_precision, replanned
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
+from llm_fp8.train.dry_run import dry_run
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.graceful_stop import LOST, GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
@@ -39,6 +43,7 @@ from llm_fp8.train.run_dir import (
     with_default_folder,
     with_output_dir,
 )
+from llm_fp8.train.scale_warmup import first_step, prepare_with_scales
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import (
     RunState,
@@ -53,9 +58,6 @@ from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.start import PhaseClock
-
-if TYPE_CHECKING:
-    from llm_fp8.distributed.context_parallel import ContextGroup
 
 
 def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None) -> int:
@@ -73,8 +75,6 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         for sentence in idle_fp8_keys:
             print(f"WARNING: {sentence}", flush=True)
     if config.run.dry_run:
-        from llm_fp8.train.dry_run import dry_run
-
         return dry_run(config, ranks)
     start_process_group(ranks)
     plan = plan_run(with_output_dir(config, ranks), ranks)
@@ -96,8 +96,6 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         phase_ends("data")
 
         if plan.measures_precision:
-            from llm_fp8.train.auto_precision import choose_precision
-
             plan, results.measured_tokens_per_s = choose_precision(plan, data)
             phase_ends("auto_precision")
         plan = with_default_folder(plan)
@@ -150,8 +148,6 @@ def find_checkpoint(plan: RunPlan) -> tuple[RunPlan, Checkpoint | None]:
             plan.say(f"{plan.folder} holds no checkpoint: the run begins anew")
         return plan, None
     if plan.measures_precision:
-        from llm_fp8.train.auto_precision import replanned
-
         was_fp8 = str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
         plan = replanned(plan, "fp8" if was_fp8 else "bf16")
     check_compatible(resumed, run_fingerprint(plan))
@@ -162,8 +158,6 @@ def _context_group(plan: RunPlan) -> ContextGroup | None:
     """The ranks that share this one's sequences (--context_parallel_size), if there are any."""
     if (size := plan.config.parallel.context_parallel_size) == 1:
         return None
-    from llm_fp8.distributed.context_parallel import ContextGroup
-
     return ContextGroup(size, plan.accelerator.process_index % size)
 
 
@@ -188,11 +182,7 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
 def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase, is_new: bool) -> None:
     """Compare the TE decoder with Hugging Face's, connect ranks that share sequences, refuse an impossible export."""
     plan, config, context = setup.plan, setup.plan.config, _context_group(setup.plan)
-    if config.model.use_te and setup.weights_loaded and is_new:
-        from llm_fp8.models.parity import check_parity
-        from llm_fp8.models.weights import weight_files
-        from llm_fp8.train.scale_warmup import first_step
-
+    if config.model.use_te and plan.stored is not None and is_new:
         batch = first_step(data.train)[0]
         batch = batch if context is None else context.on_its_own(batch)
         found = check_parity(
@@ -201,7 +191,7 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
             config.data.max_seq_length // config.parallel.context_parallel_size,
             dtype=plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.weight_dtype,
             full_tensor=plan.strategy.full_tensor,
-            files=weight_files(config.model, plan.source),
+            stored=plan.stored,
         )
         plan.say(found)
     if context is not None:
@@ -225,8 +215,6 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     if setup.precision.scales_lag and not (resumed is not None and state.has_the_scales(resumed)):
-        from llm_fp8.train.scale_warmup import prepare_with_scales
-
         model, optimizer = prepare_with_scales(setup, optimizer, data.train)
     else:
         model, optimizer = strategy.prepare(model, optimizer)

@@ -8,25 +8,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from llm_fp8.config.recipes import size_multiple
-from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
+from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.left_out import LeftOut, left_out_of
+from llm_fp8.models.lora import (
+    add_adapters,
+    gemms_per_weight,
+    initialize_adapters_,
+    needs_unfused_mlp,
+    without_adapter,
+)
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter
+from llm_fp8.models.weights import fill_weights
 from llm_fp8.optim.adamw_master import remainder_of
+from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
+from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
+from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.hf_internals import chosen_attention
-
-if TYPE_CHECKING:
-    from llm_fp8.precision.certificate import ExpectedKernels
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,6 @@ class TrainingSetup:
     plan: RunPlan
     model: PreTrainedModel
     training_model: TrainingModel  # `model` with the loss
-    weights_loaded: bool  # False where they start random
     precision: Precision  # attached to `model`
     coverage: Fp8Coverage
     recomputed: Sequence[nn.Module]
@@ -51,14 +59,12 @@ class TrainingSetup:
     @property
     def expected(self) -> ExpectedKernels:
         """What the kernels of a step must be, by options and coverage."""
-        from llm_fp8.precision.certificate import ExpectedKernels
-
         return ExpectedKernels.of_model(self.precision, self.coverage, self.recomputed, self.gemms_per_weight)
 
     @property
     def exports_adapter(self) -> bool:
         """Whether final/ will hold an adapter; one for random weights would be useless."""
-        return self.plan.config.lora.lora_rank > 0 and self.weights_loaded
+        return self.plan.config.lora.lora_rank > 0 and self.plan.stored is not None
 
     @property
     def exported_bytes(self) -> int:
@@ -70,19 +76,15 @@ class TrainingSetup:
 
 def build_setup(plan: RunPlan) -> TrainingSetup:
     """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective."""
-    config, strategy, seed = plan.config, plan.strategy, plan.config.optim.seed
-    model, loaded = _decoder_with_adapters(plan)
+    config, strategy = plan.config, plan.strategy
+    model = _decoder_with_adapters(plan)
     layers = decoder_layers(model)
     reasons = _convert_linears(plan, model, layers)
     attention: str = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
     precision = _attach_precision(plan, model, layers)
-    gemms = dict[nn.Module, int]()
-    if config.lora.lora_rank:
-        from llm_fp8.models.lora import gemms_per_weight
-
-        gemms = dict(gemms_per_weight(model))
+    gemms = gemms_per_weight(model)
     reasons, num_gemms = reasons | precision.misfits, precision.num_fp8_gemms_per_weight
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
@@ -95,21 +97,18 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers)
     if strategy.shards_parameters:
-        loaded = fill_weights(model, config.model, plan.source, plan.device, seed, plan.keeps_lower_bits)
-        _initialize_adapters(plan, model)
+        fill_weights(model, plan.stored, plan.device, config.optim.seed, plan.keeps_lower_bits)
+        initialize_adapters_(model, config.optim.seed)
     if left_out_of(model):
         plan.say(LeftOut(model).describe(model))
-    if loaded and (plan.rounds_weights or plan.stored_fp8 is not None):
+    if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan, model))
     if plan.precision.backend == "torchao" and not plan.precision.emulated:
-        from llm_fp8.precision.torchao import compile_layers
-
         compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
         plan=plan,
         model=model,
         training_model=training_model,
-        weights_loaded=loaded,
         precision=precision,
         coverage=coverage,
         recomputed=recomputed,
@@ -121,35 +120,26 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     )
 
 
-def _decoder_with_adapters(plan: RunPlan) -> tuple[PreTrainedModel, bool]:
-    """The model, and whether weights were loaded; one whose parameters are sharded has no values yet."""
+def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
+    """The model; one whose parameters are to be sharded has no values yet."""
     options, lora = plan.config.model, plan.config.lora
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared["device"] = plan.device
     if lora.lora_rank:
-        from llm_fp8.models.lora import add_adapters, needs_unfused_mlp, without_adapter
-
         shared["unfused_mlp"] = needs_unfused_mlp(lora)
-    sharded, loaded = plan.strategy.shards_parameters, False
+    sharded = plan.strategy.shards_parameters
     if sharded:
-        model = build_structure(options, plan.source, plan.hf_config, **shared)
+        model = build_structure(options, plan.hf_config, plan.stored, **shared)
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
-        model, loaded = build_model(options, plan.source, plan.hf_config, **shared)
+        model = build_model(options, plan.hf_config, plan.stored, **shared)
     if lora.lora_rank:
         if note := without_adapter(model, lora):
             plan.say(note)
         add_adapters(model, lora, plan.parameter_dtype)
         if not sharded:
-            _initialize_adapters(plan, model)
-    return model, loaded
-
-
-def _initialize_adapters(plan: RunPlan, model: PreTrainedModel) -> None:
-    if plan.config.lora.lora_rank:
-        from llm_fp8.models.lora import initialize_adapters_
-
-        initialize_adapters_(model, plan.config.optim.seed)
+            initialize_adapters_(model, plan.config.optim.seed)
+    return model
 
 
 def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
@@ -169,8 +159,6 @@ def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLis
     config, precision = plan.config, plan.precision
     if precision.recipe is None or config.model.use_te:
         return {}
-    from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears
-
     if precision.backend == "te":
         return swap_linears(model, size_multiple(precision.effective_scenario))
     recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=config.parallel.fp8_params)
@@ -191,8 +179,6 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
     """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
     if (every := plan.config.model.gradient_checkpointing) == 0:
         return ()
-    from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-
     uses_te = plan.config.model.use_te or plan.precision.te_recipe is not None
     reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
     return enable_gradient_checkpointing(layers, every, uses_te, reentrant=reentrant)

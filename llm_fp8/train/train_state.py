@@ -17,7 +17,9 @@ from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, T
 from llm_fp8.data import PreparedData
 from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.process_group import largest
-from llm_fp8.models.source import has_random_weights, text_config
+from llm_fp8.models.lora import scaling_of
+from llm_fp8.models.source import text_config
+from llm_fp8.models.weights import weights_digest
 from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import LATEST, RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager
@@ -57,14 +59,10 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 
 def _lora_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """The adapters, and the frozen model that a checkpoint does not hold."""
-    from llm_fp8.models.lora import scaling_of
-    from llm_fp8.models.weights import weight_files, weights_digest
-
-    config, options = plan.config, plan.config.lora
-    is_random, seed = has_random_weights(config.model, plan.source), config.optim.seed
+    options, stored = plan.config.lora, plan.stored
     return {
         "lora": [options.lora_rank, scaling_of(options), options.lora_dropout, *sorted(options.targets)],
-        "frozen_model": f"seed {seed}" if is_random else weights_digest(weight_files(config.model, plan.source)),
+        "frozen_model": f"seed {plan.config.optim.seed}" if stored is None else weights_digest(stored.files),
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GemmaConfig
+from transformers import GemmaConfig, PretrainedConfig
 
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
@@ -26,11 +26,11 @@ from llm_fp8.distributed.memory import (
     HEAD,
     MOST_TOKENS,
     STATE,
-    RunSize,
     saved_bytes,
     settle_memory,
 )
 from llm_fp8.distributed.sharding_mode import default_optimizer
+from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.utils.errors import UserError
 from te_llama import decoder_spec
@@ -41,7 +41,7 @@ ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.j
 @functools.cache
 def hf_config(model: str):
     options = ModelConfig(model_name=model, random_init=True)
-    return load_config(options, resolve_source(options))
+    return load_config(resolve_source(options))
 
 
 def config_of(row: dict[str, Any]) -> Config:
@@ -65,14 +65,18 @@ def described(row: dict[str, Any]) -> dict[str, Any]:
     return {"recipe": "delayed", "optimizer": default_optimizer(mode), "mode": mode, "num_gpus": 1, **given}
 
 
+def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
+    return RunSize(config_of(row), model_config, **described(row), num_parameters=count_parameters(model_config))
+
+
 def parts(model: str = "Llama-3.1-8B", **row: Any):
     row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
-    return RunSize(config_of(row), hf_config(model), **described(row)).estimate()
+    return run_size(row, hf_config(model)).estimate()
 
 
 def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Config, list[str]]:
     row = {"gradient_accumulation_steps": 4, **row}
-    return settle_memory(RunSize(config_of(row), hf_config(model), **described(row)), gpu_gib)
+    return settle_memory(run_size(row, hf_config(model)), gpu_gib)
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -81,7 +85,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_recorded_run(row):
-    found = RunSize(config_of(row), hf_config(row["model"]), **described(row)).estimate()
+    found = run_size(row, hf_config(row["model"])).estimate()
     assert found.is_whole
     if "beyond" in row:  # what the first GPU of ddp held more is needed and not estimated
         assert row["mode"] == "ddp" and found.total_gib < 0.95 * row["measured_gib"] < found.needed_gib
@@ -115,7 +119,7 @@ def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
     small = GemmaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000
     )
-    found = RunSize(config_of({}), small, **described({})).estimate()
+    found = run_size({}, small).estimate()
     assert not found.is_whole and found.total_gib < 0.1
 
 

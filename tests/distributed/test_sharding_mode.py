@@ -36,9 +36,9 @@ def config(*options: str):
     ],
 )
 def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
-    choice = choose_mode(config(*options), ranks, lambda: int(billions * BILLION), gpu_memory_gib)
-    assert choice.mode == mode
-    assert (choice.reason is None) == ("--sharding_mode=ddp" in options)
+    found, reason = choose_mode(config(*options), ranks, int(billions * BILLION), gpu_memory_gib)
+    assert found == mode
+    assert (reason is None) == ("--sharding_mode=ddp" in options)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
+from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.utils.errors import UserError
 from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
@@ -42,10 +43,11 @@ def build(
     """The model that --model_name `name` gives, and the dtype of its files."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
-    hf_config = load_config(config, source)
-    stored = stored_dtype(hf_config, default=dtype)
-    model, _ = build_model(config, source, hf_config, parameter_dtype=dtype, compute_dtype=dtype, device=CPU, seed=seed)
-    return model, stored
+    hf_config = load_config(source)
+    dtype_of_files = stored_dtype(hf_config, default=dtype)
+    stored = checkpoint_of(source, hf_config)
+    dtypes = {"parameter_dtype": dtype, "compute_dtype": dtype}
+    return build_model(config, hf_config, stored, **dtypes, device=CPU, seed=seed), dtype_of_files
 
 
 def export(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -87,10 +89,9 @@ def test_both_decoders_keep_stop_tokens_and_sampling(tmp_path, monkeypatch, use_
     options = ModelConfig(model_name=str(tmp_path / "source"), use_te=use_te)
     source = resolve_source(options)
     shared = dict(parameter_dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
-    if sharded:
-        model = build_structure(options, source, load_config(options, source), **shared)
-    else:
-        model, _ = build_model(options, source, load_config(options, source), **shared, seed=3)
+    hf_config = load_config(source)
+    build = build_structure if sharded else build_model
+    model = build(options, hf_config, checkpoint_of(source, hf_config), **shared)
     assert model.generation_config.to_diff_dict() == stored.to_diff_dict()
 
 
@@ -122,10 +123,10 @@ def test_random_init_depends_on_the_seed_alone(tiny_model):
 def test_a_bundled_architecture_needs_no_hub(name):
     options = ModelConfig(model_name=f"somebody/{name}", random_init=True)
     source = resolve_source(options)
-    config = load_config(options, source)
+    config = load_config(source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert source.architecture_only and len(decoder_layers(model)) == config.num_hidden_layers
+    assert source.is_random and len(decoder_layers(model)) == config.num_hidden_layers
     tokenizer, note = load_tokenizer(options, source)
     assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
 

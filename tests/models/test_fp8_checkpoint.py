@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Pretrain
 
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.models.weights import checkpoint_of, fill_weights
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
 from tests.support.ranks import on_ranks
@@ -29,7 +30,8 @@ def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
     options = ModelConfig(model_name=name)
     source = resolve_source(options)
     dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32, "device": CPU}
-    return build_model(options, source, load_config(options, source), seed=0, **dtypes)[0].state_dict()
+    config = load_config(source)
+    return build_model(options, config, checkpoint_of(source, config), **dtypes).state_dict()
 
 
 # --- The arithmetic ---------------------------------------------------------------------------------------------------
@@ -64,13 +66,13 @@ def test_a_model_in_fp8_loads_as_its_products(tmp_path, kind, dtype):
 def sharded(rank: int, name: str) -> dict[str, torch.Tensor]:
     options = ModelConfig(model_name=name)
     source = resolve_source(options)
-    config = load_config(options, source)
-    model = build_structure(
-        options, source, config, parameter_dtype=torch.float32, compute_dtype=torch.float32, device=CPU
-    )
+    config = load_config(source)
+    stored = checkpoint_of(source, config)
+    dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
+    model = build_structure(options, config, stored, **dtypes)
     strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
     strategy.shard(model, decoder_layers(model))
-    assert fill_weights(model, options, source, CPU, seed=0)
+    fill_weights(model, stored)
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 

@@ -19,7 +19,7 @@ from llm_fp8.models.lora import adapters_of, add_adapters, gemms_per_weight, ini
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
-from llm_fp8.models.weights import fill_te_model
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
@@ -141,7 +141,7 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     hf = hf.to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     te = te_llama.build_te_model(config, torch.float32, device, unfused_mlp=needs_unfused_mlp(lora))
-    fill_te_model(te, [tmp_path / "model.safetensors"])
+    fill_weights(te, StoredCheckpoint([tmp_path / "model.safetensors"], te.config))
     ids = torch.randint(3, 1024, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
     outputs = []
     for model in (hf, te):

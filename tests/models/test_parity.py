@@ -20,7 +20,7 @@ from llm_fp8.models.parity import (
     check_parity,
     judge,
 )
-from llm_fp8.models.weights import fill_te_model
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
@@ -71,22 +71,22 @@ def test_one_tensor_that_differs_in_fp32_is_a_fault(difference):
 
 @pytest.fixture
 def right_model(tmp_path, monkeypatch):
-    """A TE decoder, and the files that its weights are of."""
+    """A TE decoder, and the checkpoint that its weights are of."""
     install_stand_in(monkeypatch)
     config = family_config("llama3_rope_gqa")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     model = te_llama.build_te_model(config, torch.float32, "cpu")
-    files = [tmp_path / "model.safetensors"]
-    fill_te_model(model, files)
-    return model, files
+    stored = StoredCheckpoint([tmp_path / "model.safetensors"], config)
+    fill_weights(model, stored)
+    return model, stored
 
 
 def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
-    model, files = right_model
+    model, stored = right_model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.model.layers[1].requires_grad_(False)  # frozen weights are compared too
-    found = check_parity(model, packed_batch("cpu"), S, torch.float32, files=files)
+    found = check_parity(model, packed_batch("cpu"), S, torch.float32, stored=stored)
     assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers")
     after = dict(model.named_parameters())
     assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())
@@ -101,9 +101,9 @@ def test_the_check_refuses_another_rope(right_model):
 
 
 def test_the_check_refuses_weights_that_are_not_the_files(right_model):
-    model, files = right_model
+    model, stored = right_model
     with torch.no_grad():
         model.model.layers[1].mlp.fc2_weight[3, 5] += 0.01
     check_parity(model, packed_batch("cpu"), S, torch.float32)  # as a function it is Hugging Face's
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
-        check_parity(model, packed_batch("cpu"), S, torch.float32, files=files)
+        check_parity(model, packed_batch("cpu"), S, torch.float32, stored=stored)

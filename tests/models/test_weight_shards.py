@@ -21,10 +21,11 @@ import llm_fp8.models.weights
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, decoder_layers, fill_weights
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import initialize_shards_, local_shard
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
@@ -44,28 +45,29 @@ def strategy_of() -> FsdpStrategy:
 def sharded_model(name: str, strategy: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
     """A model as a run builds it on FSDP: structure, split, weights."""
     config = ModelConfig(model_name=name, **options)
-    source = resolve_source(config)
     model = structure(config)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     strategy.shard(model, decoder_layers(model))
-    assert fill_weights(model, config, source, CPU, seed) != config.random_init
+    fill_weights(model, weights_of(config), CPU, seed)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return model
 
 
 def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    hf_config, dtypes = load_config(resolve_source(config)), {"parameter_dtype": dtype, "compute_dtype": torch.float32}
+    return build_structure(config, hf_config, weights_of(config), **dtypes, device=CPU)
+
+
+def weights_of(config: ModelConfig) -> StoredCheckpoint | None:
     source = resolve_source(config)
-    return build_structure(
-        config, source, load_config(config, source), parameter_dtype=dtype, compute_dtype=torch.float32, device=CPU
-    )
+    return llm_fp8.models.weights.checkpoint_of(source, load_config(source))
 
 
 def unsharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """The same model in one piece."""
     config = ModelConfig(model_name=name, **options)
-    source = resolve_source(config)
     dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_model(config, source, load_config(config, source), **dtypes, device=CPU, seed=3)[0]
+    return build_model(config, load_config(resolve_source(config)), weights_of(config), **dtypes, device=CPU, seed=3)
 
 
 def folder_contents(folder: Path) -> dict[str, bytes]:
@@ -168,7 +170,7 @@ def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torc
     config = ModelConfig(model_name=name, random_init=True)
     model = structure(config, dtype)
     strategy.shard(model, decoder_layers(model))
-    assert not fill_weights(model, config, resolve_source(config), CPU, seed=3)
+    fill_weights(model, weights_of(config), CPU, seed=3)
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -201,7 +203,7 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
     model = te_structure(name)
     strategy.shard(model, decoder_layers(model))
     config = ModelConfig(model_name=name, use_te=True)
-    assert fill_weights(model, config, resolve_source(config), CPU, seed=3)
+    fill_weights(model, weights_of(config))
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     export(model, folder, torch.bfloat16, full_tensor=strategy.full_tensor, is_main=rank == 0)
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
@@ -221,7 +223,7 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
 
     whole = te_structure(str(tmp_path / "source")).to_empty(device=CPU)
     whole.tie_weights()
-    llm_fp8.models.weights.fill_te_model(whole, sorted((tmp_path / "source").glob("*.safetensors")))
+    fill_weights(whole, weights_of(ModelConfig(model_name=str(tmp_path / "source"))))
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     for weights in results:
         assert_same_bits(weights, expected)
@@ -244,7 +246,7 @@ def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    assert fill_weights(model, config, resolve_source(config), CPU, seed=3)
+    fill_weights(model, weights_of(config))
     assert not any(parameter.isnan().any() for parameter in model.parameters())
     return model
 

@@ -29,6 +29,7 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import stored_parts
+from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.utils.errors import UserError
 from tests.support.reference import mean_loss
@@ -170,7 +171,7 @@ def examine(name: str, folder: Path) -> Row:
     """Train a family for `NUM_STEPS` steps and hold it, its export and its adapter against plain transformers."""
     source = write_hub_model(folder / "source", name)
     options = ModelConfig(model_name=str(source))
-    hf_config = load_config(options, resolve_source(options))
+    hf_config = load_config(resolve_source(options))
     try:
         form = probe(parse_config([f"--model_name={source}", "--packing"]), hf_config, CPU, torch.float32)
         packing = "yes"
@@ -240,9 +241,9 @@ def documents() -> list[Document]:
 
 def _build(options: ModelConfig) -> PreTrainedModel:
     source = resolve_source(options)
-    hf_config = load_config(options, source)
+    hf_config = load_config(source)
     shared: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
-    return build_model(options, source, hf_config, **shared)[0]
+    return build_model(options, hf_config, checkpoint_of(source, hf_config), **shared)
 
 
 def _whole(folder: Path) -> PreTrainedModel:

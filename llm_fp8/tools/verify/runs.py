@@ -53,7 +53,7 @@ def cut_model(setup: Setup) -> Path:
     if folder.exists():
         return folder
     options = ModelConfig(model_name=setup.model_name, random_init=True)
-    config: Any = load_config(options, resolve_source(options))
+    config: Any = load_config(resolve_source(options))
     config.vocab_size = read_json(MODEL_DIR / "config.json")["vocab_size"]
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.num_hidden_layers = NUM_LAYERS

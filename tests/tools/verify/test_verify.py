@@ -165,7 +165,7 @@ def test_a_missing_torchao_is_a_warning(setup, monkeypatch):
 def test_the_model_is_cut(setup):
     options = ModelConfig(model_name=str(runs.cut_model(setup)), random_init=True)
     source = resolve_source(options)
-    config: Any = load_config(options, source)
+    config: Any = load_config(source)
     assert (config.num_hidden_layers, config.hidden_size, config.model_type) == (runs.NUM_LAYERS, 4096, "qwen3")
     assert config.vocab_size == len(load_tokenizer(options, source)[0])
 
