@@ -14,8 +14,7 @@ from llm_fp8.distributed.deepspeed import (
     load_deepspeed,
 )
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
-from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
 

@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData, prepare_data
-from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
@@ -154,16 +153,9 @@ def find_checkpoint(plan: RunPlan) -> tuple[RunPlan, Checkpoint | None]:
     return plan, resumed
 
 
-def _context_group(plan: RunPlan) -> ContextGroup | None:
-    """The ranks that share this one's sequences (--context_parallel_size), if there are any."""
-    if (size := plan.config.parallel.context_parallel_size) == 1:
-        return None
-    return ContextGroup(size, plan.accelerator.process_index % size)
-
-
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """The run's data; ranks that share sequences have the same ones."""
-    config, size, context = plan.config, plan.config.parallel.context_parallel_size, _context_group(plan)
+    config, size, context = plan.config, plan.config.parallel.context_parallel_size, plan.context_group
     data = prepare_data(
         config,
         tokenizer,
@@ -180,8 +172,8 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
 
 
 def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase, is_new: bool) -> None:
-    """Compare the TE decoder with Hugging Face's, connect ranks that share sequences, refuse an impossible export."""
-    plan, config, context = setup.plan, setup.plan.config, _context_group(setup.plan)
+    """Compare the TE decoder with Hugging Face's, and refuse an impossible export."""
+    plan, config, context = setup.plan, setup.plan.config, setup.plan.context_group
     if config.model.use_te and plan.stored is not None and is_new:
         batch = first_step(data.train)[0]
         batch = batch if context is None else context.on_its_own(batch)
@@ -194,10 +186,9 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
             stored=plan.stored,
         )
         plan.say(found)
-    if context is not None:
-        context.attach(decoder_layers(setup.model))
     if config.run.export and plan.accelerator.is_main_process:
-        check_free_space(plan.folder, setup.exported_bytes)
+        adapters_only = setup.exports_adapter
+        check_free_space(plan.folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
         advice = "Correct its files, or train with --no_export."
         with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
             origin = Origin(plan.source.location, data.eos_ids)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from llm_fp8.config.recipes import size_multiple
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
-from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.left_out import LeftOut, left_out_of
 from llm_fp8.models.lora import (
     add_adapters,
@@ -66,13 +65,6 @@ class TrainingSetup:
         """Whether final/ will hold an adapter; one for random weights would be useless."""
         return self.plan.config.lora.lora_rank > 0 and self.plan.stored is not None
 
-    @property
-    def exported_bytes(self) -> int:
-        """Size of final/; 0 where there will be none."""
-        if not self.plan.config.run.export:
-            return 0
-        return export_size_bytes(self.model, self.plan.export_dtype, adapters_only=self.exports_adapter)
-
 
 def build_setup(plan: RunPlan) -> TrainingSetup:
     """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective."""
@@ -98,7 +90,9 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     strategy.shard(training_model, layers)
     if strategy.shards_parameters:
         fill_weights(model, plan.stored, plan.device, config.optim.seed, plan.keeps_lower_bits)
-        initialize_adapters_(model, config.optim.seed)
+    initialize_adapters_(model, config.optim.seed)
+    if plan.context_group is not None:
+        plan.context_group.attach(layers)
     if left_out_of(model):
         plan.say(LeftOut(model).describe(model))
     if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
@@ -121,14 +115,11 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
 
 
 def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
-    """The model; one whose parameters are to be sharded has no values yet."""
+    """The model; adapters, and parameters that are to be sharded, have no values yet."""
     options, lora = plan.config.model, plan.config.lora
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
-    shared["device"] = plan.device
-    if lora.lora_rank:
-        shared["unfused_mlp"] = needs_unfused_mlp(lora)
-    sharded = plan.strategy.shards_parameters
-    if sharded:
+    shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
+    if plan.strategy.shards_parameters:
         model = build_structure(options, plan.hf_config, plan.stored, **shared)
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
@@ -137,8 +128,6 @@ def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
         if note := without_adapter(model, lora):
             plan.say(note)
         add_adapters(model, lora, plan.parameter_dtype)
-        if not sharded:
-            initialize_adapters_(model, plan.config.optim.seed)
     return model
 
 

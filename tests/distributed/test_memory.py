@@ -26,6 +26,7 @@ from llm_fp8.distributed.memory import (
     HEAD,
     MOST_TOKENS,
     STATE,
+    RunSize,
     saved_bytes,
     settle_memory,
 )

@@ -20,7 +20,7 @@ from llm_fp8.config.options import ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch, PackedCollate
 from llm_fp8.distributed import micro_batch_graphs
 from llm_fp8.distributed.micro_batch_graphs import MicroBatchGraphs, bucket_of
-from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
+from llm_fp8.distributed.strategy import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference

@@ -19,8 +19,7 @@ import te_llama
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.fsdp_internals import UnshardedGradients
-from llm_fp8.distributed.plain_copies import PlainCopiesStrategy
-from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
