@@ -79,7 +79,7 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
     plan = plan_run(with_output_dir(config, ranks), ranks)
     phase_ends("devices")
 
-    with explained_failures(lambda: plan.folder):
+    with explained_failures(lambda: plan.folder):  # noqa: F821  # it is called before the end alone
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
@@ -129,9 +129,9 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
                 finally:
                     checkpoints.finish()
                 finish(loop, stop, tokenizer)
-    exit_code = 0 if loop.is_complete else stop.exit_code
-    del setup, state, loop  # the model, which goes before the process group
-    end_process_group(plan.accelerator)
+    exit_code, accelerator = 0 if loop.is_complete else stop.exit_code, plan.accelerator
+    del plan, setup, state, loop  # the model goes before the process group
+    end_process_group(accelerator)
     return exit_code
 
 
