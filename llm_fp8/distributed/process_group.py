@@ -78,20 +78,15 @@ def gathered(value: T) -> list[T]:
 
 def decided_by_main(decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0, and on every rank return its result or raise its `UserError`. Collective."""
-    if not dist.is_initialized():
-        return decide()
     result: Any = None
-    failure: str | None = None
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = decide()
         except UserError as error:
-            failure = str(error)
-    decision = [result, failure]
-    dist.broadcast_object_list(decision, src=0, device=torch.device("cpu"))
-    result, failure = decision
-    if failure is not None:
-        raise UserError(failure)
+            result = error
+    result = gathered(result)[0]
+    if isinstance(result, UserError):
+        raise result
     return result
 
 

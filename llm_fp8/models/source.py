@@ -79,7 +79,7 @@ def load_generation_config(hf_config: PretrainedConfig) -> GenerationConfig | No
     """The model's own settings for generating text, None where it has none."""
     location = hf_config.name_or_path
     with reading_model("generation_config.json", location), contextlib.suppress(OSError):  # there is none
-        return GenerationConfig.from_pretrained(location)
+        return GenerationConfig.from_pretrained(str(location))
     return None
 
 

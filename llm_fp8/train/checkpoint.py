@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -144,14 +145,16 @@ class CheckpointManager:
         Raises `UserError` where the disk has no room; earlier checkpoints stay.
         """
         self.finish()
-        if not in_background:
-            self._save(step, tensors, meta, None, strategy, best_step)
-            return self.of_step(step)
-        if self._background_group is None and dist.is_initialized():
-            self._background_group = dist.new_group(backend="gloo")  # the thread's collectives must not meet training's
-        copies, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
-        group = self._background_group
-        self._background = _in_background(lambda: self._save(step, copies, meta, group, strategy, best_step))
+        if in_background:
+            if self._background_group is None and dist.is_initialized():
+                # The thread's collectives must not meet training's.
+                self._background_group = dist.new_group(backend="gloo")
+            tensors, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
+        save = functools.partial(self._save, step, tensors, meta, self._background_group, strategy, best_step)
+        if in_background:
+            self._background = _in_background(save)
+        else:
+            save()
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:

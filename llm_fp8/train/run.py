@@ -200,15 +200,12 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
 def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults) -> TrainingLoop:
     """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed. Collective."""
     setup, data, plan = state.setup, state.data, state.setup.plan
-    config, strategy = plan.config, plan.strategy
-    model: Any = setup.training_model
-    optimizer: Any = build_optimizer(config.optim, plan.optimizer_kind, model.named_parameters())
+    config = plan.config
+    optimizer: Any = build_optimizer(config.optim, plan.optimizer_kind, setup.training_model.named_parameters())
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
-    if setup.precision.scales_lag and not (resumed is not None and state.has_the_scales(resumed)):
-        model, optimizer = prepare_with_scales(setup, optimizer, data.train)
-    else:
-        model, optimizer = strategy.prepare(model, optimizer)
+    has_scales = resumed is not None and state.has_the_scales(resumed)
+    model, optimizer = prepare_with_scales(setup, optimizer, None if has_scales else data.train)
     num_steps, saved = state.options["total_steps"], dict[str, Any]()
     eval_data = None if data.eval is None else data.eval.data
     history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)

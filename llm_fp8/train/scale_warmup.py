@@ -58,8 +58,6 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
     `model` is not yet wrapped by DDP or DeepSpeed, or is sharded by FSDP; `num_supervised`, the mean over processes of
     the step's supervised tokens, sets the gradients' size.
     """
-    if not precision.scales_lag:
-        return
     device = batch.input_ids.device
     model.train()
 
@@ -78,14 +76,17 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
         hook.remove()
 
 
-def prepare_with_scales(setup: TrainingSetup, optimizer: Optimizer, loader: TrainLoader) -> tuple[nn.Module, Any]:
+def prepare_with_scales(
+    setup: TrainingSetup, optimizer: Optimizer, loader: TrainLoader | None
+) -> tuple[nn.Module, Any]:
     """`strategy.prepare`, with the first scales before it, since DDP and DeepSpeed take every backward pass for
-    training's; or after it, since FSDP's sharded parameters have their final form only then.
+    training's; or after it, since FSDP's sharded parameters have their final form only then. Without a `loader` they
+    are in the checkpoint.
     """
     strategy = setup.plan.strategy
-    if not strategy.shards_parameters:
+    if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
     prepared = strategy.prepare(setup.training_model, optimizer)
-    if strategy.shards_parameters:
+    if loader is not None and strategy.shards_parameters:
         warm_up_scales(setup, loader)
     return prepared

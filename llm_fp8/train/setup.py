@@ -6,7 +6,7 @@ What a run finds out later is in `llm_fp8.train.loop.RunResults`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +46,11 @@ class TrainingSetup:
     training_model: TrainingModel  # `model` with the loss
     precision: Precision  # attached to `model`
     coverage: Fp8Coverage
-    recomputed: Sequence[nn.Module]
-    """Decoder layers whose activations are recomputed."""
-    gemms_per_weight: Mapping[nn.Module, int]
-    """For each frozen linear module its GEMMs in a micro-batch."""
+    expected: ExpectedKernels  # what the kernels of a step must be, by options and coverage
     attention: str  # 'te', or transformers' name of the implementation
     num_parameters: int
     num_trainable_parameters: int
     num_adapter_parameters: int
-
-    @property
-    def expected(self) -> ExpectedKernels:
-        """What the kernels of a step must be, by options and coverage."""
-        return ExpectedKernels.of_model(self.precision, self.coverage, self.recomputed, self.gemms_per_weight)
 
     @property
     def exports_adapter(self) -> bool:
@@ -105,8 +97,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
         training_model=training_model,
         precision=precision,
         coverage=coverage,
-        recomputed=recomputed,
-        gemms_per_weight=gemms,
+        expected=ExpectedKernels.of_model(precision, coverage, recomputed, gemms),
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
         num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),

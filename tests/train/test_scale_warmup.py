@@ -76,8 +76,7 @@ class Blocks(nn.Module):
 class Seam:
     """As `Precision`, around `Blocks`: scales are renewed after each pass."""
 
-    def __init__(self, model: nn.Module, scales_lag: bool = True) -> None:
-        self.scales_lag = scales_lag
+    def __init__(self, model: nn.Module) -> None:
         self._linears = [module for module in model.modules() if isinstance(module, DelayedLinear)]
 
     @contextlib.contextmanager
@@ -154,12 +153,6 @@ def test_nothing_is_left_but_scales(batch):
     assert set(together) == {1}, "no two gradients are there at a time"
     model(batch)[0].backward()
     assert all(parameter.grad is not None for parameter in model.parameters()), "afterwards they stay"
-
-
-def test_other_recipes_need_none(batch):
-    model = Blocks()
-    warm_up_delayed_scales(model, Seam(model, scales_lag=False), batch, 10)
-    assert model.num_passes == 0
 
 
 @pytest.fixture
