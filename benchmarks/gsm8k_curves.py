@@ -35,11 +35,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpus import visible_gpus
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.plan import precision_name
-from llm_fp8.tools.programs import training_command, visible_gpus
+from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, reading, run_script
-from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 VARIANTS = {
@@ -119,7 +120,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise FailedCheck(f"{job.variant} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    records = read_metrics(folder / "metrics.jsonl")
+    records = read_jsonl(folder / "metrics.jsonl")
     summary = read_json(folder / "summary.json")
     run = read_json(folder / "run.json")
     return {

@@ -39,7 +39,7 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.bench import Workload, add_measuring_options, measuring_plan
 from llm_fp8.tools.programs import run_program, training_command
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import json_line, read_json, read_metrics, write_json_atomic, write_text_atomic
+from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, write_json_atomic, write_text_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 TRAINER_VARIANTS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
@@ -102,7 +102,7 @@ def read_trainer(folder: Path, warmup: int) -> dict[str, Any]:
 
 def read_ours(folder: Path, warmup: int) -> dict[str, Any]:
     """The same figures from metrics.jsonl."""
-    steps = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+    steps = [record for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
     peaks = [record["peak_memory_gib"] for record in steps if "peak_memory_gib" in record]
     return figures([record["real_tokens_per_s"] for record in steps[warmup:]], steps, peaks)
 

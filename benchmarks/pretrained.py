@@ -41,15 +41,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.gpus import visible_gpus
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.data import prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.compare.statistics import t_interval
-from llm_fp8.tools.programs import training_command, visible_gpus
+from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import read_json, read_metrics, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 _FP8 = ("--use_te", "--mixed_precision", "fp8")
@@ -160,7 +161,7 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {**result, "failed": (done.stdout[-1500:] + done.stderr[-3000:])}
-    metrics = read_metrics(folder / "metrics.jsonl")
+    metrics = read_jsonl(folder / "metrics.jsonl")
     precision = read_json(folder / "run.json")["precision"]
     summary = read_json(folder / "summary.json")
     exported = settings.model if job.seed == 0 else folder / "final"

@@ -51,7 +51,6 @@ from llm_fp8.utils.json_files import (
     json_line,
     read_json,
     read_jsonl,
-    read_metrics,
     require_writable,
     write_json_atomic,
     write_text_atomic,
@@ -169,7 +168,7 @@ def train_ours(job: Job, probe: Probe) -> None:
     sys.argv = [script, *(f"--{name}={value}" for name, value in options.items()), "--use_te", "--no-export"]
     with contextlib.suppress(SystemExit):
         runpy.run_path(str(REPOSITORY / script), run_name="__main__")
-    steps = [record for record in read_metrics(Path(job["folder"], "metrics.jsonl")) if "loss" in record]
+    steps = [record for record in read_jsonl(Path(job["folder"], "metrics.jsonl")) if "loss" in record]
     tokens = [record["real_tokens_per_s"] * record["step_time_s"] for record in steps]
     probe.losses = [record["loss"] for record in steps]
     probe.tokens_per_step = statistics.mean(tokens) / job["num_gpus"]

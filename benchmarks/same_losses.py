@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import read_metrics
+from llm_fp8.utils.json_files import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
@@ -78,7 +78,7 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
         )
         if ended.returncode != 0:
             raise UserError(f"{' '.join(words)} ended with exit code {ended.returncode}:\n{ended.stdout[-3000:]}")
-    records = read_metrics(run_dir / "metrics.jsonl")
+    records = read_jsonl(run_dir / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
 
 

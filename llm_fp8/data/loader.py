@@ -101,9 +101,9 @@ class TrainLoader:
                 yield batches
 
     def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position, float]]:
-        for step in self._sequences.global_batches(position, self.global_batch_size):
-            own = self._share.micro_batches(step.sequences, self._batch_size)
-            yield [self._collate([read() for read in readers]) for readers in own], step.position, step.epoch
+        for sequences, after, epoch in self._sequences.global_batches(position, self.global_batch_size):
+            own = self._share.micro_batches(sequences, self._batch_size)
+            yield [self._collate([read() for read in readers]) for readers in own], after, epoch
 
 
 class EvalLoader:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -35,17 +35,11 @@ Position = dict[str, Any]
 Documents = list[Document]
 Reader = Callable[[], Documents]
 """Reads the documents of a sequence, so that a rank reads only its own."""
+GlobalBatch = tuple[list[Reader], Position, float]
+"""Sequences of one optimizer step, the position and the progress in epochs after them."""
 
 STREAM_BUFFER_ROWS = 8192
 """Dataset rows that are read, packed and shuffled at a time."""
-
-
-class GlobalBatch(NamedTuple):
-    """Sequences of one optimizer step, the position and the progress in epochs after them."""
-
-    sequences: Sequence[Reader]
-    position: Position
-    epoch: float
 
 
 def sequence_readers(
@@ -85,7 +79,7 @@ class MapSequences:
                 next_row += len(chosen)
                 ended = next_row == len(order)
                 after = {**self.start(), "epoch": epoch + ended, "next_row": 0 if ended else next_row}
-                yield GlobalBatch(sequence_readers(self.plan, self.read, chosen), after, epoch + next_row / len(order))
+                yield sequence_readers(self.plan, self.read, chosen), after, epoch + next_row / len(order)
             epoch, next_row = epoch + 1, 0
 
 
@@ -117,7 +111,7 @@ class StreamSequences:
         while True:
             batch = list(islice(sequences, size))
             after = batch[-1][1]
-            yield GlobalBatch([reader for reader, _ in batch], after, float(after["epoch"]))
+            yield [reader for reader, _ in batch], after, float(after["epoch"])
 
     def _sequences(self, position: Position) -> Iterator[tuple[Reader, Position]]:
         """Every sequence from `position` on, each with the position after it."""

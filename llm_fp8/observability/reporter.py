@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
+from llm_fp8.observability.tracker_labels import TAGS, flattened, run_labels
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
 
@@ -50,8 +51,6 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
-    from llm_fp8.observability.tracker_labels import flattened
-
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
     flat = {key: value for key, value in flattened(parts, "/") if value is not None}
@@ -100,10 +99,10 @@ class RunReporter:
         options = self._config.run
         if not self._is_main or not options.use_wandb:
             return
-        from llm_fp8.observability.tracker_labels import run_labels, run_tags
-
         effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
-        stored = {**record["config"], **run_labels(record), "effective": effective, "provenance": record["provenance"]}
+        labels = run_labels(record)
+        stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
+        tags = [str(labels[name])[:64] for name in TAGS]
         logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
         with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
             import wandb
@@ -114,7 +113,7 @@ class RunReporter:
                 name=options.wandb_run_name,
                 group=os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
                 job_type="train",
-                tags=[*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *run_tags(record)],
+                tags=[*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *tags],
                 **self._identity(),
             )
             self._wandb.config.update(stored, allow_val_change=True)  # a resumed run may have other options
@@ -136,7 +135,7 @@ class RunReporter:
         """Which W&B run this start belongs to: that of wandb_run.json where it is resumed, else a new one."""
         path = self._folder / "wandb_run.json"
         if self._resume_step > 0 and path.exists():
-            known = read_json(path, ("id", "last_step"))
+            known = read_json(path)
             self._known_step = max(known["last_step"], self._known_step)
             run = {"id": known["id"], "resume": "allow"}
         else:

@@ -23,17 +23,13 @@ LABELS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "transformer_engine_version": lambda run: run["provenance"]["packages"]["transformer-engine"],
 }
 """Every label, and what it is in a run.json."""
+TAGS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
+"""Those that are tags too."""
 
 
 def run_labels(record: dict[str, Any]) -> dict[str, Any]:
     """The `LABELS` of a run, from its run.json."""
     return {name: label(record) for name, label in LABELS.items()}
-
-
-def run_tags(record: dict[str, Any]) -> list[str]:
-    return [
-        str(LABELS[name](record))[:64] for name in ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
-    ]
 
 
 def _in_words(precision: dict[str, Any], which: str) -> str:

@@ -25,16 +25,6 @@ def wide_console(**options: Any) -> Console:
     return Console(width=wide, highlight=False, **options)
 
 
-def visible_gpus() -> list[str]:
-    """Numbers or UUIDs of the GPUs that CUDA counts, as CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    numbers = [str(number) for number in range(torch.cuda.device_count())]
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(numbers)
-    # CUDA ignores what follows a name that it does not know.
-    return [name.strip() for name in named.split(",")][: len(numbers)]
-
-
 # A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own.
 _TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess)Error)[\w.]*(Error|Exception)\b)")
 

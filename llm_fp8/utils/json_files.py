@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.utils.errors import UserError, listed, reading
+from llm_fp8.utils.errors import UserError, reading
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -62,25 +61,17 @@ def _object(text: str, name: object) -> dict[str, Any]:
         return {**json.loads(text)}
 
 
-def read_json(path: Path, entries: Iterable[str] = ()) -> dict[str, Any]:
-    """The object of a JSON file, NaN and infinity as floats; `UserError` where it is none or lacks one of `entries`."""
-    value: dict[str, Any] = with_floats(_object(read_text(path), path))
-    if missing := set(entries) - value.keys():
-        raise UserError(f"{path} lacks {listed(missing)}.")
-    return value
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file, NaN and infinity as floats; `UserError` where it is none."""
+    return with_floats(_object(read_text(path), path))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, strings as they stand there; `UserError` with the number of a line that is none."""
+    """The objects of a JSONL file, as `read_json`; `UserError` with the number of a line that is none."""
     text = read_text(path)
     # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
     lines = text.removesuffix("\n").split("\n") if text else []
-    return [_object(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a run's metrics.jsonl, NaN and infinity as floats."""
-    return with_floats(read_jsonl(path))
+    return [with_floats(_object(line, f"{path}: line {number}")) for number, line in enumerate(lines, start=1)]
 
 
 def require_writable(flag: str, path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llm_fp8.utils.json_files import read_metrics
+from llm_fp8.utils.json_files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
 
 def figures(folder: Path, name: str) -> list[float]:
     """The metric `name` of the steps or evaluations that have it."""
-    return [record[name] for record in read_metrics(folder / "metrics.jsonl") if name in record]
+    return [record[name] for record in read_jsonl(folder / "metrics.jsonl") if name in record]
 
 
 def losses(folder: Path) -> list[float]:

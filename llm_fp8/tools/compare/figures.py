@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.tracker_labels import flattened
-from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord, describe_variant
+from llm_fp8.precision.plan import precision_name
+from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 from llm_fp8.tools.compare.statistics import Interval, PairedAnswers, pair_answers, ratio_interval, t_interval
 
 _SEVERITY = ("certified", "missing", "undetermined", "failed")
@@ -74,7 +76,7 @@ def variant_figures(
     answered = [right for run in runs for right in run.answers.values()]
     return VariantFigures(
         variant=variant,
-        name=describe_variant(variant),
+        name=precision_name("fp8", variant) if variant in RECIPES else precision_name(variant, None),
         effective=sorted({run.effective_name for run in runs}),
         fallback_reasons=sorted(reason for reason in reasons if reason),
         seeds=[run.seed for run in runs],
@@ -137,6 +139,7 @@ _FIELDS = {
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
 """What a difference confounds ("": nothing) -> prefixes of fields; the longest prefix of a field decides."""
+_EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in text.split()}
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ def _differing(trees: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Differ
     facts = [(run, dict(flattened(tree))) for run, tree in trees]
     found = []
     for field in sorted({field for _, entries in facts for field in entries}):
-        effect = _effect_of(field)
+        matching = [prefix for prefix in _EFFECTS if field.startswith(prefix)]
+        effect = _EFFECTS[max(matching, key=len)] if matching else ""
         runs_by_value: dict[str, list[RunRecord]] = {}
         for run, entries in facts:
             runs_by_value.setdefault(str(entries.get(field)), []).append(run)
@@ -197,13 +201,6 @@ def _differing(trees: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Differ
         labels = {value: [run.label for run in runs] for value, runs in runs_by_value.items()}
         found.append(Difference(field, effect, labels, variants))
     return found
-
-
-def _effect_of(field: str) -> str:
-    """What a difference in this field confounds."""
-    effects = {prefix: effect for effect, text in _FIELDS.items() for prefix in text.split()}
-    matching = [prefix for prefix in effects if field.startswith(prefix)]
-    return effects[max(matching, key=len)] if matching else ""
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:

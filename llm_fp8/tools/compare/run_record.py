@@ -13,7 +13,7 @@ from llm_fp8.config.options import SECTIONS, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, Backend, chosen
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.json_files import read_json, read_metrics, with_floats
+from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
 REFERENCE = "bf16"  # the baseline of all other variants
 
@@ -50,11 +50,6 @@ def variant_words(variant: str, words: list[str]) -> list[str]:
     return [*kept, *variants()[variant]]
 
 
-def describe_variant(variant: str) -> str:
-    """A variant's name in a sentence: 'bf16', 'fp8 delayed', 'fp32'."""
-    return precision_name("fp8", variant) if variant in RECIPES else precision_name(variant, None)
-
-
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
     """A finished run: run.json, the entries of metrics.jsonl by kind, and summary.json."""
@@ -70,7 +65,7 @@ class RunRecord:
     @property
     def precision(self) -> dict[str, Any]:
         """The precision that was asked for and the one that ran."""
-        return self.stored["precision"]  # type: ignore[no-any-return]
+        return self.stored["precision"]
 
     @property
     def variant(self) -> str:
@@ -137,7 +132,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
         run = read_json(folder / "run.json")
         summary = read_json(folder / "summary.json")
-        record = _record(str(folder), run, read_metrics(folder / "metrics.jsonl"), summary)
+        record = _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary)
         if (folder / "exact_match.json").is_file():
             for answer in read_json(folder / "exact_match.json")["answers"]:
                 record.answers[f"{answer['row_id']}: {answer['problem']}"] = answer["correct"]

@@ -20,7 +20,7 @@ from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_names
 from llm_fp8.tools.programs import Ended, run_program, training_command
 from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.json_files import read_json, read_metrics
+from llm_fp8.utils.json_files import read_json, read_jsonl
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
 
 OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packing --validation_fraction 0 --no_export")
@@ -81,7 +81,7 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
     ended = run_program(command, log=folder.with_suffix(".log"), timeout_s=300)
     if ended.failure is not None:
         return Run(name, command, ended, {}, [])
-    losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+    losses = [record["loss"] for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
     return Run(name, command, ended, read_json(folder / "summary.json"), losses)
 
 
