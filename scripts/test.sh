@@ -32,6 +32,14 @@ if [[ ! -d $LLM_FP8_OLDER_TRANSFORMERS ]]; then
     }
 fi
 
+# Tests write thousands of files and programs: into memory where there are 4 GiB for them.
+scratch=
+if (($(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1 || echo 0) > 4194304)) &&
+    ! grep -q '^[^ ]* /dev/shm .*noexec' /proc/mounts; then
+    scratch=$(mktemp -d /dev/shm/llm-fp8.XXXXXX)
+    export TMPDIR=$scratch
+fi
+
 failed=()
 check() { # NAME ARGUMENTS... of python
     say "$1"
@@ -44,7 +52,7 @@ check "lint-imports" -c "from importlinter.cli import lint_imports_command as li
 types=$(mktemp)
 "$venv_python" -m mypy llm_fp8 >"$types" 2>&1 &
 mypy=$!
-trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
+trap 'kill "$mypy" 2>/dev/null || true; rm -rf "$types" "$scratch"' EXIT
 check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 3 --dist worksteal "$@"
 say "mypy llm_fp8"
 wait "$mypy" || failed+=("mypy llm_fp8")

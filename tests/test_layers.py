@@ -101,13 +101,6 @@ def test_no_test_imports_a_test():
 
 
 @pytest.mark.slow
-def test_processes_of_tests_are_forked_from_one_server():
-    """A second list of preloaded modules takes the place of the first, and every process imports the rest anew."""
-    files = {file for file in (ROOT / "tests").rglob("*.py") if "set_forkserver_preload(" in file.read_text()}
-    assert files == {ROOT / "tests" / "support" / "processes.py", Path(__file__)}
-
-
-@pytest.mark.slow
 def test_a_lazy_import_upward_breaks_the_contract(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "llm_fp8", ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

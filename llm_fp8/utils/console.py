@@ -42,8 +42,10 @@ def say(text: str) -> None:
 def quiet_libraries() -> None:
     """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
     import datasets
+    import huggingface_hub
     import transformers
 
+    huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it prints errors that it raises, too

@@ -51,7 +51,7 @@ def kill_one_rank_in_a_save(start: Callable[..., Any], folder: Path, within_s: f
     with start(ENDLESS, "--save_every=1") as launch:
         assert wait_until(lambda: len(list(checkpoints.glob("step-*"))) > 1, launch, 0.001, START_S), launch.printed()
         victim = launch.pid_of(1)
-        assert wait_until(lambda: any(checkpoints.glob(".tmp-step-*")), launch, poll_s=0)
+        assert wait_until(lambda: any(checkpoints.glob(".tmp-step-*")), launch)
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         codes = launch.end(within_s)

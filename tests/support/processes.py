@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import logging
 import multiprocessing
 import os
 import socket
@@ -31,15 +30,11 @@ from llm_fp8.utils.start import importing
 
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 PRELOADED = [
-    "llm_fp8.train.run",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft",
-    "pytest",
     "torch.distributed.run",
     "transformers.models.llama.modeling_llama",
 ]
-if CONTEXT.get_start_method() == "forkserver":
-    CONTEXT.set_forkserver_preload(PRELOADED)
 
 DEADLINE_S = 60.0
 
@@ -67,20 +62,13 @@ def fork_server() -> None:
 
 
 def _serve(listener: int, alive: int) -> None:
-    """As a process of its own would: it holds no pipe of others, and what libraries say goes where its children let it
-    go, not into pytest's files.
-    """
+    """Fork processes. Pipes of others are closed, so that they see this process's parent end."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing's own
-            if fd not in (0, 1, 2, listener, alive) and os.readlink(f"/proc/self/fd/{fd}").startswith(
-                ("pipe:", "socket:")
-            ):
+            kind = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
+            if kind in ("pipe", "socket") and fd not in (0, 1, 2, listener, alive):
                 os.close(fd)
-    captured, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), sys.__stdout__, sys.__stderr__
-    for logger in map(logging.getLogger, logging.root.manager.loggerDict):
-        for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream in captured:
-                handler.setStream(sys.stderr)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's files
     with importing():
         for name in PRELOADED:
             importlib.import_module(name)

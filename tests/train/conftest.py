@@ -1,20 +1,16 @@
-"""What tests of whole runs share: a run's options, the signal that stops it, the eval losses that it is told, and a
-small disk.
-"""
+"""What tests of whole runs share: a run's options, the signal that stops it, and a small disk."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from llm_fp8.train.loop import TrainingLoop
 from tests.support.stopping import stopping
-from tests.support.told_losses import telling
 
 
 @pytest.fixture(scope="session")
@@ -34,13 +30,6 @@ def stop_after() -> Iterator[Callable[..., None]]:
     """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
     with stopping() as stops:
         yield lambda step, number=signal.SIGTERM: stops.update({step: number})
-
-
-@pytest.fixture
-def tell_eval_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, float]], None]:
-    """A function: the evaluations find these losses, by step."""
-
-    return lambda losses: monkeypatch.setattr(TrainingLoop, "eval_loss", telling(losses))
 
 
 @pytest.fixture

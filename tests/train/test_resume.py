@@ -208,7 +208,7 @@ def test_kills_between_and_during_saves_lose_no_bit(tmp_path, options):
             process,
         ), log.read_text()
         if kill % 2:
-            wait_until(lambda: any(checkpoints.glob(".tmp-step-*/*")), process, poll_s=0)
+            wait_until(lambda: any(checkpoints.glob(".tmp-step-*/*")), process)
         else:
             time.sleep(moments.uniform(0.0, 0.1))
         os.kill(process.pid, signal.SIGKILL)
