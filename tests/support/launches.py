@@ -4,7 +4,6 @@ end.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.processes import CONTEXT, DEADLINE_S, exit_code, free_port, start_ranks, train_as_a_rank
+from tests.support.processes import CONTEXT, DEADLINE_S, begin, exit_code, free_port, start_ranks, train_as_a_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train_multi_gpu.py")
@@ -99,14 +98,9 @@ def _agent(words: list[str], options: list[str], log: str, inherited: dict[str, 
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    os.environ.clear()
-    os.environ.update(inherited)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    begin(log, inherited)
     config, _, _ = config_from_args(parse_args([*words, SCRIPT]))
     config.start_method = "fork"
-    gc.freeze()
     elastic_launch(config, train_as_a_rank)(options)
 
 

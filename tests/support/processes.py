@@ -12,10 +12,11 @@ import gc
 import importlib
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from unittest import mock
 import psutil
 
 from llm_fp8.config.parser import parse_launch
+from llm_fp8.tools.programs import Ended
 from llm_fp8.utils.errors import run_script
 from llm_fp8.utils.start import importing
 
@@ -75,11 +77,10 @@ def _serve(listener: int, alive: int) -> None:
     forkserver.main(listener, alive, preload=[])
 
 
-def _train(
-    options: list[str], log: str, inherited: dict[str, str], launch: dict[str, str], first: Callable[[], None] | None
-) -> None:
+def begin(log: str, environment: dict[str, str], first: Callable[[], None] | None = None) -> None:
+    """Begin a program in a process of the server: in this environment, its output appended to `log`."""
     os.environ.clear()  # of the server, which may be older than what the test changed
-    os.environ.update(inherited | launch)
+    os.environ.update(environment)
     gc.freeze()
     if first is not None:
         first()
@@ -87,7 +88,29 @@ def _train(
     os.dup2(file, 1)
     os.dup2(file, 2)
 
+
+def _train(
+    options: list[str], log: str, inherited: dict[str, str], launch: dict[str, str], first: Callable[[], None] | None
+) -> None:
+    begin(log, inherited | launch, first)
     run_script(lambda: _run(options, parallel=bool(launch)))
+
+
+def _run_file(words: list[str], log: str, environment: dict[str, str]) -> None:
+    begin(log, environment)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def run_program(
+    command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
+) -> Ended:
+    """`llm_fp8.tools.programs.run_program` for Python and a file, in a process that need not import all anew."""
+    environment = dict(os.environ if environ is None else environ)
+    process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
+    process.start()
+    code = exit_code(process, timeout_s)
+    return Ended(code, log.read_text(), 0.0)
 
 
 def _run(options: list[str], parallel: bool) -> int:

@@ -13,6 +13,7 @@ from llm_fp8.tools import bench
 from llm_fp8.tools.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.tools.programs import Ended
 from llm_fp8.utils.errors import UserError
+from tests.support.processes import run_program
 
 WORK = Workload("embedded", 2, 64, 2)
 
@@ -100,7 +101,8 @@ def test_a_failed_run_returns_its_reason(monkeypatch):
 
 
 @pytest.mark.slow
-def test_our_variants_and_baselines_train_on_the_same_full_rows(tmp_path):
+def test_our_variants_and_baselines_train_on_the_same_full_rows(monkeypatch):
+    monkeypatch.setattr(bench, "run_program", run_program)
     variants = parse_variants("ours: --mixed_precision no; hf: baseline hf_bf16")
     rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=1, timeout_s=300))
     for row in rows:

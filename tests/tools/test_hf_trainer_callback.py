@@ -11,7 +11,6 @@ import contextlib
 import enum
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingAr
 
 import llm_fp8.tools.hf_trainer_callback as callback_module
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
+from tests.support.processes import run_program
 from tests.support.small import forget_accelerator, tiny_config
 from tests.support.stand_in_te import install_modules
 
@@ -442,15 +442,16 @@ def test_asked_precision_prefers_the_argument_then_the_launcher(tmp_path):
 # ---- real processes ----
 
 
-def test_the_example_trains_the_embedded_model_under_accelerate_launch(tmp_path):
+def test_the_example_trains_the_embedded_model_under_accelerate_launch(tmp_path, monkeypatch):
     """By the command and with the variables that `accelerate launch` starts it with."""
     words = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()
-    example = ["examples/hf_trainer_fp8.py", *words, "--report_to", "none", "--output_dir", str(tmp_path)]
-    launch = ["--config_file", str(ROOT / "configs" / "accelerate_bf16.yaml"), *example]
+    example = ["examples/hf_trainer_fp8.py", *words, "--report_to=none", f"--output_dir={tmp_path}"]
+    launch = ["--config_file=configs/accelerate_bf16.yaml", *example]
+    monkeypatch.chdir(ROOT)
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
     command, environment = prepare_simple_launcher_cmd_env(arguments)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "certificate: none, there is no NVIDIA GPU" in done.stdout, done.stderr
+    done = run_program(command, log=tmp_path / "log", environ=environment)
+    assert done.exit_code == 0 and "certificate: none, there is no NVIDIA GPU" in done.output, done.output
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     logged = [record["loss"] for record in history if "loss" in record]
     assert len(logged) == 3 and logged[2] < logged[0] and (tmp_path / "model.safetensors").exists()
