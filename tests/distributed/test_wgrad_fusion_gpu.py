@@ -30,10 +30,6 @@ VARIANTS = [("te", scenario) for scenario in [*SCENARIOS, None]] + [("swap", sce
 NUM_MICRO_BATCHES = 4
 ADDITION = "CUDAFunctor_add"
 """In the name of the kernel with which autograd adds a gradient to another."""
-ALLOCATORS_BLOCK = 2**20
-"""Bytes by which what the allocator hands out may be larger than what was asked for; the gradients have several
-times as many.
-"""
 
 
 def options_of(scenario: str | None) -> PrecisionConfig:

@@ -78,6 +78,7 @@ def test_a_run_goes_on_to_the_same_end(undisturbed, moment, tmp_path, tiny_model
     assert exit_code(process) in (code, 0), log.read_text()  # 0: it was done before the signal came
     if process.exitcode:
         has_saved = any(folder.glob("checkpoints/step-*"))
+        assert number == signal.SIGKILL or (has_saved and "Traceback" not in log.read_text())
         assert train(*options, *(["--resume_from=latest"] if has_saved else [])) == 0  # else it begins anew
     assert outcome(folder) == undisturbed(scenario)
 

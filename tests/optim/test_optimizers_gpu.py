@@ -11,7 +11,6 @@ from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, build_optimizer, clip_
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = OptimConfig(learning_rate=1e-5, weight_decay=0.1, adam_beta2=0.95)
 SHAPES = {"embedding": (1000, 64), "linear": (128, 257), "bias": (257,), "norm": (64,)}
 """The embedding has 8-bit moments under adamw_8bit, the others have not."""
 

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from llm_fp8.models.source import EMBEDDED_MODEL
 from tests.support.families import write_family
 from tests.support.processes import fork_server
 from tests.support.reference import NUM_ROWS
-from tests.support.small import forget_accelerator, tiny_config, write_model, write_rows
+from tests.support.small import forget_accelerator, write_model, write_rows
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,15 +62,6 @@ def sixteen_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny model with weights, whose output head is its embedding."""
     return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="session")
-def tiny_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model of one layer without weights, whose sizes are multiples of 16."""
-    folder = tmp_path_factory.mktemp("architecture") / "tiny"
-    tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="session")

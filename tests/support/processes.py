@@ -155,19 +155,15 @@ def start_ranks(
     log: Path,
     *options: object,
     first: Callable[[], None] | None = None,
-    of_last: Sequence[object] = (),
     hosts: int = 1,
 ) -> list[BaseProcess]:
     """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
-    `first` before it trains. `of_last` are options of the last one only. `hosts`: how many they
-    seem to be spread over.
+    `first` before it trains. `hosts`: how many they seem to be spread over.
     """
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
-    own = [options] * (num_ranks - 1) + [(*options, *of_last)]
     return [
-        _start(log, given, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}, first)
-        for rank, given in enumerate(own)
+        _start(log, options, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}, first) for rank in range(num_ranks)
     ]
 
 

@@ -8,22 +8,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support.documented_commands import COMMANDS, words_for_a_cpu, write_dataset
 from tests.support.faults import kill_one_rank_and_restart
 from tests.support.launches import ROOT, SCRIPT, ForkedTorchrun, environment, torchrun
-from tests.support.processes import free_port, run_ranks, wait_for_the_end_of_processes_with
+from tests.support.processes import free_port, wait_for_the_end_of_processes_with
 from tests.support.small import run_json, steps
 
 pytestmark = pytest.mark.slow
-
-
-def launch(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` with one thread per process."""
-    return subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=180)
 
 
 def test_the_documented_command(tmp_path, tiny_model, monkeypatch):
@@ -43,7 +37,8 @@ def test_the_documented_command(tmp_path, tiny_model, monkeypatch):
 
 
 def test_a_mistake_is_said_once_under_torchrun(tmp_path):
-    done = launch(tmp_path, *torchrun(), SCRIPT, "--sharding_mode=fsdp_ful")
+    command = [*torchrun(), SCRIPT, "--sharding_mode=fsdp_ful"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "--sharding_mode: invalid choice: 'fsdp_ful'" in said[0]
@@ -79,15 +74,6 @@ def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_fil
     assert any(folder.glob("checkpoints/step-*")), "stopped as by SIGTERM"
     recorded = run_json(folder)
     assert recorded["effective"]["sharding_mode"] == "fsdp_full" and recorded["precision"]["effective"] == "bf16"
-
-
-def test_two_hosts_train_one_model(tmp_path, tiny_model, rows):
-    options = ["--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=fsdp_full", "--max_seq_length=256"]
-    run_ranks(
-        2, tmp_path / "run", *options, "--max_steps=3", "--no_export", f"--output_dir={tmp_path / 'run'}", hosts=2
-    )
-    assert run_json(tmp_path / "run")["effective"]["num_processes"] == 2
-    assert len(steps(tmp_path / "run")) == 3
 
 
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows, monkeypatch):
