@@ -5,6 +5,8 @@ config._attn_implementation                                   tests/models/test_
 model_class._supports_sdpa, ._supports_flash_attn             tests/models/test_build.py
 auto_class._model_mapping                                     tests/models/test_build.py
 get_model_conversion_mapping, WeightRenaming.rename_source_key tests/models/test_families.py
+experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_grouped_experts.py
+  config._experts_implementation, integrations.moe._grouped_linear
 model._keys_to_ignore_on_save,                                tests/models/test_weight_shards.py
   ._keys_to_ignore_on_load_unexpected
 """
@@ -14,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
+from transformers.integrations.moe import _grouped_linear
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
@@ -29,6 +33,23 @@ def supports_attention(auto_class: Any, config: PretrainedConfig, implementation
     model_class = auto_class._model_mapping.get(type(config), None)
     flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
     return flag is None or model_class is None or bool(getattr(model_class, flag))  # None: building will fail
+
+
+def runs_grouped_gemms(module: Any) -> bool:
+    """Whether `module` is experts [experts, ...] with gate and up in one weight, which transformers computes in grouped
+    GEMMs and without biases or a norm of its own.
+    """
+    if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
+        return False
+    own = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
+    return own and getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
+
+
+def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
+    """The product [rows, out] of `inputs` [rows, in], grouped by `offsets` (int32 [experts], the ends of groups), with
+    `weights` [experts, out, in], or [experts, in, out] if they are transposed.
+    """
+    return _grouped_linear(inputs, weights, offsets, is_transposed=is_transposed)
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
