@@ -34,7 +34,7 @@ class _Taken(torch.autograd.Function):
         return values[order if per_token == 1 else order // per_token]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         taken = gradient[ctx.saved_tensors[0]]
         if ctx.per_token > 1:
             taken = taken.view(-1, ctx.per_token, taken.shape[-1]).sum(dim=1)  # in fp32, rounded once
