@@ -42,7 +42,7 @@ def main() -> None:
     run_script(lambda: _run(module))
 
 
-def _run(module: str) -> int | None:
+def _run(module: str) -> int:
     with importing():
         program = importlib.import_module(module)
     return program.main()

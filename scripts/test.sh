@@ -37,6 +37,7 @@ scratch=
 if (($(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1 || echo 0) > 4194304)) &&
     ! grep -q '^[^ ]* /dev/shm .*noexec' /proc/mounts; then
     scratch=$(mktemp -d /dev/shm/llm-fp8.XXXXXX)
+    chmod 755 "$scratch" # a test becomes somebody else
     export TMPDIR=$scratch
 fi
 

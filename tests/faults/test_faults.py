@@ -73,7 +73,7 @@ def test_a_run_goes_on_to_the_same_end(undisturbed, moment, tmp_path, tiny_model
     folder, log = tmp_path / "run", tmp_path / "log"
     options = words(tiny_model, rows, scenario, folder)
     process = start_training(log, *options)
-    if wait_until(lambda: is_time(folder), process):
+    if wait_until(lambda: is_time(folder), process, poll_s=0.005):
         os.kill(process.pid, number)
     assert exit_code(process) in (code, 0), log.read_text()  # 0: it was done before the signal came
     if process.exitcode:

@@ -73,6 +73,7 @@ def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run,
     assert all(len(tokenizer(answer["answer"])["input_ids"]) <= 6 for answer in result["answers"])
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_batch_and_end_at_the_model_s_own_tokens(run):
     model, tokenizer = (kind.from_pretrained(run / "final") for kind in (AutoModelForCausalLM, AutoTokenizer))
     prompts = [tokenizer(f"Problem:\nWhat is {text}?\n\nSolution:\n")["input_ids"] for text in ("2 + 2", "73 * 44 - 1")]

@@ -170,6 +170,7 @@ def test_the_model_is_cut(setup):
     assert config.vocab_size == len(load_tokenizer(options, source)[0])
 
 
+@pytest.mark.slow
 @without_gpu
 def test_check_steps_trains_on_the_cpu(setup):
     run = runs.train(setup, "bf16", "--mixed_precision", "bf16", "--max_steps", "2")
