@@ -150,7 +150,10 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
     supervised = conversation.supervised_turns()
     for turn, message in enumerate(conversation.messages):
         start, end = spans.get(turn, (0, len(text)))
-        unshown = [each for each in _thoughts(message) if each.strip() not in text[start:end]]
+        # An assistant's reasoning, without the tags, around which some templates write white space.
+        thoughts = _THINK_TAGS.split(message["content"])[:-1] if message["role"] == "assistant" else []
+        thoughts += {str(message[name]) for name in REASONING if name in message}
+        unshown = [each for each in thoughts if each.strip() not in text[start:end]]
         unused["reasoning that the chat template does not show"] += len(unshown)
         if turn in supervised:
             _check_shown(message, text[start:end], template, unused)
@@ -197,12 +200,6 @@ def _as_the_template_takes_it(conversation: Conversation, tokenizer: PreTrainedT
                 _apply_template(tokenizer, other)
                 return other
     return given
-
-
-def _thoughts(message: Mapping[str, Any]) -> list[str]:
-    """The parts of an assistant's reasoning, without the tags, around which some templates write white space."""
-    given = {str(message[name]) for name in REASONING if name in message}
-    return [*given, *(_THINK_TAGS.split(message["content"])[:-1] if message["role"] == "assistant" else ())]
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:

@@ -28,7 +28,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -131,11 +131,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
         summary = read_json(folder / "summary.json")
     timed = [step for step in steps[plan.warmup :] if RECORDED_STEP not in step]
     found = {"failed": None, "steps": timed, "losses": [step["loss"] for step in steps]}
-    found |= {name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)}
-    peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
-    if peaks:
-        found["peak_memory_gib"] = max(peaks)
-    return found
+    return found | {name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)}
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,7 +149,8 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
         tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
         row |= {name: statistics.median(values), f"{name}_p10": tenths[0], f"{name}_p90": tenths[-1]}
     row |= {"num_rounds": len(measured), "num_timed_steps": len(steps), "losses": measured[0]["losses"]}
-    peaks = [found["peak_memory_gib"] for found in measured if "peak_memory_gib" in found]
+    # Which grow from step to step.
+    peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
     if peaks:
         row["peak_memory_gib"] = max(peaks)
     return row | {name: measured[-1][name] for name in ("recorded_step", "gpu_idle") if name in measured[-1]}
@@ -212,7 +209,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
     add("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
-    add("--rounds", type=int, default=3, help="how often the variants take turns (default %(default)s)")
+    add("--rounds", type=positive, default=3, help="how often the variants take turns (default %(default)s)")
     add("--timeout_s", type=float, default=600, help="a longer run counts as failed (default %(default)s)")
     add("--output", type=Path, help="JSON file for the results")
 
@@ -221,8 +218,6 @@ def measuring_plan(options: argparse.Namespace) -> Plan:
     """Raise `UserError` for values that measure nothing, and where the output cannot be written."""
     if not LEAST_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
-    if options.rounds < 1:
-        raise UserError("--rounds must be 1 or more.")
     if options.output is not None:
         require_writable("--output", options.output)
     return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)
@@ -233,10 +228,10 @@ def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="Llama-3.2-1B", help="bundled name or folder (default %(default)s)")
-    add("--rows", type=int, default=8, help="rows of a micro-batch per GPU (default %(default)s)")
-    add("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
-    add("--micro_batches", type=int, default=4, help="micro-batches of a step (default %(default)s)")
-    add("--num_gpus", type=int, default=1, help="GPUs of this host (default %(default)s)")
+    add("--rows", type=positive, default=8, help="rows of a micro-batch per GPU (default %(default)s)")
+    add("--length", type=positive, default=1024, help="tokens of a row (default %(default)s)")
+    add("--micro_batches", type=positive, default=4, help="micro-batches of a step (default %(default)s)")
+    add("--num_gpus", type=positive, default=1, help="GPUs of this host (default %(default)s)")
     add("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
     add("--variants", default=VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
     add_measuring_options(parser)

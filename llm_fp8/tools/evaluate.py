@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
-from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
+from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     fields = {field.name: field.metadata["help"].replace("%", "%%") for field in dataclasses.fields(DataConfig)}
     for name, kind in DATA_OPTIONS.items():
         add(f"--{name}", type=kind, help=f"in place of the run's: {fields[name]}")
-    add("--num_problems", type=int, default=500, help="rows to answer at most (default %(default)s)")
-    add("--max_new_tokens", type=int, default=512, help="where an answer is cut off (default %(default)s)")
-    add("--batch_size", type=int, default=64, help="rows answered at a time (default %(default)s)")
+    add("--num_problems", type=positive, default=500, help="rows to answer at most (default %(default)s)")
+    add("--max_new_tokens", type=positive, default=512, help="where an answer is cut off (default %(default)s)")
+    add("--batch_size", type=positive, default=64, help="rows answered at a time (default %(default)s)")
     add("--output", type=Path, help="JSON file (default: exact_match.json in the folder of the run)")
     return parser.parse_args(argv)
 

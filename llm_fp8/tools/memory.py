@@ -17,7 +17,7 @@ from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, Op
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import bundled_architectures
 from llm_fp8.tools.programs import wide_console
-from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean
+from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 
 if TYPE_CHECKING:
@@ -63,16 +63,9 @@ class Row(NamedTuple):
         if self.run.num_gpus > 1:
             words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
             words.append(f"--sharding_mode={self.mode}")
-        options = {
-            "use_te": config.model.use_te,
-            "mixed_precision": config.precision.mixed_precision,
-            **WAYS[self.way],
-            "sync_every_micro_batch": config.parallel.sync_every_micro_batch,
-            "max_seq_length": config.data.max_seq_length,
-            "batch_size": config.data.batch_size,
-            "gradient_accumulation_steps": config.optim.gradient_accumulation_steps,
-        }
-        given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
+        default = Config().options
+        options = {name: value for name, value in config.options.items() if value != default[name]}
+        given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
         return shlex.join([*words, *model_words, *given])
 
     def to_dict(self, model_words: list[str]) -> dict[str, Any]:
@@ -96,15 +89,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--model_name", type=os.path.expanduser, required=True, help=f"hub id, folder, or bundled name: {bundled}")
     add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
     defaults = Config().options
-    sizes = ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps")
-    for name in sizes:
-        add(f"--{name}", type=int, default=defaults.get(name, 1), help="(default %(default)s)")
+    for name in ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps"):
+        add(f"--{name}", type=positive, default=defaults.get(name, 1), help="(default %(default)s)")
     add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
     add("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
     options = parser.parse_args(argv)
-    for name in sizes:
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     if options.output is not None:
         require_writable("--output", options.output)
     return options

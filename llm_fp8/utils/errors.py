@@ -89,6 +89,13 @@ def did_you_mean(wrong: str, known: Iterable[object]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def positive(word: str) -> int:
+    """The type of an option that is a number of at least 1."""
+    if int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {word}")
+    return int(word)
+
+
 class OneSentenceParser(argparse.ArgumentParser):
     """A command line parser that reports a mistake in one sentence with code 2, without listing all options."""
 

@@ -34,7 +34,7 @@ from llm_fp8.tools.compare.run_record import (
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.tools.programs import run_program, training_command, wide_console
 from llm_fp8.train.checkpoint import has_checkpoint
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -52,8 +52,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     names = ", ".join(variants())
     parser.add_argument("--variants", default="bf16,fp8", help=f"variants to train, of {names} (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
-    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of each run with --train (default: 1)")
+    parser.add_argument(
+        "--seeds", type=positive, default=3, help="with --train: runs of each, seeds 1, 2, ... (default: 3)"
+    )
+    parser.add_argument("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
     margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
     parser.add_argument("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
     parser.add_argument("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
@@ -62,8 +64,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         place = words.index("--train")
         words[place : place + 2] = [f"--train={words[place + 1]}"]
     options = parser.parse_args(words)
-    if min(options.seeds, options.num_gpus) < 1:
-        raise UserError("--seeds and --num_gpus must be at least 1.")
     options.output = options.output or Path("comparison" if options.train is None else "runs/compare")
     return options
 

@@ -25,7 +25,7 @@ from llm_fp8.tools.verify.gpu import check_gpu, check_rates
 from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
 from llm_fp8.tools.verify.versions import check_packages
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
 from llm_fp8.utils.start import CUDA_DEFAULTS
@@ -67,15 +67,12 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add = parser.add_argument
     names = [check.name for check in CHECKS]
     add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
-    add("--max_seq_length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
-    add("--batch_size", type=int, default=8, help="sequences of a micro-batch (default %(default)s)")
+    add("--max_seq_length", type=positive, default=1024, help="tokens of a sequence (default %(default)s)")
+    add("--batch_size", type=positive, default=8, help="sequences of a micro-batch (default %(default)s)")
     add("--quick", action="store_true", help="leave out rates, torchao's recipes and the run on all GPUs")
     add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
     add("--output", "--json", type=Path, metavar="FILE", help="write all findings to this JSON file")
     options = parser.parse_args(argv)
-    for size in ("max_seq_length", "batch_size"):
-        if getattr(options, size) < 1:
-            raise UserError(f"--{size} must be at least 1, not {getattr(options, size)}.")
     if options.output is not None:
         require_writable("--output", options.output)
     if options.only is not None and (unknown := set(options.only.split(",")).difference(names)):
