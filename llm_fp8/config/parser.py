@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
+from llm_fp8.config.accelerate_env import apply_launch_settings, check_launch
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
     EMBEDDED,
@@ -28,9 +29,6 @@ from llm_fp8.config.options import (
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-
-PLACES = ("model_name", "output_dir", "resume_from", "deepspeed_config")
-"""Options that can be a path, in which `~` is the home folder also where no shell replaced it."""
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -81,6 +79,8 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
         taken = {"type": lambda word: int(word) if word.isdecimal() else bare * true_or_false(word)}
     elif kind is bool:
         taken, bare = {"type": true_or_false}, True
+    elif kind is str:
+        taken = {"type": os.path.expanduser}  # no shell replaces `~` in a file or after `=`
     if bare is not None:
         taken |= {"nargs": "?", "const": bare}
     # Without a default, parsed options are those that were given.
@@ -144,10 +144,6 @@ def parse_config(argv: list[str], prog: str | None = None, parallel: bool = Fals
     return config
 
 
-LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""How the variables begin that torchrun and accelerate launch set."""
-
-
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
@@ -155,12 +151,8 @@ def parse_launch(
     for each entry of the launcher's file that has no effect here.
     """
     config, given = _read(argv, OptionsParser(parallel, description=description))
-    idle: list[str] = []
-    if parallel or any(name.startswith(LAUNCHER_VARIABLES) for name in environ):
-        from llm_fp8.config.accelerate_env import apply_launch_settings, check_launch
-
-        check_launch(environ, parallel)
-        config, idle = apply_launch_settings(config, environ, given)
+    check_launch(environ, parallel)
+    config, idle = apply_launch_settings(config, environ, given)
     check_options(config)
     return config, idle
 
@@ -173,7 +165,6 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
     parser.parse_args(words)  # alone, so that an error names the file
     parser.origin = ""
     given = vars(parser.parse_args([*words, *argv]))
-    given |= {name: os.path.expanduser(given[name]) for name in PLACES if name in given}
     named = frozenset(given)
     if given.get("random_init") or given.get("model_name", EMBEDDED) == EMBEDDED:
         given.setdefault("learning_rate", SCRATCH_LEARNING_RATE)

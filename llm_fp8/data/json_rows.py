@@ -25,8 +25,6 @@ _BETWEEN = re.compile(r"[\s,]*")
 class JsonRows(ArrowBasedBuilder):
     """One object a line, or files that are a list of objects; compressed ones too, and streams."""
 
-    VERSION = "1.0.0"
-
     def _info(self) -> DatasetInfo:
         return DatasetInfo(features=Features({ROW: Value("string")}))
 

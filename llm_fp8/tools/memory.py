@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from llm_fp8.config.options import EMBEDDED, Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig
+from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import bundled_architectures
 from llm_fp8.tools.programs import wide_console
@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora_rank": 16},
 }
 """Way of training -> its options; the cheapest in time and quality comes first."""
+SIZES = ("batch_size", "max_seq_length", "gradient_accumulation_steps")
 SHARDED_WAYS = ("full", "full, recomputed", "adamw_8bit", "LoRA")
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled model's name -> its owner on the hub
 
@@ -89,7 +90,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--model_name", type=os.path.expanduser, required=True, help=f"hub id, folder, or bundled name: {bundled}")
     add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
     defaults = Config().options
-    for name in ("num_gpus", "batch_size", "max_seq_length", "gradient_accumulation_steps"):
+    for name in ("num_gpus", *SIZES):
         add(f"--{name}", type=positive, default=defaults.get(name, 1), help="(default %(default)s)")
     add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
     add("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
@@ -145,12 +146,8 @@ def rows_of(
     from llm_fp8.distributed.sharding_mode import default_optimizer
     from llm_fp8.models.build import count_parameters
 
-    config = Config(
-        model=ModelConfig(use_te=True),
-        data=DataConfig(batch_size=options.batch_size, max_seq_length=options.max_seq_length),
-        precision=PrecisionConfig(mixed_precision=precision),
-        optim=OptimConfig(gradient_accumulation_steps=options.gradient_accumulation_steps),
-    )
+    sizes = {name: getattr(options, name) for name in SIZES}
+    config = Config().with_options(use_te=True, mixed_precision=precision, **sizes)
     recipe = DEFAULTS["te"] if precision == "fp8" else "bf16"
     num_parameters, rows = count_parameters(hf_config), []
     for way, changes in WAYS.items():
