@@ -191,10 +191,10 @@ def _tokenise_batch(
     features: Any,
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
-    main_pid: int | None = None,
+    main_pid: int,
 ) -> dict[str, list[Any]]:
     """The columns of `FEATURES` for rows of these `columns` (our name -> theirs); `others` are not used."""
-    if main_pid not in (None, os.getpid()):
+    if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
@@ -275,15 +275,14 @@ def tokenise(
     selected = dataset.select_columns(read)
     others = [name for name in names if name not in columns.values()]
     arguments: dict[str, Any] = {"columns": columns, "others": others, "features": selected.features}
-    arguments |= {"tokenizer": tokenizer, "options": options}
-    how: dict[str, Any] = {"batched": True, "with_indices": True, "features": FEATURES, "fn_kwargs": arguments}
-    how["remove_columns"] = read
+    arguments |= {"tokenizer": tokenizer, "options": options, "main_pid": os.getpid()}
+    how: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": read, "features": FEATURES}
+    how["fn_kwargs"] = arguments
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)
     file = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8" / f"tokenised-{key}.arrow"
     file.parent.mkdir(parents=True, exist_ok=True)
-    arguments["main_pid"] = os.getpid()
     how |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}
     return selected.map(_tokenise_batch, num_proc=num_workers if num_workers > 1 else None, **how)
 

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
@@ -104,22 +104,11 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
     return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 
-class Problem(NamedTuple):
-    """A held-out row. `labels[t]` is the token after position t, or -100 where nothing is supervised."""
-
-    input_ids: list[int]
-    labels: list[int]
-
-    @property
-    def supervised(self) -> range:
-        """Positions whose labels are the row's last supervised part."""
-        last = max(t for t, label in enumerate(self.labels) if label >= 0)
-        return range(next((t + 1 for t in range(last, -1, -1) if self.labels[t] < 0), 0), last + 1)
-
-    @property
-    def prompt(self) -> list[int]:
-        """What the model sees."""
-        return self.input_ids[: self.supervised[0] + 1]
+def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
+    """A row up to its last supervised part, and that part; `labels[t]` is the token after position t, or -100."""
+    last = max(t for t, label in enumerate(labels) if label >= 0)
+    first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
+    return input_ids[: first + 1], labels[first : last + 1]
 
 
 def is_right(expected: str, answer: str) -> bool:
@@ -178,19 +167,19 @@ def main() -> int:
     # Of rows that were trained on whole, the solution is to be answered all the same.
     asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    problems = [Problem(*row) for row in itertools.islice(rows, options.num_problems) if max(row[1]) >= 0]
-    solutions = [[problem.labels[t] for t in problem.supervised] for problem in problems]
-    expected: Any = tokenizer.batch_decode(solutions, skip_special_tokens=True)
+    problems = [prompt_and_solution(*row) for row in itertools.islice(rows, options.num_problems) if max(row[1]) >= 0]
+    prompts = [prompt for prompt, _ in problems]
+    expected: Any = tokenizer.batch_decode([solution for _, solution in problems], skip_special_tokens=True)
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
     loss, num_tokens = eval_loss(model, data.eval)
     answered: dict[int, str] = {}
-    order = sorted(range(len(problems)), key=lambda number: len(problems[number].prompt))
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), options.batch_size):
         batch = order[start : start + options.batch_size]
-        prompts = [problems[number].prompt for number in batch]
-        answered |= zip(batch, generate(model, tokenizer, prompts, options.max_new_tokens), strict=True)
+        answers = generate(model, tokenizer, [prompts[number] for number in batch], options.max_new_tokens)
+        answered |= zip(batch, answers, strict=True)
     right = [is_right(gold, answered[number]) for number, gold in enumerate(expected)]
     interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
     share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
@@ -200,9 +189,9 @@ def main() -> int:
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:
         told = [
-            {"row_id": number, "problem": tokenizer.decode(problem.prompt), "expected": expected[number]}
+            {"row_id": number, "problem": tokenizer.decode(prompt), "expected": expected[number]}
             | {"answer": answered[number], "correct": right[number]}
-            for number, problem in enumerate(problems)
+            for number, prompt in enumerate(prompts)
         ]
         figures = {"exact_match": share, "wilson_95": [interval.low, interval.high], "eval_loss": loss}
         write_json_atomic(path, {"model": options.model_name, **figures, "answers": told})

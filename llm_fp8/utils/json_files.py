@@ -55,15 +55,10 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _object(text: str, name: object) -> dict[str, Any]:
-    """The JSON object in `text`; `UserError` that names where it stands if it holds none."""
-    with reading("the file", name, "a JSON object"):
-        return {**json.loads(text)}
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object of a JSON file, NaN and infinity as floats; `UserError` where it is none."""
-    return with_floats(_object(read_text(path), path))
+    with reading("the file", path, "a JSON object"):
+        return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -71,7 +66,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     text = read_text(path)
     # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
     lines = text.removesuffix("\n").split("\n") if text else []
-    return [with_floats(_object(line, f"{path}: line {number}")) for number, line in enumerate(lines, start=1)]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        with reading("the file", f"{path}: line {number}", "a JSON object"):
+            records.append(with_floats({**json.loads(line)}))
+    return records
 
 
 def require_writable(flag: str, path: Path) -> None:

@@ -34,8 +34,8 @@ def test_what_counts_as_right(expected, answer, right):
 
 
 def test_a_row_is_cut_before_its_last_supervised_part():
-    chat = evaluate.Problem([1, 2, 3, 4, 5, 6, 7, 0], [-100, 3, -100, -100, 6, 7, -100, -100])
-    assert chat.prompt == [1, 2, 3, 4, 5] and [chat.labels[t] for t in chat.supervised] == [6, 7]
+    chat = [1, 2, 3, 4, 5, 6, 7, 0], [-100, 3, -100, -100, 6, 7, -100, -100]
+    assert evaluate.prompt_and_solution(*chat) == ([1, 2, 3, 4, 5], [6, 7])
 
 
 @pytest.fixture

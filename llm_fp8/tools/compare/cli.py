@@ -14,7 +14,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from llm_fp8.tools.compare.run_record import (
 )
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.tools.programs import run_program, training_command, wide_console
-from llm_fp8.train.checkpoint import has_checkpoint
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
@@ -108,12 +106,8 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
     if summary.is_file() and why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")
         return None
-    words = list(run.words)
-    if has_checkpoint(run.folder):
-        words += ["--resume_from", "latest"]
-    elif run.folder.exists():  # interrupted before its first checkpoint
-        run.folder.rename(run.folder.with_name(f"{name}.unfinished-{time.strftime('%Y%m%d-%H%M%S')}"))
-    command = training_command(num_gpus, *words)
+    again = ["--resume_from", "latest"] if run.folder.exists() else []  # it begins anew without a checkpoint
+    command = training_command(num_gpus, *run.words, *again)
     output = run.folder.parent.parent
     log = output / "logs" / f"{name}.log"
     console.print(f"{name}: started, log in {log}")

@@ -156,11 +156,8 @@ def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] |
     for curve in comparison.curves:
         losses = [loss for _, loss in curve[key]]
         window = len(losses) // 20 + 1 if key == "loss" else 1
-        points = []
-        for number, (step, _) in enumerate(curve[key], start=1):
-            mean = fmean(losses[max(0, number - window) : number])
-            if math.isfinite(mean):
-                points.append((step, mean))
+        means = [(step, fmean(losses[max(0, n - window) : n])) for n, (step, _) in enumerate(curve[key], start=1)]
+        points = [(step, mean) for step, mean in means if math.isfinite(mean)]
         curves.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", points))
     all_points = [point for *_, points in curves for point in points]
     if len({step for step, _ in all_points}) < 2:
