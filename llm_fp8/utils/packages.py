@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,6 +23,7 @@ BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{_FOLDER}requirements.txt", f"{_FOLDER}r
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
 
 
+@functools.cache
 def package_version(name: str) -> str | None:
     """Version of an installed distribution, None where it is not installed; imports nothing."""
     try:

@@ -109,7 +109,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode, sa
         assert "was saved by 2 processes" in log.read_text()
     if mode.startswith("deepspeed") or saving:
         return
-    for num_ranks, accumulation in ((1, 4), (4, 1)):
+    for num_ranks, accumulation in ((1, 4), (4, 1)) if mode == "fsdp_full" else ((1, 4),):
         folder = tmp_path / f"on-{num_ranks}"
         options = options_of_short_run(tiny_model, rows, folder)
         cut = ["--batch_size=3", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
