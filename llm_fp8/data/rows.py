@@ -150,7 +150,7 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
 
 
-def shown(value: Any) -> str:
+def repr_of(value: Any) -> str:
     """The beginning of a value, for an error message."""
     return textwrap.shorten(repr(value), 80, placeholder="...")
 
@@ -159,7 +159,7 @@ def _text(value: Any, what: str) -> str:
     if isinstance(value, bool):
         return json.dumps(value)
     if not isinstance(value, (str, int, float, decimal.Decimal, datetime.date, datetime.time, type(None))):
-        raise UserError(f"--dataset_name: {what} {shown(value)}.")
+        raise UserError(f"--dataset_name: {what} {repr_of(value)}.")
     return "" if value is None else str(value)
 
 
@@ -173,7 +173,7 @@ def _structured(row: Mapping[str, Any], column: str, role: str | None = None) ->
     wanted = Mapping if column == "chat_template_kwargs" else list
     if value and not isinstance(value, wanted):
         kind = "an object" if wanted is Mapping else "a list"
-        raise UserError(f"--dataset_name: '{column}' must be {kind}, and a row has {shown(value)}.")
+        raise UserError(f"--dataset_name: '{column}' must be {kind}, and a row has {repr_of(value)}.")
     return value if wanted is Mapping else list(value or [])
 
 
@@ -181,7 +181,7 @@ def _json(text: Any, what: str) -> Any:
     try:
         return read_row(text)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--dataset_name: {what} must be JSON, and a row has {shown(text)}.") from error
+        raise UserError(f"--dataset_name: {what} must be JSON, and a row has {repr_of(text)}.") from error
 
 
 def _both(entry: Any) -> Sequence[Any]:
@@ -234,7 +234,7 @@ def _content(content: Any, unused: Unused) -> str:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise UserError(f"--dataset_name: only text is trained on, and a message has the part {shown(part)}.")
+            raise UserError(f"--dataset_name: only text is trained on, and a message has the part {repr_of(part)}.")
         unused.update(f"entry '{name}' of a part" for name in part if name not in ("type", "text"))
         texts.append(text)
     return "".join(texts)
@@ -244,5 +244,5 @@ def _refused(given: Any) -> UserError:
     flags = ", ".join(f"'{name}'" for name in FLAGS)
     return UserError(
         "--dataset_name: a message must have 'role' and 'content' (or 'from' and 'value') of text, calls with a "
-        f"function, and {flags} of 0, 1 or none; a row has {shown(given)}."
+        f"function, and {flags} of 0, 1 or none; a row has {repr_of(given)}."
     )

@@ -44,19 +44,18 @@ _SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_na
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--train", metavar="OPTIONS", help="train runs with these shared options, in quotes")
     source.add_argument("--runs", type=Path, nargs="+", metavar="FOLDER", help="read output folders of finished runs")
     source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
     names = ", ".join(variants())
-    parser.add_argument("--variants", default="bf16,fp8", help=f"variants to train, of {names} (default: %(default)s)")
-    parser.add_argument(
-        "--seeds", type=positive, default=3, help="with --train: runs of each, seeds 1, 2, ... (default: 3)"
-    )
-    parser.add_argument("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
+    add("--variants", default="bf16,fp8", help=f"variants to train, of {names} (default: %(default)s)")
+    add("--seeds", type=positive, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
+    add("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
     margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
-    parser.add_argument("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
-    parser.add_argument("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
+    add("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
+    add("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
     words = list(argv)
     if "--train" in words[:-1]:  # argparse would read a single quoted option ('--use_te') as one of this parser's
         place = words.index("--train")
