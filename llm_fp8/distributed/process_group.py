@@ -67,26 +67,32 @@ def largest(value: int) -> int:
     return int(tensor.item())
 
 
-def gathered(value: T) -> list[T]:
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every rank, in the order of ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)  # on the CPU, which every group of `start_process_group` has
+    dist.all_gather_object(values, value, group)  # on the CPU, which every group of `start_process_group` has
     return values
 
 
-def decided_by_main(decide: Callable[[], T]) -> T:
-    """Call `decide` on rank 0, and on every rank return its result or raise its `UserError`. Collective."""
+def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `decide` on rank 0, and return its result on every rank, or raise what it raised: on the others a
+    `UserError`. Collective.
+    """
     result: Any = None
+    failure: BaseException | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = decide()
-        except UserError as error:
-            result = error
-    result = gathered(result)[0]
-    if isinstance(result, UserError):
-        raise result
+        except BaseException as error:  # raised below, once the others know
+            failure = error
+    words = str(failure) if isinstance(failure, UserError) else f"the main process failed: {failure!r}"
+    result, said = gathered((result, None if failure is None else words), group)[0]
+    if failure is not None:
+        raise failure
+    if said is not None:
+        raise UserError(said)
     return result
 
 

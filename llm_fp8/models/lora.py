@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -77,15 +77,10 @@ def require_peft(why: str) -> None:
     PEFT.require(why)
 
 
-class Targets(NamedTuple):
-    """What gets an adapter, by the ends of names: linear layers, and parameters."""
-
-    modules: Collection[str]
-    parameters: Collection[str] = ()
-
-
-def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> Targets:
-    """What --lora_targets means in `model`; `UserError` for an unknown name."""
+def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], tuple[str, ...]]:
+    """The linear layers and the parameters that get an adapter, by the ends of their names; `UserError` for a name in
+    --lora_targets that `model` does not have.
+    """
     head, routed = model.get_output_embeddings(), routed_modules(model)
     mamba = {name.rpartition(".")[2] for name in read_by_kernels(model)}  # PEFT forbids an adapter there
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
@@ -98,7 +93,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> Targets:
         known += [EXPERTS] if experts else []
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(known)}; choose from these.")
     chosen = known if ALL_LINEAR in options.targets else [name for name in options.targets if name != EXPERTS]
-    return Targets(chosen, experts if EXPERTS in options.targets else ())
+    return chosen, experts if EXPERTS in options.targets else ()
 
 
 def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
@@ -118,8 +113,10 @@ def without_adapter(model: PreTrainedModel, options: LoraConfig) -> str | None:
     return "; ".join(said) or None
 
 
-def peft_config(options: LoraConfig, targets: Targets, base_model: str | None = None) -> Any:
-    """PEFT's description of the adapters (adapter_config.json)."""
+def peft_config(
+    options: LoraConfig, modules: Iterable[str], parameters: Iterable[str] = (), base_model: str | None = None
+) -> Any:
+    """PEFT's description of the adapters (adapter_config.json) of these linear layers and parameters."""
     from peft import LoraConfig as PeftLoraConfig
 
     alpha: Any = float(scaling_of(options) * options.lora_rank)
@@ -127,8 +124,8 @@ def peft_config(options: LoraConfig, targets: Targets, base_model: str | None = 
         r=options.lora_rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,
         lora_dropout=options.lora_dropout,
-        target_modules=sorted(targets.modules),
-        target_parameters=sorted(targets.parameters) or None,
+        target_modules=sorted(modules),
+        target_parameters=sorted(parameters) or None,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
@@ -144,9 +141,9 @@ def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: 
     adapters = adapters_of(model)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
     modules = {name.rpartition(".")[2] for name, adapter in adapters.items() if not adapter.delta}
-    misread = {name for name in modules if _is_misread(model, peft_config(options, Targets((name,))))}
-    targets = Targets(modules - misread, parameters | {f"{name}.weight" for name in misread})
-    found = peft_config(options, targets, base_model)
+    misread = {name for name in modules if _is_misread(model, peft_config(options, [name]))}
+    parameters |= {f"{name}.weight" for name in misread}
+    found = peft_config(options, modules - misread, parameters, base_model)
     found.inference_mode = True
     if found.target_parameters:
         found.lora_dropout = 0.0  # PEFT has none beside parameters
@@ -167,14 +164,14 @@ def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
 def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     from peft import inject_adapter_in_model
 
-    on_meta, targets = next(model.parameters()).is_meta, _hf_targets(model, options)
-    if targets.parameters and on_meta:
+    on_meta, (modules, parameters) = next(model.parameters()).is_meta, _hf_targets(model, options)
+    if parameters and on_meta:
         raise UserError(
             f"--lora_targets {EXPERTS}: PEFT's adapters of experts are not sharded; use --sharding_mode ddp."
         )
     around = nn.Module()  # has no config, by which PEFT would take shared experts for the routed ones
     around.add_module("model", model)
-    settings = peft_config(options, targets)
+    settings = peft_config(options, modules, parameters)
     with reading("--lora_rank", options.lora_rank, "the model into PEFT", f"Run: pip install -r {BASE_REQUIREMENTS}"):
         inject_adapter_in_model(settings, around, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-from collections.abc import Callable, Mapping
 
 import torch
 
 from llm_fp8.data import PreparedData
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.build import build_strategy
-from llm_fp8.distributed.process_group import decided_by_main
+from llm_fp8.distributed.process_group import gathered
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import StepClock
 from llm_fp8.train.plan import RunPlan, silent
@@ -37,12 +36,9 @@ def replanned(plan: RunPlan, name: str) -> RunPlan:
     return dataclasses.replace(plan, config=config, precision=precision, strategy=strategy, measures_precision=False)
 
 
-def choose_precision(
-    plan: RunPlan, data: PreparedData, measure: Callable[[RunPlan, PreparedData], Mapping[str, float]] | None = None
-) -> tuple[RunPlan, dict[str, float]]:
+def choose_precision(plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
     """The plan with the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
-    own = (measure or measure_precisions)(plan, data)
-    tokens_per_s = decided_by_main(lambda: dict(own))
+    tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     told = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
     plan.say(f"auto: {told}: {fastest}")
@@ -52,17 +48,14 @@ def choose_precision(
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
-    found = _measured(dataclasses.replace(plan, say=silent), first_step(data.train))
+    setup, batches = build_setup(dataclasses.replace(plan, say=silent)), first_step(data.train)
+    found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
+    del setup
     forget_delayed_scales()
     gc.collect()
     torch.cuda.empty_cache()
     restore_rng_state(random_states)
     return found
-
-
-def _measured(plan: RunPlan, batches: list[Batch]) -> dict[str, float]:
-    setup = build_setup(plan)
-    return {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
 
 
 def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> float:

@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from llm_fp8.distributed.process_group import decided_by_main
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import sharded_like
-
-if TYPE_CHECKING:
-    from llm_fp8.distributed.strategy import DistributedStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -193,13 +192,13 @@ class CheckpointManager:
             self._prune(final, None if best_step is None else self.of_step(best_step))
 
         try:
-            self._on_main(prepare, final, group)
+            decided_by_main(prepare, group)
             writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
             detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
             metadata = dcp.save(detached, storage_writer=writer, process_group=group)
             if strategy is not None:
                 strategy.save_state(temporary / STRATEGY_STATE)
-            self._on_main(complete, final, group)
+            decided_by_main(complete, group)
         except BaseException as error:
             cause = _cause_of(error)
             reason = reason_not_written(cause) if isinstance(cause, OSError) else None  # the disk as it is
@@ -207,22 +206,6 @@ class CheckpointManager:
             if reason is not None:
                 raise UserError(f"{final} ({needed_bytes / 2**30:.2g} GiB) was not written: {reason}.") from error
             raise cause from (None if cause is error else error)
-
-    def _on_main(self, work: Callable[[], None], final: Path, group: Any) -> None:
-        """Let the main process do `work` while the others wait; its failure is raised on all ranks."""
-        failure: BaseException | None = None
-        if self.is_main:
-            try:
-                work()
-            except BaseException as error:  # raised below, once the others know
-                failure = error
-        failed = torch.tensor([failure is not None], dtype=torch.int32)
-        if dist.is_initialized():
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-        if failure is not None:
-            raise failure
-        if failed.item():
-            raise UserError(f"{final} could not be written: see the main process's message.")
 
     def _publish(self, temporary: Path, final: Path) -> None:
         """Give a complete checkpoint its name."""

@@ -32,13 +32,11 @@ from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs
 from llm_fp8.distributed.process_group import largest
-from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, profiled
 from llm_fp8.precision.certificate import Certificate, attention_library, certify, worst
-from llm_fp8.precision.context import Precision
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
@@ -52,28 +50,6 @@ STEPS_BEFORE_PROFILE = 4
 
 class NonFiniteLoss(UserError):
     """A non-finite loss, gradient norm or weight."""
-
-
-def micro_batch(
-    strategy: DistributedStrategy,
-    precision: Precision,
-    model: nn.Module,
-    batch: Batch,
-    num_supervised: Tensor,
-    first: bool | None,
-    last: bool = True,
-) -> Tensor:
-    """Forward and backward of a micro-batch; its cross entropy and auxiliary losses (fp32 [1 + their number],
-    detached), parts of the step's means.
-
-    `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce gradients.
-    """
-    with strategy.micro_batch(model, last=last):
-        with precision.context(first_microbatch=first):
-            loss_sum, aux = model(batch.to(num_supervised.device, non_blocking=True))
-            losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
-        strategy.backward(losses.sum())
-    return losses.detach()
 
 
 class StepClock:
@@ -169,7 +145,7 @@ class TrainingLoop:
     def _build_graphs(self) -> Any:
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
             with self.precision.put_off_scale_updates():
-                return micro_batch(self.strategy, self.precision, self.model, batch, num_supervised, first)
+                return self.micro_batch(batch, num_supervised, first)
 
         assert self.strategy.wgrad_accumulation is not None
         overwritten = self.strategy.wgrad_accumulation.weights()
@@ -241,7 +217,7 @@ class TrainingLoop:
                 losses += self._graphs(batch, num_supervised, first)
             else:
                 reuse = first if caches_casts else None
-                losses += micro_batch(strategy, self.precision, self.model, batch, num_supervised, reuse, last)
+                losses += self.micro_batch(batch, num_supervised, reuse, last)
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = strategy.step(self.optimizer, self._parameters, self.setup.plan.config.optim.max_grad_norm)
         self.scheduler.step()
@@ -262,6 +238,20 @@ class TrainingLoop:
             )
         )
         return end
+
+    def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
+        """Forward and backward of a micro-batch; its cross entropy and auxiliary losses (fp32 [1 + their number],
+        detached), parts of the step's means.
+
+        `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce
+        gradients.
+        """
+        with self.strategy.micro_batch(self.model, last=last):
+            with self.precision.context(first_microbatch=first):
+                loss_sum, aux = self.model(batch.to(num_supervised.device, non_blocking=True))
+                losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
+            self.strategy.backward(losses.sum())
+        return losses.detach()
 
     def restart_clocks(self) -> Any:
         """Restart step time and energy while the GPU is idle; returns the stamp."""

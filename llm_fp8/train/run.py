@@ -1,7 +1,7 @@
 """A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `TrainingLoop.take_step` -> `micro_batch`,
-which calls the model and `DistributedStrategy.backward`.
+From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `take_step` -> `micro_batch`, which calls
+the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
