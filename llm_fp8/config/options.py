@@ -109,6 +109,7 @@ class PrecisionConfig:
             "use_te": "those layers are Transformer Engine's",
             "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
             "lora_rank": "torchao computes gradients of frozen weights too",
+            "mixed_precision=auto": "Transformer Engine's modules are measured",
         },
     )
     fp8_scenario: str = option(  # choices and help come from the table, in the parser
@@ -294,10 +295,15 @@ class ParallelConfig:
         excludes={
             "optimizer=adamw_master|adamw_8bit": "it keeps fp32 weights",
             "lora_rank": "it is for trained weights",
+            "mixed_precision=auto": "the bf16 that is measured would gather in fp8 too",
         },
     )
     context_parallel_size: int = option(
-        1, "GPUs that share the tokens of a sequence.", needs=("use_te", "sharding_mode=fsdp_*"), at_least=1
+        1,
+        "GPUs that share the tokens of a sequence.",
+        needs=("use_te", "sharding_mode=fsdp_*"),
+        excludes={"mixed_precision=auto": "what is measured is one GPU's work"},
+        at_least=1,
     )
     deepspeed_config: str | None = option(
         None, "DeepSpeed's JSON file (default: configs/ds_z1.json to ds_z3.json).", needs=("sharding_mode=deepspeed_*",)

@@ -138,7 +138,7 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
     mode, reason = choose_mode(config, ranks, num_parameters, gpu_gib)
     measures_precision = False
     if config.precision.mixed_precision == "auto":
-        measures_precision = _can_be_fp8(config, device)
+        measures_precision = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
         config = config.with_options(mixed_precision="fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
     optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
@@ -149,9 +149,12 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         recipe = precision.effective_scenario or precision.effective
         run = RunSize(config, hf_config, recipe, optimizer_kind, mode, ranks.world_size, num_parameters)
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib))
-    _check_run(config, hf_config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
+    _check_run(config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
     packed_form = None
-    if not config.model.use_te:
+    if config.model.use_te:
+        num_shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
+        _check_te_decoder(config, hf_config, precision.effective_scenario, num_shards)
+    else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     stored = checkpoint_of(source, hf_config)
     notes += untie(hf_config, stored)
@@ -181,31 +184,12 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
     )
 
 
-def _can_be_fp8(config: Config, device: torch.device) -> bool:
-    """Whether --mixed_precision auto has something to measure; without a GPU that has fp8 the run is in bf16."""
-    parallel = config.parallel
-    if config.precision.fp8_backend == "torchao" or parallel.fp8_params or parallel.context_parallel_size > 1:
-        raise UserError(
-            "--mixed_precision auto excludes --fp8_backend torchao, --fp8_params and --context_parallel_size."
-        )
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
-
-
 def _check_run(
-    config: Config,
-    hf_config: PretrainedConfig,
-    num_parameters: int,
-    mode: str,
-    precision: PrecisionPlan,
-    ranks: LaunchRanks,
-    on_gpu: bool,
+    config: Config, num_parameters: int, mode: str, precision: PrecisionPlan, ranks: LaunchRanks, on_gpu: bool
 ) -> None:
-    """Raise `UserError` for what this machine, this model, its packages or the host's memory do not allow."""
+    """Raise `UserError` for what this machine, its packages or the host's memory do not allow."""
     kind, rank, scenario = config.optim.optimizer, config.lora.lora_rank, precision.effective_scenario
     check_machine(config, on_gpu=on_gpu, mode=mode, compute=precision.compute_name, scenario=scenario, ranks=ranks)
-    if config.model.use_te:
-        num_shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
-        _check_te_decoder(config, hf_config, scenario, num_shards)
     if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
         TRITON.require(f"--optimizer {kind}")
     if rank:
