@@ -105,22 +105,15 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
             whole = {"metadata": {"total_size": after}, "weight_map": index}
             (temporary / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
         add_older_keys(temporary)
-        config = (
-            read_json(temporary / "config.json")
-            | unties
-            | {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "format": "float-quantized",
-                    "quantization_status": "compressed",
-                    "config_groups": {"group_0": _LINEAR},
-                    "ignore": [
-                        *(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
-                        *(rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in left_out_of(model)),
-                    ],
-                }
-            }
-        )
+        head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+        entries = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": _LINEAR},
+            "ignore": head + [rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in left_out_of(model)],
+        }
+        config = read_json(temporary / "config.json") | unties | {"quantization_config": entries}
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return before, after
 

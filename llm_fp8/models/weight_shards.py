@@ -135,15 +135,21 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Random weights by `random_`: this rank's shards of parameters that are each drawn whole on the generator's
-    device, so they do not depend on the number of ranks. Every architecture gets these.
+    """Random weights for every architecture, as Hugging Face draws them for the Llama family: normal, norms one, biases
+    zero. Each parameter is drawn whole on the generator's device, and this rank takes its shard, so they do not depend
+    on the number of ranks.
     """
     std = getattr(text_config(model.config), "initializer_range", 0.02)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
         full = torch.empty(parameter.shape or 1, dtype=parameter.dtype, device=generator.device)
-        random_(full, name, std, generator)
+        if name.endswith("bias"):
+            full.zero_()
+        elif full.ndim == 1:
+            full.fill_(1.0)
+        else:
+            full.normal_(0.0, std, generator=generator)
         shard = local_shard(parameter)
         shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
 
@@ -271,16 +277,3 @@ def hf_filler(
         return None if name != target and target in stored else target
 
     return WeightFiller(entries, {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)
-
-
-@torch.no_grad()
-def random_(parameter: Tensor, name: str, std: float, generator: torch.Generator) -> None:
-    """Random weights for an unsharded parameter, as Hugging Face draws them for the Llama family: normal with standard
-    deviation `std`, norms one, biases zero.
-    """
-    if name.endswith("bias"):
-        parameter.zero_()
-    elif parameter.ndim == 1:
-        parameter.fill_(1.0)
-    else:
-        parameter.normal_(0.0, std, generator=generator)

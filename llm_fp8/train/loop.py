@@ -48,10 +48,6 @@ STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
 
 
-class NonFiniteLoss(UserError):
-    """A non-finite loss, gradient norm or weight."""
-
-
 class StepClock:
     """Time stamps: CUDA events on a GPU (no synchronisation), `time.perf_counter` elsewhere."""
 
@@ -379,11 +375,11 @@ class TrainingLoop:
         return bool(largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes))
 
     def require_finite_weights(self) -> None:
-        """Raise `NonFiniteLoss` where the update after the last finite loss left non-finite weights; collective."""
+        """Raise `UserError` where the update after the last finite loss left non-finite weights; collective."""
         local = [self.strategy.local_tensor(p) for p in self._parameters]
         total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
         if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
-            raise NonFiniteLoss(f"step {self.step} left non-finite weights, not saved; lower --learning_rate.")
+            raise UserError(f"step {self.step} left non-finite weights, not saved; lower --learning_rate.")
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
@@ -394,7 +390,7 @@ class TrainingLoop:
         ranks: list[tuple[int, bool, tuple[int, ...]]] = gather_object([own])
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
-        raise NonFiniteLoss(
+        raise UserError(
             f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
             "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )
