@@ -137,8 +137,6 @@ def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 class DeepSpeedStrategy(DistributedStrategy):
     """The strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
 
-    saves_itself = True
-
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
         self.stage = int(mode[-1])
@@ -195,6 +193,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
 
     def state_bytes(self) -> int:
+        """Bytes that `save_state` writes on all ranks together."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of
-from llm_fp8.distributed.fsdp_internals import UnshardedGradients, units_of, use_memory_saving_reduce_scatter
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, units_of
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
@@ -70,7 +70,9 @@ class FsdpStrategy(DistributedStrategy):
             shard(layer, reshard_after_forward=self.mode != "fsdp_grad")
         shard(model, reshard_after_forward=False)
         from_backward_stream = on_gpu and not offloads and self.mesh.ndim == 1
-        use_memory_saving_reduce_scatter(model, torch.cuda.current_stream() if from_backward_stream else None)
+        stream = torch.cuda.current_stream() if from_backward_stream else None
+        for unit in units_of(model):
+            unit.set_custom_reduce_scatter(MemorySavingReduceScatter(unit, stream))  # type: ignore[arg-type]
         if self.caches_weight_casts:
             keep_weight_casts(model, keep=True)
         model.register_forward_hook(_reshard_without_backward)

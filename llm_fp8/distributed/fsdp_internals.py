@@ -89,9 +89,3 @@ class MemorySavingReduceScatter:
         # As FSDP2's default does it; torch 2.13 renamed reduce_scatter_tensor.
         reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return reduce_scatter(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
-
-
-def use_memory_saving_reduce_scatter(model: nn.Module, stream: torch.cuda.Stream | None) -> None:
-    for unit in units_of(model):
-        communication: Any = MemorySavingReduceScatter(unit, stream)
-        unit.set_custom_reduce_scatter(communication)

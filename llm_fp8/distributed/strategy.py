@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,7 +34,6 @@ class DistributedStrategy:
     shards_parameters = False  # parameters are DTensors, and weights are loaded shard by shard
     caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
     reentrant_te_checkpoints = False  # recomputed TE layers need a backward pass of their own
-    saves_itself = False  # weights and optimizer state are saved by `save_state`, not as tensors by name
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         self.mode = mode
@@ -85,16 +83,6 @@ class DistributedStrategy:
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter; all of it where it is not sharded."""
         return local_part(parameter.detach())
-
-    def state_bytes(self) -> int:
-        """Bytes that `save_state` writes on all ranks together."""
-        return 0
-
-    def save_state(self, folder: Path) -> None:
-        """Write to `folder` what a checkpoint does not hold by name; collective."""
-
-    def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote; collective."""
 
 
 class PlainCopiesStrategy(DistributedStrategy):

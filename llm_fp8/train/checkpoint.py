@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
 from llm_fp8.distributed.process_group import decided_by_main
-from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import sharded_like
@@ -128,7 +128,7 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        strategy: DistributedStrategy | None = None,
+        strategy: DeepSpeedStrategy | None = None,
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
@@ -137,7 +137,7 @@ class CheckpointManager:
         Args:
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: the main process's entries for `meta.json`.
-            strategy: one that saves state itself (`save_state`).
+            strategy: it saves weights and optimizer state itself.
             best_step: the step whose checkpoint is not deleted, whatever the limit.
             in_background: return once the tensors are copied to the host; the next `save` or `finish` raises failures.
 
@@ -172,7 +172,7 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         group: Any,
-        strategy: Any,
+        strategy: DeepSpeedStrategy | None,
         best_step: Any,
     ) -> None:
         final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,7 +30,7 @@ import te_llama
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs
-from llm_fp8.distributed.process_group import largest
+from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
@@ -295,11 +294,9 @@ class TrainingLoop:
 
     def _memory(self) -> dict[str, float]:
         """Peak memory of this rank and, of several, the largest over ranks; collective."""
-        device = self.accelerator.device
-        memory = memory_metrics(device)
+        memory = memory_metrics(self.accelerator.device)
         if memory and self.accelerator.num_processes > 1:
-            peaks = self.accelerator.gather(torch.tensor([memory["peak_memory_gib"]], device=device))
-            memory["peak_memory_gib_max_rank"] = float(peaks.max())
+            memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
         return memory
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
@@ -331,7 +328,7 @@ class TrainingLoop:
             attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
             rank=self.accelerator.process_index,
         )
-        certificate, path = worst(gather_object([own])), plan.folder / "certificate.json"
+        certificate, path = worst(gathered(own)), plan.folder / "certificate.json"
         if self.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
             self.reporter.track({"certificate": certificate.to_dict()})
@@ -356,8 +353,7 @@ class TrainingLoop:
         """Evaluate and report; returns the main rank's eval loss."""
         figures = evaluate_loss(self.accelerator, self.model, self.precision, self.eval_loader or ())
         self.reporter.evaluation({"step": self.step, **figures})
-        eval_loss: list[float] = broadcast_object_list([figures["eval_loss"]])
-        return eval_loss[0]
+        return gathered(figures["eval_loss"])[0]
 
     def save(self) -> None:
         """Write a checkpoint, unless the weights are not finite."""
@@ -387,7 +383,7 @@ class TrainingLoop:
             return
         # Every rank is here: losses and norms are of all.
         own = (self.accelerator.process_index, math.isfinite(taken.own_losses.sum().item()), taken.row_ids)
-        ranks: list[tuple[int, bool, tuple[int, ...]]] = gather_object([own])
+        ranks = gathered(own)
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise UserError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
 from llm_fp8.data import PreparedData
+from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
 from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.lora import scaling_of
@@ -39,9 +40,14 @@ ARCHITECTURE_KEYS = (
 SCALES = "fp8."  # begins the names of delayed scaling's tensors
 
 
+def deepspeed_of(plan: RunPlan) -> DeepSpeedStrategy | None:
+    """DeepSpeed's strategy, which saves weights and optimizer state itself and not by name; None in other modes."""
+    return plan.strategy if isinstance(plan.strategy, DeepSpeedStrategy) else None
+
+
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
-    config, precision, strategy = plan.config, plan.precision, plan.strategy
+    config, precision = plan.config, plan.precision
     decoder = text_config(plan.hf_config)
     entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
     return {
@@ -49,7 +55,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": plan.optimizer_kind,
         # Every mode but DeepSpeed's saves tensors by their names, which all others can read.
-        "saved by": f"--sharding_mode {strategy.mode}" if strategy.saves_itself else "any mode but DeepSpeed's",
+        "saved by": f"--sharding_mode {plan.strategy.mode}" if deepspeed_of(plan) else "any mode but DeepSpeed's",
         "precision": precision.name if precision.effective == "fp8" else precision.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
@@ -141,7 +147,7 @@ class RunState:
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
         setup, tensors = self.setup, dict[str, Tensor]()
-        if not setup.plan.strategy.saves_itself:
+        if deepspeed_of(setup.plan) is None:
             trained = [(name, master_of(p)) for name, p in setup.model.named_parameters() if p.requires_grad]
             tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in trained}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, trained).items()}
@@ -156,7 +162,7 @@ class RunState:
     def save(self, step: int, optimizer: Any, history: EvalHistory, *, tokens_seen: int, evaluation_due: bool) -> Path:
         """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
         plan = self.setup.plan
-        scaler, saves_itself = plan.accelerator.scaler, plan.strategy.saves_itself
+        scaler, deepspeed = plan.accelerator.scaler, deepspeed_of(plan)
         meta = {
             "tokens_seen": tokens_seen,
             "evaluation_due": evaluation_due,
@@ -164,26 +170,26 @@ class RunState:
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
-            "optimizer": None if saves_itself else optimizer_scalars(optimizer),
+            "optimizer": None if deepspeed else optimizer_scalars(optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
         return self.checkpoints.save(
             step,
             self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
-            plan.strategy if saves_itself else None,
+            deepspeed,
             history.best_step,
             in_background=plan.config.parallel.async_save,
         )
 
     def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
         """Restore everything in place that is not the loop's own. Collective."""
-        plan, meta = self.setup.plan, checkpoint.meta
+        plan, meta, deepspeed = self.setup.plan, checkpoint.meta, deepspeed_of(self.setup.plan)
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         own_rng = rng_state(plan.accelerator.process_index)
         rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.tensors}
-        if plan.strategy.saves_itself:
-            plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE)
+        if deepspeed is not None:
+            deepspeed.load_state(checkpoint.folder / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
         tensors = self.tensors(optimizer) | rng
@@ -192,7 +198,7 @@ class RunState:
         else:
             kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
             checkpoint.load(kept, left_out=SCALES)
-        if not plan.strategy.saves_itself:
+        if deepspeed is None:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             # What is derived from the weights is cast anew.
             requantise_(self.setup.model)

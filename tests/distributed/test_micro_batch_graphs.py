@@ -27,7 +27,7 @@ from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.train.loop import micro_batch
+from llm_fp8.train.loop import TrainingLoop
 from tests.support.batches import random_rows
 from tests.support.reference import NUM_STEPS, compare_with_reference
 from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
@@ -167,7 +167,7 @@ def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch)
 
 
 class Training:
-    """The stand-in's TE decoder, trained by `micro_batch`; `graphs` None: as the loop does without --cuda_graphs."""
+    """The stand-in's TE decoder, trained by `TrainingLoop.micro_batch`; without `graphs` as without --cuda_graphs."""
 
     def __init__(self, with_graphs: bool, **changes):
         forget_accelerator()
@@ -181,7 +181,7 @@ class Training:
         self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         self.model, self.optimizer = self.strategy.prepare(training_model, optimizer)
-        self.run = functools.partial(micro_batch, self.strategy, self.precision, self.model)
+        self.run = functools.partial(TrainingLoop.micro_batch, self)
         self.capture = EmulatedCapture(self.parameters)
         self.graphs = None
         if with_graphs:
