@@ -38,25 +38,19 @@ def choose_mode(
         return "ddp", "there is no GPU whose memory would count"
     room, needs = STATE_SHARE * gpu_memory_gib, {}
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
-        kind = config.optim.optimizer
-        if kind == "auto":
-            kind = default_optimizer(mode)
+        kind = resolve_optimizer(config.optim.optimizer, mode)
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
     return mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}"
 
 
-def default_optimizer(mode: str) -> OptimizerKind:
-    """The optimizer that `--optimizer auto` means on a GPU in bf16 or fp8."""
-    return "adamw_fp32" if mode.startswith(("fsdp", "deepspeed")) else "adamw_master"
-
-
-def resolve_optimizer(requested: str, mode: str, compute: str, device_type: str = "cuda") -> OptimizerKind:
+def resolve_optimizer(requested: str, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
     """What --optimizer means in this mode on a machine that computes in `compute`: fp32, bf16 or fp16."""
     if requested != "auto":
         return cast(OptimizerKind, requested)
-    return default_optimizer(mode) if compute == "bf16" and device_type == "cuda" else "adamw_fp32"
+    is_sharded = mode.startswith(("fsdp", "deepspeed"))
+    return "adamw_fp32" if is_sharded or compute != "bf16" or device_type != "cuda" else "adamw_master"
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:

@@ -7,6 +7,7 @@ tensor by tensor (weights.py).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import MutableMapping
@@ -15,16 +16,18 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.source import (
-    load_generation_config,
-    reading_model,
-    text_config,
-)
+from llm_fp8.models.source import reading_model, text_config
 from llm_fp8.models.weight_shards import stored_parts
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.observability.metrics import DecoderSize
@@ -112,8 +115,10 @@ def build_structure(
         with init_empty_weights(include_buffers=False), torch.device(device):
             model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         model.tie_weights()  # undone by `init_empty_weights`
-    own = None if stored is None else load_generation_config(hf_config)
-    model.generation_config = own or model.generation_config
+    if stored is not None:
+        location = str(hf_config.name_or_path)
+        with reading_model("generation_config.json", location), contextlib.suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(location)
     return model
 
 

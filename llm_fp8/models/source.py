@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
@@ -73,14 +73,6 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 def text_config(hf_config: PretrainedConfig) -> Any:
     """The part of a model's config that describes its language model; the config itself where there is nothing else."""
     return hf_config.get_text_config(decoder=True)
-
-
-def load_generation_config(hf_config: PretrainedConfig) -> GenerationConfig | None:
-    """The model's own settings for generating text, None where it has none."""
-    location = hf_config.name_or_path
-    with reading_model("generation_config.json", location), contextlib.suppress(OSError):  # there is none
-        return GenerationConfig.from_pretrained(str(location))
-    return None
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:

@@ -143,7 +143,7 @@ def rows_of(
 ) -> list[Row]:
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.distributed.memory import RunSize
-    from llm_fp8.distributed.sharding_mode import default_optimizer
+    from llm_fp8.distributed.sharding_mode import resolve_optimizer
     from llm_fp8.models.build import count_parameters
 
     sizes = {name: getattr(options, name) for name in SIZES}
@@ -154,7 +154,7 @@ def rows_of(
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
             if mode.startswith("fsdp") and way not in SHARDED_WAYS:
                 continue
-            optimizer = default_optimizer(mode)
+            optimizer = resolve_optimizer("auto", mode)
             run = RunSize(config, hf_config, recipe, optimizer, mode, options.num_gpus, num_parameters)
             run = run.changed(**changes)
             if run.spec is None:  # without a TE decoder for this model its activations are not counted

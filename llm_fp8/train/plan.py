@@ -28,12 +28,7 @@ from llm_fp8.models.fp8_checkpoint import Fp8Format
 from llm_fp8.models.lora import require_peft
 from llm_fp8.models.loss_model import PackedForm
 from llm_fp8.models.probe import probe
-from llm_fp8.models.source import (
-    ModelSource,
-    load_config,
-    resolve_source,
-    stored_dtype,
-)
+from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.tracker_labels import require_wandb_login

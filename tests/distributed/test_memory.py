@@ -30,7 +30,7 @@ from llm_fp8.distributed.memory import (
     saved_bytes,
     settle_memory,
 )
-from llm_fp8.distributed.sharding_mode import default_optimizer
+from llm_fp8.distributed.sharding_mode import resolve_optimizer
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.utils.errors import UserError
@@ -63,7 +63,7 @@ def config_of(row: dict[str, Any]) -> Config:
 def described(row: dict[str, Any]) -> dict[str, Any]:
     mode = row.get("mode", "single")
     given = {name: row[name] for name in ("recipe", "optimizer", "num_gpus") if name in row}
-    return {"recipe": "delayed", "optimizer": default_optimizer(mode), "mode": mode, "num_gpus": 1, **given}
+    return {"recipe": "delayed", "optimizer": resolve_optimizer("auto", mode), "mode": mode, "num_gpus": 1, **given}
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
