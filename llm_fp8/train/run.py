@@ -118,11 +118,11 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
             # From here on there is something to save: before, a signal ends the process at once.
             with GracefulStop() as stop, loop.reporter:
                 record_run(loop)
-                device, number = "the CPU", f"{ranks.world_size} processes on "
-                if plan.device.type == "cuda":
-                    device, number = torch.cuda.get_device_name(plan.device), f"{ranks.world_size} x "
-                number = number if ranks.world_size > 1 else ""
-                plan.say(f"training {num_steps - loop.step} steps on {number}{device}, results in {plan.folder}")
+                on_gpu = plan.device.type == "cuda"
+                where = torch.cuda.get_device_name(plan.device) if on_gpu else "the CPU"
+                if ranks.world_size > 1:
+                    where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
+                plan.say(f"training {num_steps - loop.step} steps on {where}, results in {plan.folder}")
                 phase_ends("records")
                 try:
                     loop.train(stop.agreed)
