@@ -15,7 +15,6 @@ import torch
 
 from llm_fp8.data import PreparedData
 from llm_fp8.data.collate import Batch
-from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import StepClock
@@ -29,11 +28,10 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
 
 
 def replanned(plan: RunPlan, name: str) -> RunPlan:
-    """The plan of the same run in bf16 or fp8, with nothing left to measure."""
+    """The plan of the same run in bf16 or fp8, which compute in the same dtype, with nothing left to measure."""
     config = plan.config.with_options(mixed_precision=name)
     precision = dataclasses.replace(resolve_precision(config.precision, plan.device), requested="auto")
-    strategy = build_strategy(plan.strategy.mode, config, plan.accelerator, plan.ranks, precision.compute_dtype)
-    return dataclasses.replace(plan, config=config, precision=precision, strategy=strategy, measures_precision=False)
+    return dataclasses.replace(plan, config=config, precision=precision, measures_precision=False)
 
 
 def choose_precision(plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:

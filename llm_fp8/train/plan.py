@@ -53,7 +53,6 @@ class RunPlan:
     """What is settled before the model exists."""
 
     config: Config
-    ranks: LaunchRanks
     source: ModelSource
     hf_config: PretrainedConfig
     precision: PrecisionPlan
@@ -162,7 +161,6 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         parameter_dtype = precision.compute_dtype
     return RunPlan(
         config=config,
-        ranks=ranks,
         source=source,
         hf_config=hf_config,
         precision=precision,
