@@ -7,7 +7,7 @@ import hashlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,23 +83,12 @@ def test_a_run_goes_on_to_the_same_end(undisturbed, moment, tmp_path, tiny_model
     assert outcome(folder) == undisturbed(scenario)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a disk with too little room."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on(undisturbed, disk, tmp_path, tiny_model, rows):
-    log, options = tmp_path / "log", words(tiny_model, rows, "packed", disk / "run")
+def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on(undisturbed, small_disk, tmp_path, tiny_model, rows):
+    log, options = tmp_path / "log", words(tiny_model, rows, "packed", small_disk / "run")
+    subprocess.run(["mount", "-o", "remount,size=500k", str(small_disk)], check=True)
     assert exit_code(start_training(log, *options)) == 2
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in log.read_text()
-    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     assert train(*options, "--resume_from=latest") == 0
-    assert outcome(disk / "run") == undisturbed("packed")
+    assert outcome(small_disk / "run") == undisturbed("packed")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("no mount command")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

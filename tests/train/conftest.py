@@ -1,16 +1,14 @@
-"""What tests of whole runs share: a run's options, the signal that stops it, and a small disk."""
+"""What tests of whole runs share: a run's options and the signal that stops it."""
 
 from __future__ import annotations
 
-import shutil
+import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.support.stopping import stopping
+from llm_fp8.train.loop import TrainingLoop
 
 
 @pytest.fixture(scope="session")
@@ -26,21 +24,16 @@ def small_run(tiny_model: str, rows: str) -> list[str]:
 
 
 @pytest.fixture
-def stop_after() -> Iterator[Callable[..., None]]:
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
-    with stopping() as stops:
-        yield lambda step, number=signal.SIGTERM: stops.update({step: number})
+    stops: dict[int, signal.Signals] = {}
+    take_step = TrainingLoop.take_step
 
+    def with_signal(self, batches, start):
+        end = take_step(self, batches, start)
+        if self.step in stops:
+            os.kill(os.getpid(), stops.pop(self.step))
+        return end
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of four megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("no mount command")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    monkeypatch.setattr(TrainingLoop, "take_step", with_signal)
+    return lambda step, number=signal.SIGTERM: stops.update({step: number})

@@ -32,7 +32,6 @@ from tests.support.small import (
     train,
     write_model,
 )
-from tests.support.stopping import stopping
 
 pytestmark = pytest.mark.slow
 
@@ -193,20 +192,13 @@ def test_an_older_checkpoint_of_the_run_and_one_for_another_folder(tmp_path, opt
     assert without_clock(whole) == expected
 
 
-@pytest.fixture(scope="module")
-def stopped_run(options, tmp_path_factory) -> Path:
-    """A run that stopped after three steps."""
-    folder = tmp_path_factory.mktemp("stops") / "stopped"
-    with stopping() as stops:
-        stops[3] = signal.SIGTERM
-        assert train(*options, f"--output_dir={folder}") == 143
-    return folder
-
-
 @pytest.fixture
-def stopped(stopped_run, tmp_path) -> Path:
-    """A copy of it."""
-    return shutil.copytree(stopped_run, tmp_path / "stopped")
+def stopped(tmp_path, options, stop_after) -> Path:
+    """A run that stopped after three steps."""
+    stop_after(3)
+    folder = tmp_path / "stopped"
+    train(*options, f"--output_dir={folder}")
+    return folder
 
 
 def assert_refused(folder: Path, options: list[str], *named: str) -> None:
