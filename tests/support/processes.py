@@ -58,7 +58,8 @@ def fork_server() -> None:
                 os._exit(0)
         return pid
 
-    resource_tracker.ensure_running()  # another process that is started so
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # semaphores of killed processes, which it removes
+        resource_tracker.ensure_running()
     with mock.patch.object(util, "spawnv_passfds", fork):
         forkserver.ensure_running()
 
