@@ -199,6 +199,7 @@ class OptimConfig:
         at_least=0,
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", at_least=1)
+    merge_micro_batches: bool = option(True, "Run as many micro-batches of a step as one as fit the GPU's memory.")
     num_warmup_steps: int = option(100, "Steps of linear warm-up; at most a tenth of the run.", at_least=0)
     lr_scheduler: Literal["linear", "cosine", "constant"] = option(
         "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type"

@@ -18,6 +18,9 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
     GEMM inputs     2 h + f    bf16: both norms' outputs and fc2's input
                     3 h + q + f  fp8, one byte each: LayerNormMLP keeps both layouts; block scaling fc2's too
 
+A decoder of Hugging Face's keeps at most, in bf16 elements per token, 8 h (both norms, in fp32 too, and their outputs),
+5 q (attention with repeated keys and values) and 4 f: counted so, an upper bound, it decides what is merged alone.
+
 A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
 products instead; in fp8 each LayerNormLinear its fp8 input as well.
 """
@@ -45,6 +48,9 @@ from llm_fp8.utils.errors import UserError
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
+MERGE_MARGIN = 0.05  # of the GPU, left free by merged micro-batches
+MOST_PADDED_TOKENS = 16384
+"""Of a merged micro-batch of padded rows: from there on a GPU gains less than longer padding costs."""
 RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
@@ -107,13 +113,18 @@ class RunSize:
     num_parameters: int  # tied ones once, adapters left out
 
     @cached_property
+    def sizes(self) -> DecoderSpec | None:
+        """The decoder's sizes, as Transformer Engine's decoder would have them; None where it has no such form."""
+        with contextlib.suppress(UnsupportedArchitecture):
+            return decoder_spec(self.hf_config)
+        return None
+
+    @property
     def spec(self) -> DecoderSpec | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
-        with contextlib.suppress(UnsupportedArchitecture):
-            return decoder_spec(self.hf_config) if counted and not (self.sharded and self.num_gpus == 1) else None
-        return None
+        return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
     @property
     def sharded(self) -> bool:
@@ -143,11 +154,15 @@ class RunSize:
             optimizer = "adamw_fp32"
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode, optimizer=optimizer)
 
-    def estimate(self) -> MemoryEstimate:
-        """Count the memory by part."""
-        config, recipe, num_gpus, spec = self.config, self.recipe, self.num_gpus, self.spec
+    def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
+        """Count the memory by part; as an upper bound also where that of activations is not known exactly."""
+        config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
+        spec = self.sizes if upper_bound else self.spec
         mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # nothing is communicated
+        mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
+        if upper_bound and self.optimizer == "adamw_fp32" and not self.sharded:
+            state += _BF16 * self.num_parameters  # autocast's casts
         if spec is None:
             return MemoryEstimate({STATE: state / GIB}, is_whole=False)
         h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
@@ -159,7 +174,10 @@ class RunSize:
         in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
         fp8_weights = layers * layer_linear if in_fp8 else 0
 
-        per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
+        if self.spec is None:
+            per_layer = float(_BF16 * (8 * h + 5 * spec.q_size + 4 * spec.intermediate_size) + config.data.max_seq_length)
+        else:
+            per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
         if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
             per_layer = max(per_layer, saved_bytes(spec, "bf16", self.adapted, config.lora.lora_rank))
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
@@ -223,6 +241,20 @@ class RunSize:
         """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
         return self.config.data.batch_size % self.row_multiple == 0 and self.estimate().needed_gib <= gpu_gib
 
+    def merged(self, gpu_gib: float) -> RunSize:
+        """The same run with as many micro-batches of a step run as one as fit the GPU with a margin."""
+        size, in_step = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
+        most = MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS
+        for factor in range(in_step, 1, -1):
+            run = self.changed(batch_size=size * factor, gradient_accumulation_steps=in_step // factor)
+            tokens = size * factor * self.config.data.max_seq_length
+            if in_step % factor or tokens > most:
+                continue
+            found = run.estimate(upper_bound=True)
+            if found.is_whole and found.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib:
+                return run
+        return self
+
     def fitted(self, gpu_gib: float) -> RunSize | None:
         """The run with the longest micro-batches that fit, at most its own, and as many rows in a step."""
         size = self.config.data.batch_size
@@ -239,6 +271,12 @@ def settle_memory(run: RunSize, gpu_gib: float) -> tuple[Config, list[str]]:
     auto, are too much for the GPU's `gpu_gib`.
     """
     config, automatic = run.config, run.config.data.batch_size == AUTO_BATCH_SIZE
+    if config.optim.merge_micro_batches and not automatic:
+        merged, asked = run.merged(gpu_gib), config.optim.gradient_accumulation_steps
+        if merged.config != config:
+            steps, length = merged.config.optim.gradient_accumulation_steps, config.data.max_seq_length
+            tokens = (each.data.batch_size * length for each in (config, merged.config))
+            return merged.config, ["{asked} micro-batches of {:,} tokens run as {steps} of {:,}".format(*tokens)]
     if automatic:
         run = run.changed(batch_size=run.row_multiple)
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, config) / GIB
