@@ -175,7 +175,9 @@ class RunSize:
         fp8_weights = layers * layer_linear if in_fp8 else 0
 
         if self.spec is None:
-            per_layer = float(_BF16 * (8 * h + 5 * spec.q_size + 4 * spec.intermediate_size) + config.data.max_seq_length)
+            per_layer = float(
+                _BF16 * (8 * h + 5 * spec.q_size + 4 * spec.intermediate_size) + config.data.max_seq_length
+            )
         else:
             per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
         if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
@@ -241,17 +243,19 @@ class RunSize:
         """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
         return self.config.data.batch_size % self.row_multiple == 0 and self.estimate().needed_gib <= gpu_gib
 
-    def merged(self, gpu_gib: float) -> RunSize:
-        """The same run with as many micro-batches of a step run as one as fit the GPU with a margin."""
-        size, in_step = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
-        most = MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS
-        for factor in range(in_step, 1, -1):
-            run = self.changed(batch_size=size * factor, gradient_accumulation_steps=in_step // factor)
-            tokens = size * factor * self.config.data.max_seq_length
-            if in_step % factor or tokens > most:
-                continue
+    def merged(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
+        """The same run with as many micro-batches of a step run as one as fit the GPU with a margin, or with
+        `resumed_rows` in each where that is such a run.
+        """
+        size, num_asked = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
+        most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
+        cuts = {size * factor: num_asked // factor for factor in range(num_asked, 0, -1) if num_asked % factor == 0}
+        if resumed_rows in cuts:
+            return self.changed(batch_size=resumed_rows, gradient_accumulation_steps=cuts[resumed_rows])
+        for rows, num_micro_batches in cuts.items():
+            run = self.changed(batch_size=rows, gradient_accumulation_steps=num_micro_batches)
             found = run.estimate(upper_bound=True)
-            if found.is_whole and found.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib:
+            if rows <= most and found.is_whole and found.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib:
                 return run
         return self
 
@@ -264,19 +268,21 @@ class RunSize:
         return next((run for run in tried if run.fits(gpu_gib)), None)
 
 
-def settle_memory(run: RunSize, gpu_gib: float) -> tuple[Config, list[str]]:
-    """The options with a number for --batch_size auto, and sentences to print.
+def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[Config, list[str]]:
+    """The options with a number for --batch_size auto and with merged micro-batches, and sentences to print.
+
+    `resumed_rows`: rows of a micro-batch in the checkpoint that the run continues, which it keeps where it can.
 
     Raises `UserError` for a run whose weights, gradients and optimizer state alone, or whose smallest --batch_size
     auto, are too much for the GPU's `gpu_gib`.
     """
     config, automatic = run.config, run.config.data.batch_size == AUTO_BATCH_SIZE
     if config.optim.merge_micro_batches and not automatic:
-        merged, asked = run.merged(gpu_gib), config.optim.gradient_accumulation_steps
-        if merged.config != config:
-            steps, length = merged.config.optim.gradient_accumulation_steps, config.data.max_seq_length
-            tokens = (each.data.batch_size * length for each in (config, merged.config))
-            return merged.config, ["{asked} micro-batches of {:,} tokens run as {steps} of {:,}".format(*tokens)]
+        merged = run.merged(gpu_gib, resumed_rows).config
+        if merged != config:
+            asked, steps = (each.optim.gradient_accumulation_steps for each in (config, merged))
+            short, long = (each.data.batch_size * config.data.max_seq_length for each in (config, merged))
+            return merged, [f"{asked} micro-batches of {short:,} tokens run as {steps} of {long:,}"]
     if automatic:
         run = run.changed(batch_size=run.row_multiple)
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, config) / GIB

@@ -6,6 +6,8 @@ has, one is assumed.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from accelerate import PartialState
 
@@ -68,7 +70,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if config.run.resume_from is not None and resumed is None:
         said.append(f"{config.run.output_dir} holds no checkpoint: the run begins anew")
     if counts_memory:
-        found = run.changed(batch_size=config.data.batch_size).estimate()
+        found = dataclasses.replace(run, config=config).estimate()
         gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"
         said.append(f"memory: {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each of {num_gpus} ({gpus})")
         said += [f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items()]

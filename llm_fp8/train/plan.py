@@ -67,7 +67,9 @@ class RunPlan:
     say: Say
     measures_precision: bool = False
     """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
-    notes: tuple[str, ...] = ()  # what --batch_size auto came to, memory, sharding
+    num_asked_micro_batches: int = 1
+    """Micro-batches of a step as the options have them; `config` has what they were merged to."""
+    notes: tuple[str, ...] = ()  # what --batch_size auto and merged micro-batches came to, memory, sharding
 
     @property
     def device(self) -> torch.device:
@@ -119,12 +121,12 @@ class RunPlan:
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
-def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
+def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None) -> RunPlan:
     """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
 
-    `config` passed `check_options`, and the process group exists.
+    `config` passed `check_options`, and the process group exists. `resumed_rows`: as `settle_memory` has it.
     """
-    device = own_device()
+    device, num_asked_micro_batches = own_device(), config.optim.gradient_accumulation_steps
     source = resolve_source(config.model)
     hf_config = load_config(source)
     gpu_gib = smallest_gpu_gib(device)
@@ -142,7 +144,7 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
         recipe = precision.effective_scenario or precision.effective
         run = RunSize(config, hf_config, recipe, optimizer_kind, mode, ranks.world_size, num_parameters)
-        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib))
+        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, resumed_rows))
     _check_run(config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
     packed_form = None
     if config.model.use_te:
@@ -173,6 +175,7 @@ def plan_run(config: Config, ranks: LaunchRanks) -> RunPlan:
         packed_form=packed_form,
         say=print_line if accelerator.is_main_process else silent,
         measures_precision=measures_precision,
+        num_asked_micro_batches=num_asked_micro_batches,
         notes=tuple(notes),
     )
 

@@ -50,6 +50,7 @@ def record_run(loop: TrainingLoop) -> None:
             **plan.parallel_record,
             **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
             "global_batch_size": loop.loader.global_batch_size,
+            "num_asked_micro_batches": plan.num_asked_micro_batches,
             "tokens_per_step": loop.loader.global_batch_size * config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, loop.total_steps),
             "total_steps": loop.total_steps,

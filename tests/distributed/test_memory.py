@@ -49,7 +49,7 @@ def config_of(row: dict[str, Any]) -> Config:
     def of(kind: type, **more: Any) -> Any:
         return kind(**{name: row[name] for name in kind.__dataclass_fields__ if name in row}, **more)
 
-    optim = {name: row[name] for name in ("gradient_accumulation_steps", "offload_optimizer") if name in row}
+    optim = {name: row[name] for name in OptimConfig.__dataclass_fields__ if name in row and name != "optimizer"}
     return Config(
         model=of(ModelConfig, **({} if "use_te" in row else {"use_te": True})),
         data=of(DataConfig),
@@ -165,3 +165,51 @@ def test_what_would_fit_fits():
 def test_a_micro_batch_that_is_too_long_is_warned_of():
     config, said = settle(79.2, "Llama-3.2-3B", batch_size=16)
     assert config.data.batch_size == 16 and said[0].startswith("WARNING") and "--gradient_checkpointing" in said[0]
+
+
+DOCUMENTED = dict(model="Llama-3.2-3B", mode="fsdp_full", num_gpus=2, batch_size=1, max_seq_length=512)
+
+
+def cut(config: Config) -> tuple[int, int]:
+    return config.data.batch_size, config.optim.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{}, {"gradient_checkpointing": 1}, {"recipe": "bf16"}, {"use_te": False}, {"use_te": False, "recipe": "mxfp8"}]
+    + [{"lora_rank": 16}, {"mode": "fsdp_hybrid"}, {"mode": "fsdp_offload"}, {"mode": "deepspeed_3"}],
+)
+def test_micro_batches_that_fit_together_are_one(row):
+    config, said = settle(79.2, **{**DOCUMENTED, **row})
+    assert cut(config) == (4, 1) and said == ["4 micro-batches of 512 tokens run as 1 of 2,048"]
+
+
+def test_micro_batches_are_merged_as_far_as_memory_allows():
+    eight_billion = dict(mode="fsdp_full", num_gpus=4, batch_size=4, gradient_accumulation_steps=6)
+    rows = [cut(settle(gpu_gib, **eight_billion)[0]) for gpu_gib in (79.2, 95.0, 139.8)]
+    assert rows == sorted(rows) and rows[0][0] < rows[-1][0] and {a * b for a, b in rows} == {24}
+    assert cut(settle(79.2, "Llama-3.2-1B", batch_size=32, packing=False)[0]) == (32, 4), "longer padding costs more"
+    assert cut(settle(139.8, "Llama-3.2-1B", batch_size=32)[0]) == (64, 2), "no longer than the longest recorded"
+
+
+def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
+    config, said = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
+    assert cut(config) == (1, 4) and said == []
+    run = RunSize(
+        config_of(DOCUMENTED | {"gradient_accumulation_steps": 4}), hf_config("Llama-3.2-3B"), **described(DOCUMENTED)
+    )
+    assert cut(settle_memory(run, 79.2, resumed_rows=2)[0]) == (2, 2)
+    assert cut(settle_memory(run, 79.2, resumed_rows=3)[0]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "rows", "steps", "measured_gib"),
+    [("Llama-3.2-3B", 2, 1, 4, 27.8), ("Llama-3.1-8B", 2, 4, 4, 91.4), ("Qwen2.5-14B", 2, 4, 1, 131.3)],
+)
+def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpus, rows, steps, measured_gib):
+    """fsdp_full in bf16, in multi_gpu_throughput_*_x2.json and documented_3b_x2.json."""
+    length = 512 if rows == 1 else 1024
+    row = dict(use_te=False, recipe="bf16", mode="fsdp_full", num_gpus=num_gpus, batch_size=rows, max_seq_length=length)
+    row |= dict(gradient_accumulation_steps=steps)
+    bound = RunSize(config_of(row), hf_config(model), **described(row)).estimate(upper_bound=True).total_gib
+    assert measured_gib < bound < 1.5 * measured_gib

@@ -26,7 +26,9 @@ def train(
 def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
     """The options of a short run with Transformer Engine's layers."""
     words = f"--model_name={model_folder} --output_dir={folder} --use_te --max_seq_length=256 --batch_size=8"
-    words += " --learning_rate=1e-3 --gradient_accumulation_steps=2 --log_every=1 --eval_batches=2"
+    words += (
+        " --learning_rate=1e-3 --gradient_accumulation_steps=2 --no_merge_micro_batches --log_every=1 --eval_batches=2"
+    )
     return [*words.split(), *more]
 
 

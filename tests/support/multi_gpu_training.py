@@ -35,6 +35,7 @@ def train(
         f"--batch_size={ROWS[num_gpus]}",
         "--learning_rate=1e-4",
         f"--gradient_accumulation_steps={MICRO_BATCHES}",
+        "--no_merge_micro_batches",
         "--log_every=1",
         "--validation_fraction=0",
         f"--max_steps={NUM_STEPS}",
