@@ -131,6 +131,14 @@ class PrecisionConfig:
         needs=(IN_FP8, WHOLE_MODEL),
         excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
     )
+    fp8_until: float = option(
+        1.0,
+        "Share of the steps in fp8; the last ones run in bf16.",
+        needs=(IN_FP8,),
+        excludes={"fp8_params": "weights are kept in fp8 alone"},
+        above=0,
+        at_most=1,
+    )
     fp8_strict: bool = option(False, "Stop where an fp8 recipe would fall back to another.", needs=(IN_FP8,))
 
 
@@ -366,7 +374,7 @@ MOST_USED = (
 TRAINING_OPTIONS = (
     "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
     "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len", "amax_compute_algo",
-    "fp8_bf16_modules", "fp8_recast_weights",
+    "fp8_bf16_modules", "fp8_recast_weights", "fp8_until",
 )  # fmt: skip
 """What decides the training and a checkpoint does not require: options, rows of a step, steps of the run."""
 DECIDES = {

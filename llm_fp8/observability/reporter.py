@@ -88,7 +88,8 @@ class RunReporter:
         self._folder.mkdir(parents=True, exist_ok=True)
         if resume_step > 0 and self._metrics.exists():
             self._known_step = truncate_metrics(self._metrics, resume_step, keep_evaluation=not evaluates_again)
-        for name in ("summary.json", *(["certificate.json"] if resume_step == 0 else [])):  # which are to come again
+        certificates = [] if resume_step else ["certificate.json", "certificate_after_fp8.json"]
+        for name in ("summary.json", *certificates):  # which are to come again
             (self._folder / name).unlink(missing_ok=True)
         # Readable too: the summary is made from it, when its name may be gone.
         self._file = open(self._metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)

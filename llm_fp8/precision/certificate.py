@@ -83,6 +83,11 @@ class ExpectedKernels:
             ),
         )
 
+    @property
+    def without_fp8(self) -> ExpectedKernels:
+        """What the same model needs after the steps in fp8 (--fp8_until)."""
+        return ExpectedKernels(self.compute, self.compute)
+
     def num_fp8_gemms(self, num_micro_batches: int) -> int:
         """The least number of fp8 GEMM kernels in a step; a GEMM may take several kernels."""
         own = self.num_fp8_gemms_per_weight * self.num_fp8_weights - self.num_spared_fp8_gemms

@@ -35,7 +35,7 @@ from llm_fp8.precision.modules import (
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import converted_modules, read_state
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_internals import keep_weight_casts, put_off_scale_updates, update_scales
+from llm_fp8.utils.te_internals import forget_weight_casts, keep_weight_casts, put_off_scale_updates, update_scales
 
 
 class Precision:
@@ -55,6 +55,8 @@ class Precision:
         """Name of a TE module that stays in bf16 -> why the recipe cannot compute it."""
         self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
+        self.has_ended = False
+        """Whether `end_fp8` was called."""
         self.recipe_inside_modules: str | None = None
         """Class of the recipe in force in a TE module's first forward pass, or 'none'."""
 
@@ -107,6 +109,22 @@ class Precision:
         return frozenset(self._fp8_modules.values())
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether passes compute in fp8 now."""
+        return self.plan.recipe is not None and not self.has_ended
+
+    def end_fp8(self) -> None:
+        """Compute in bf16 from now on, with the same modules and weights (--fp8_until)."""
+        self.has_ended, self._num_casts_to_come = True, None
+        if self.plan.backend == "torchao":
+            for module in self._fp8_modules.values():
+                module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
+            torch.compiler.reset()  # compiled layers have fp8 in them
+        else:
+            self._unseen = next(iter(self._fp8_modules.values()), None)
+            forget_weight_casts(self._fp8_modules.values())
+
+    @property
     def scales_lag(self) -> bool:
         """Whether a tensor's scale comes from earlier passes (delayed scaling)."""
         scenario = self.plan.effective_scenario
@@ -128,7 +146,7 @@ class Precision:
         """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
         if self._torchao_linears:
             return read_state(self._torchao_linears.values())
-        return read_te_state(self._fp8_modules.values() if self.plan.recipe is not None else self._te_linears)
+        return read_te_state(self._fp8_modules.values() if self.in_fp8 else self._te_linears)
 
     def keep_casts_of_frozen_weights(self) -> None:
         """From now on frozen weights are cast to fp8 once; under delayed scaling again after the first pass."""
@@ -181,19 +199,19 @@ class Precision:
         with contextlib.ExitStack() as stack:
             if self._torch_autocast:
                 stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))
-            if self.plan.te_recipe is not None:
+            if self.plan.te_recipe is not None and self.in_fp8:
                 stack.enter_context(self._te_autocast(enabled=True))
             yield
 
     def put_off_scale_updates(self) -> contextlib.AbstractContextManager[None]:
         """Encloses forward and backward passes that update no scale of delayed scaling; `update_scales` does."""
-        if not self.scales_lag:
+        if not self.scales_lag or self.has_ended:
             return contextlib.nullcontext()
         return put_off_scale_updates()
 
     def update_scales(self) -> None:
         """Update the scales by what the passes since the last update have seen, on all ranks."""
-        if self.scales_lag:
+        if self.scales_lag and not self.has_ended:
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:

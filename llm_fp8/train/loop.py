@@ -93,6 +93,7 @@ class RunResults:
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
     certificate: Certificate | None = None
+    certificate_after_fp8: Certificate | None = None  # of the steps behind --fp8_until
 
 
 @dataclass
@@ -127,7 +128,13 @@ class TrainingLoop:
             from llm_fp8.observability.nvml import EnergyMeter
 
             self.energy = EnergyMeter(self.accelerator)
-        self.profile_step = min(self.step + STEPS_BEFORE_PROFILE + 1, self.total_steps) if plan.certifies else 0
+        self.fp8_steps = self.total_steps
+        """Steps of the run in fp8, if it is in fp8 (--fp8_until)."""
+        if self.precision.in_fp8:
+            self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
+        if self.step >= self.fp8_steps < self.total_steps:
+            self.precision.end_fp8()
+        self.profile_step = self._next_profile_step()
         self._clock = StepClock(self.accelerator.device)
         self._saved_s = time.monotonic()
         self._size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
@@ -136,6 +143,28 @@ class TrainingLoop:
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
+
+    @property
+    def precision_name(self) -> str:
+        """That of the run, for people."""
+        plan = self.precision.plan
+        after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.fp8_steps < self.total_steps else ""
+        return f"{plan.name}{after}"
+
+    def _next_profile_step(self) -> int:
+        """The step to record of those that compute as the next one does; 0 for none."""
+        end = self.fp8_steps if self.step < self.fp8_steps else self.total_steps
+        return min(self.step + STEPS_BEFORE_PROFILE + 1, end) if self.setup.plan.certifies else 0
+
+    def _end_fp8(self) -> None:
+        """Compute in bf16 from the next step on."""
+        self.read_pending()  # by fp8's figures
+        self.precision.end_fp8()
+        self.profile_step = self._next_profile_step()
+        if self._graphs is not None:
+            self._graphs = None  # with their gradients, before others are allocated
+            self._graphs = self._build_graphs()
+        self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def _build_graphs(self) -> Any:
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
@@ -173,6 +202,9 @@ class TrainingLoop:
                 self._note_attention()
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
+            if self.step == self.fp8_steps < self.total_steps:
+                self._end_fp8()
+                stamp = self.restart_clocks()
             if self._due(config.parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             stopping = stop_requested(self.reporter.is_lost)
@@ -269,7 +301,8 @@ class TrainingLoop:
         memory, energy = self._memory(), {}
         if self.energy is not None:
             energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
-        fp8, num_processes = self.precision.plan.has_fp8_peak, self.accelerator.num_processes
+        in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
+        fp8 = in_fp8 and self.precision.plan.has_fp8_peak
         for taken, (loss, *weighted), grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
             aux = {name: value / coefficients[name] for name, value in zip(coefficients, weighted, strict=True)}
@@ -288,7 +321,7 @@ class TrainingLoop:
                 **memory,
                 **energy,
                 **self._profile_figures.pop(taken.step, {}),
-                "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share,
+                "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
             self.reporter.steps([record])  # one by one: those before a non-finite one show what led to it
 
@@ -305,8 +338,11 @@ class TrainingLoop:
         if self.energy is not None:
             self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
-        self.results.recorded = profile
-        self.results.certificate = self._certified(profile, num_micro_batches)
+        certificate = self._certified(profile, num_micro_batches)
+        if self.precision.has_ended:
+            self.results.certificate_after_fp8 = certificate
+        else:
+            self.results.recorded, self.results.certificate = profile, certificate
         return self.restart_clocks()
 
     def _note_attention(self) -> None:
@@ -320,7 +356,7 @@ class TrainingLoop:
         """
         plan, attention = self.setup.plan, self.results.attention_backend or self.setup.attention
         own = certify(
-            self.setup.expected,
+            self.setup.expected.without_fp8 if self.precision.has_ended else self.setup.expected,
             profile.kernels,
             self.precision.module_state(),
             num_micro_batches=num_micro_batches,
@@ -328,13 +364,14 @@ class TrainingLoop:
             attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
             rank=self.accelerator.process_index,
         )
-        certificate, path = worst(gathered(own)), plan.folder / "certificate.json"
+        name = "certificate_after_fp8" if self.precision.has_ended else "certificate"
+        certificate, path = worst(gathered(own)), plan.folder / f"{name}.json"
         if self.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
-            self.reporter.track({"certificate": certificate.to_dict()})
+            self.reporter.track({name: certificate.to_dict()})
         if certificate.verdict == "failed":
             sentence = certificate.failure(path)
-            self.reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **plan.parallel_record})
+            self.reporter.finish({"failed": sentence, name: certificate.to_dict(), **plan.parallel_record})
             self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
             raise FailedCheck(sentence)
         if certificate.verdict == "undetermined":

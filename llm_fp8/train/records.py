@@ -54,6 +54,7 @@ def record_run(loop: TrainingLoop) -> None:
             "tokens_per_step": loop.loader.global_batch_size * config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, loop.total_steps),
             "total_steps": loop.total_steps,
+            **({"fp8_steps": loop.fp8_steps} if loop.fp8_steps < loop.total_steps else {}),
         },
         "resumed_after_step": loop.step,
         "model": {
@@ -86,19 +87,25 @@ def record_stream(loop: TrainingLoop) -> None:
         write_json_atomic(plan.folder / "run.json", record)
 
 
+def certified(results: RunResults) -> list[str]:
+    """What is certified of the process's steps, in fp8 and after it."""
+    found = (results.certificate, results.certificate_after_fp8)
+    return [certificate.describe() for certificate in found if certificate is not None]
+
+
 def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
     setup, results = loop.setup, loop.results
-    plan, config, folder, certificate = setup.plan, setup.plan.config, setup.plan.folder / "final", results.certificate
+    plan, config, folder = setup.plan, setup.plan.config, setup.plan.folder / "final"
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
-        "precision": plan.precision.name,
+        "precision": loop.precision_name,
         "optimizer steps": step,
         "tokens": tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
-        "certificate": "none" if certificate is None else certificate.describe().removeprefix("certificate: "),
+        "certificate": "; ".join(words.removeprefix("certificate: ") for words in certified(results)) or "none",
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
@@ -129,6 +136,11 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": idle,
         "certificate": None if certificate is None else certificate.to_dict(),
+        **(
+            {}
+            if results.certificate_after_fp8 is None
+            else {"certificate_after_fp8": results.certificate_after_fp8.to_dict()}
+        ),
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,
@@ -146,19 +158,19 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
 
 def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | None) -> None:
     """Print the outcome and where the files are."""
-    plan, certificate = loop.setup.plan, loop.results.certificate
+    plan = loop.setup.plan
     say = plan.say
     steps, own = summary["steps"], len(loop.reporter.own_steps())
     taken = f"{own} steps" if own == steps else f"{own} steps, {steps} with those before,"
-    say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
+    say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {loop.precision_name}")
     if loop.reporter.is_lost:
         say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
-    if certificate is not None:
+    if certificates := certified(loop.results):
         if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
             say(idle)
-        say(certificate.describe())
+        say("\n".join(certificates))
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
     say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")

@@ -24,7 +24,7 @@ from llm_fp8.utils.ranks import LaunchRanks, agree_on
 LOCK = ".lock"  # held by the main process for as long as it trains; the file stays
 _SAVED = ("summary.json", "final", "checkpoints/step-*")
 """What a run leaves that is worth keeping: without it, a later run begins anew in its folder."""
-_WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "checkpoints")
+_WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
 """What else a run writes, or clears away, and so may not find of somebody else's."""
 _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""

@@ -6,6 +6,7 @@ module._is_fsdp2                                       tests/distributed/test_wg
 layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu_gpu.py
 dot_product_attention._attention_backends              tests/tools/verify
 FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/distributed/test_micro_batch_graphs_gpu.py
+module._fp8_workspaces                                 tests/train/test_train_gpu.py
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,12 @@ def keep_weight_casts(model: nn.Module, keep: bool) -> None:
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # type: ignore[assignment]  # they look for FSDP2 once
+
+
+def forget_weight_casts(modules: Iterable[Any]) -> None:
+    """Free the fp8 casts of weights that modules keep."""
+    for module in modules:
+        module._fp8_workspaces.clear()
 
 
 def would_lose_main_grad(module: Any) -> bool:

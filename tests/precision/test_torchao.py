@@ -26,7 +26,7 @@ from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import uncompiled
 from tests.support.processes import run_ranks
-from tests.support.small import final_weights, run_json, steps, tiny_config, train
+from tests.support.small import final_weights, records, run_json, steps, tiny_config, train
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
@@ -91,6 +91,32 @@ def test_it_resumes_and_recomputes_exactly(tiny_model, rows, tmp_path):
     coverage = run_json(kept)["precision"]["coverage"]
     assert set(coverage["converted"].values()) == {1}
     assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
+
+
+@pytest.mark.slow
+def test_the_last_steps_are_in_bf16_and_a_run_resumes_on_either_side(tiny_model, rows, tmp_path):
+    small = ["--batch_size=2", "--validation_fraction=0.2"]
+    shared = [*small, *FP8, "--save_every=1", "--save_total_limit=9", "--fp8_until=0.6"]
+    whole, fp8, bf16 = tmp_path / "whole", tmp_path / "fp8", tmp_path / "bf16"
+    train(*options(tiny_model, rows, whole, *shared))
+    num_fp8 = run_json(whole)["effective"]["fp8_steps"]
+    assert num_fp8 == round(0.6 * len(losses(whole)))
+    train(*options(tiny_model, rows, fp8, *small, *FP8, "--no_export"))
+    same = [one == other for one, other in zip(losses(whole), losses(fp8), strict=True)]
+    assert same[:num_fp8] == [True] * num_fp8 and not any(same[num_fp8:])
+    shares = [step["fp8_linear_flop_share"] > 0 for step in steps(whole)]
+    assert shares == [True] * num_fp8 + [False] * (len(shares) - num_fp8)
+    for step in (num_fp8 - 1, num_fp8):
+        resumed = tmp_path / str(step)
+        checkpoint = whole / "checkpoints" / f"step-{step:08}"
+        train(*options(tiny_model, rows, resumed, *shared, "--no_export", f"--resume_from={checkpoint}"))
+        assert losses(resumed) == losses(whole)[step:]
+    unchanged = [*small, "--mixed_precision=bf16", "--learning_rate=0", "--no_export"]
+    train(*options(whole / "final", rows, bf16, *unchanged))
+    evaluated = [[record["eval_loss"] for record in records(run) if "eval_loss" in record] for run in (whole, bf16)]
+    assert evaluated[0][-1] == evaluated[1][-1], "the last evaluation is bf16's too"
+    with pytest.raises(UserError, match="fp8_until"):
+        train(*options(tiny_model, rows, whole, *shared[:-1], f"--resume_from={whole / 'checkpoints/step-00000002'}"))
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
