@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import certificate_of, common, losses, train
+from tests.support.gpu_training import certificate_of, common, figures, losses, train
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,27 @@ def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, t
     for values in found.values():
         # Delayed scaling sees another history with another cut; bf16 and current scaling differ by rounding alone.
         assert values == pytest.approx(found[8], rel=5e-3 if precision == "delayed" else 1e-3)
+
+
+@pytest.mark.parametrize("graphs", [(), ("--cuda_graphs",)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("precision", ["delayed", "current"])
+def test_the_last_steps_are_bf16s_proven_and_resumed_bit_for_bit(precision, graphs, model_folder, tmp_path):
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    options = [*PRECISIONS[precision], *graphs, "--max_steps=16", "--fp8_until=0.5", "--no_export"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    saved = ["--save_every=6", "--save_total_limit=9", "--eval_every=4"]
+    done = train(*common(model_folder, whole, *options, *saved), environment=environment)
+    assert done.returncode == 0, done.stderr
+    fp8, bf16 = certificate_of(whole), json.loads((whole / "certificate_after_fp8.json").read_text())
+    assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
+    assert fp8["num_fp8_gemm_kernels"] > 0 and "fp8" not in bf16["gemm_kernels_by_type"]
+    assert bf16["recipe_inside_modules"] == "none"
+    for step in (6, 12):
+        more = ["--eval_every=4", f"--resume_from={whole / 'checkpoints' / f'step-{step:08}'}"]
+        done = train(*common(model_folder, resumed / str(step), *options, *more), environment=environment)
+        assert done.returncode == 0, done.stderr
+        assert losses(resumed / str(step)) == losses(whole)[step:]
+        assert figures(resumed / str(step), "eval_loss") == figures(whole, "eval_loss")[step // 4 :]
 
 
 def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tmp_path):
