@@ -53,7 +53,7 @@ from llm_fp8.train.train_state import (
     run_options,
     total_steps,
 )
-from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.console import quiet_libraries, say
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.start import PhaseClock
@@ -76,7 +76,9 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
     if config.run.dry_run:
         return dry_run(config, ranks)
     start_process_group(ranks)
-    plan = plan_run(with_output_dir(config, ranks), ranks)
+    config = with_output_dir(config, ranks)
+    resumed = find_checkpoint(config, ranks)
+    plan = plan_run(config, ranks, None if resumed is None else resumed.meta["options"]["batch_size"])
     phase_ends("devices")
 
     with explained_failures(lambda: plan.folder):  # noqa: F821  # it is called before the end alone
@@ -85,7 +87,7 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
-        plan, resumed = find_checkpoint(plan)
+        plan = suited_to(plan, resumed)
         phase_ends("config_and_tokenizer")
 
         data = load_data(plan, tokenizer)
@@ -135,22 +137,28 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
     return exit_code
 
 
-def find_checkpoint(plan: RunPlan) -> tuple[RunPlan, Checkpoint | None]:
-    """The checkpoint to continue from, which suits the run, if any; and the plan, in the precision that
-    --mixed_precision auto chose when that run began. Collective.
-    """
-    resumed = CheckpointManager(plan.folder, limit=1).find(plan.config.run.resume_from)
+def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
+    """The checkpoint to continue from, the same on every host, if any. Collective."""
+    folder = config.run.output_dir or "runs"
+    resumed = CheckpointManager(folder, limit=1).find(config.run.resume_from)
     if len(set(gathered(None if resumed is None else resumed.step))) > 1:
-        raise UserError(f"--output_dir {plan.folder}: hosts find different checkpoints there; share the folder.")
+        raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
+    if resumed is None and ranks.rank == 0 and (config.run.resume_from is not None or was_begun(Path(folder))):
+        say(f"{folder} holds no checkpoint: the run begins anew")
+    return resumed
+
+
+def suited_to(plan: RunPlan, resumed: Checkpoint | None) -> RunPlan:
+    """The plan in the precision that --mixed_precision auto chose when the run of the checkpoint began; `UserError`
+    where that is another run.
+    """
     if resumed is None:
-        if plan.config.run.resume_from is not None or was_begun(plan.folder):
-            plan.say(f"{plan.folder} holds no checkpoint: the run begins anew")
-        return plan, None
+        return plan
     if plan.measures_precision:
         was_fp8 = str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
         plan = replanned(plan, "fp8" if was_fp8 else "bf16")
     check_compatible(resumed, run_fingerprint(plan))
-    return plan, resumed
+    return plan
 
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:

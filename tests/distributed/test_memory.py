@@ -195,9 +195,7 @@ def test_micro_batches_are_merged_as_far_as_memory_allows():
 def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
     config, said = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
     assert cut(config) == (1, 4) and said == []
-    run = RunSize(
-        config_of(DOCUMENTED | {"gradient_accumulation_steps": 4}), hf_config("Llama-3.2-3B"), **described(DOCUMENTED)
-    )
+    run = run_size(DOCUMENTED | {"gradient_accumulation_steps": 4}, hf_config("Llama-3.2-3B"))
     assert cut(settle_memory(run, 79.2, resumed_rows=2)[0]) == (2, 2)
     assert cut(settle_memory(run, 79.2, resumed_rows=3)[0]) == (4, 1)
 
@@ -211,5 +209,5 @@ def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpu
     length = 512 if rows == 1 else 1024
     row = dict(use_te=False, recipe="bf16", mode="fsdp_full", num_gpus=num_gpus, batch_size=rows, max_seq_length=length)
     row |= dict(gradient_accumulation_steps=steps)
-    bound = RunSize(config_of(row), hf_config(model), **described(row)).estimate(upper_bound=True).total_gib
+    bound = run_size(row, hf_config(model)).estimate(upper_bound=True).total_gib
     assert measured_gib < bound < 1.5 * measured_gib
