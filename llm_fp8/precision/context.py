@@ -223,7 +223,8 @@ class Precision:
         # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self._te_autocast(enabled=True):
             for name, module in self._fp8_modules.items():
-                module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
+                if not self.has_ended:  # it would say that the module computes in fp8
+                    module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
                     meta = module.fp8_meta[direction]
                     state[f"{name}.{direction}.scale"] = meta.scale

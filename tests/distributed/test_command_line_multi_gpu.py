@@ -51,6 +51,7 @@ def options(model, tmp_path) -> list[str]:
         "--max_seq_length=256",
         "--learning_rate=1e-4",
         f"--gradient_accumulation_steps={MICRO_BATCHES}",
+        "--no_merge_micro_batches",
         f"--max_steps={NUM_STEPS}",
         f"--save_every={SAVED_STEP}",
         "--save_total_limit=9",

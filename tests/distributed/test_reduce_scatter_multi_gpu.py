@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from llm_fp8.distributed import fsdp_internals
+from llm_fp8.distributed import fsdp
 from tests.support.multi_gpu_training import train
 
 pytestmark = pytest.mark.multi_gpu
@@ -20,7 +20,7 @@ OPTIONS = ("--random_init", "--use_te", "--no_export", "--batch_size=2", "--max_
 def take_fsdp2s() -> None:
     """Let this process reduce as FSDP2 does by itself."""
     made_as_ours: Any = lambda unit, stream: DefaultReduceScatter()  # noqa: E731
-    fsdp_internals.MemorySavingReduceScatter = made_as_ours
+    fsdp.MemorySavingReduceScatter = made_as_ours
 
 
 @pytest.mark.parametrize(

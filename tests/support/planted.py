@@ -68,7 +68,7 @@ def check_that_the_run_stops(folder: Path, place: str, value: float, *options: s
     """Two ranks end with code 2 and a sentence that names the step and the rows; nothing of the step is saved."""
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
-    cut = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}"]
+    cut = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]
     ranks = start_ranks(2, log, *training, *cut, first=functools.partial(plant, place, value))
     codes = [exit_code(rank, 120) for rank in ranks]
     said = log.read_text()
