@@ -84,7 +84,8 @@ class Torchrun(Launch):
         """Wait for the end; rank -> exit code (negative for a signal) of those that torchrun says have failed, which
         leaves out those that it ended itself.
         """
-        return _failed_ranks(self.printed(), self._process.wait(deadline_s))
+        code = self._process.wait(deadline_s)
+        return _failed_ranks(self.printed(), code)
 
 
 def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
