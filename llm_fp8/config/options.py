@@ -36,6 +36,7 @@ COLUMN_NAMES = (
 """Columns of a dataset that are understood (`llm_fp8.data.rows`), which --columns gives other names."""
 
 AUTO_BATCH_SIZE = 0
+ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 """What --batch_size auto is until the run has settled it."""
 
 IN_FP8 = "mixed_precision=fp8|auto"
@@ -175,7 +176,9 @@ class DataConfig:
     chat_template_kwargs: str | None = option(
         None, "JSON of what the chat template is given, as in '{\"enable_thinking\": false}'; a row's column wins."
     )
-    preprocessing_workers: int = option(1, "Processes for tokenisation.", at_least=1)
+    preprocessing_workers: int | None = option(
+        None, f"Processes for tokenisation (default: the job's cores, one per {ROWS_PER_WORKER:,} rows).", at_least=1
+    )
 
     @property
     def weights(self) -> list[float] | None:

@@ -11,8 +11,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from datasets import Sequence as ListOf
 from pyarrow import compute
 from transformers import PreTrainedTokenizerBase
 
+from llm_fp8.config.options import ROWS_PER_WORKER
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, conversation_of
@@ -47,6 +50,9 @@ FEATURES = Features(
         "unused": Value("string"),  # JSON of what of the row is not used -> how often; few different ones
     }
 )
+_CGROUP = "/sys/fs/cgroup"
+CPU_QUOTAS = ((f"{_CGROUP}/cpu.max",), (f"{_CGROUP}/cpu/cpu.cfs_quota_us", f"{_CGROUP}/cpu/cpu.cfs_period_us"))
+"""Files that hold a cgroup's quota of CPU time and its period, in microseconds: version 2's, version 1's."""
 FIGURES = ("length", "num_supervised", "outcome", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
 """Columns of `FIGURES`, [number of rows] each."""
@@ -265,9 +271,12 @@ def tokenise(
     names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
-    num_workers: int = 1,
+    num_workers: int | None = 1,
 ) -> Any:
-    """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
+    """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached.
+
+    `num_workers`: processes, None for as many as the job has cores, where the dataset is large enough.
+    """
     wanted = [*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form]]
     is_json = dataset.column_names == [ROW]  # whose rows may have other columns than the first ones
     columns = {ours: theirs for ours in wanted if (theirs := options.renames.get(ours, ours)) in names or is_json}
@@ -284,7 +293,18 @@ def tokenise(
     file = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8" / f"tokenised-{key}.arrow"
     file.parent.mkdir(parents=True, exist_ok=True)
     how |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}
-    return selected.map(_tokenise_batch, num_proc=num_workers if num_workers > 1 else None, **how)
+    workers = num_workers or min(cores_of_job(), 1 + len(selected) // ROWS_PER_WORKER)
+    return selected.map(_tokenise_batch, num_proc=workers if workers > 1 else None, **how)
+
+
+def cores_of_job() -> int:
+    """The cores that this process may use: by its affinity, Slurm's allocation on the host and the cgroup's quota."""
+    counts = [len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE", sys.maxsize))]
+    for files in CPU_QUOTAS:  # "max" or -1 stands for none
+        words = " ".join(Path(file).read_text() for file in files if Path(file).exists()).split()
+        if len(words) == 2 and words[0].isdigit():
+            counts.append(math.ceil(int(words[0]) / int(words[1])))
+    return max(1, min(counts))
 
 
 def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
+from llm_fp8.data import tokenise
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.data.tokenise import Document
@@ -51,6 +53,28 @@ def _texts(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def _chat(number: int, **further: Any) -> dict[str, Any]:
     turns = [{"role": "user", "content": f"q{number}", "id": number}, {"role": "assistant", "content": f"a{number}"}]
     return {"messages": turns, **further}
+
+
+@pytest.mark.parametrize(
+    ("slurm", "files", "cores"),
+    [
+        (None, {}, 64),
+        ("8", {}, 8),
+        (None, {"cpu.max": "max 100000"}, 64),
+        (None, {"cpu.max": "350000 100000"}, 4),
+        ("3", {"quota": "-1", "period": "100000"}, 3),
+        (None, {"quota": "600000", "period": "100000"}, 6),
+    ],
+)
+def test_the_cores_of_a_job(slurm, files, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(tokenise, "CPU_QUOTAS", ((tmp_path / "cpu.max",), (tmp_path / "quota", tmp_path / "period")))
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", slurm)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert tokenise.cores_of_job() == cores
 
 
 def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path) -> None:
