@@ -180,13 +180,23 @@ MEDIANS = (
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """`num_steps_measured`, `num_steps_left_out`, and `median_<key>` over the measured `steps` (of one process, in
     order) for each of `MEDIANS` that they have. The first steps and the recorded one are not measured.
+
+    Where --fp8_until ends fp8 it is the mean of two medians, weighted by steps for the time of a step and by time else.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
+    in_fp8 = [record for record in measured if record.get("fp8_linear_flop_share")]
+    after = [record for record in measured if not record.get("fp8_linear_flop_share")]
     for key in MEDIANS:
-        if values := [record[key] for record in measured if key in record]:
-            summary[f"median_{key}"] = statistics.median(values)
+        medians, weights = [], []
+        for part in (in_fp8, after):
+            if values := [record[key] for record in part if key in record]:
+                medians.append(statistics.median(values))
+                step_s = statistics.median(record["step_time_s"] for record in part)
+                weights.append(len(part) * (1.0 if key == "step_time_s" else step_s))
+        if medians:
+            summary[f"median_{key}"] = statistics.fmean(medians, weights)
     return summary
 
 
