@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import torch
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.tools.programs import Ended
@@ -44,8 +45,13 @@ DEADLINE_S = 60.0
 def fork_server() -> None:
     """Let multiprocessing's server be a fork of this process, which has imported most and has not trained yet: one that
     starts anew imports all again, in each of xdist's workers. Read in CPython 3.10 to 3.13.
+
+    With several threads it does start anew: after a fork, OpenMP would wait for those that this process had.
     """
     if CONTEXT.get_start_method() != "forkserver":
+        return
+    if torch.get_num_threads() > 1:
+        CONTEXT.set_forkserver_preload([__name__, *PRELOADED])
         return
 
     def fork(path: bytes, args: list[str], fds: list[int]) -> int:
