@@ -12,6 +12,9 @@ the evaluation; the rest is in the weights. A run with seed 0 evaluates the untr
 interpolation between its evaluations. Its learning rate had not decayed by then, so a reference with a shorter schedule
 would reach this loss sooner.
 
+`NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of that share of --steps: bf16/0.7 is
+what bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
+
 With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no run starts; the same
 command continues from its --output. The median step time is recorded with `--parallel 1` only.
 """
@@ -22,6 +25,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -70,6 +74,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
 """Variant -> its reference, where it is not bf16."""
+_VARIANT = re.compile(r"(?P<base>\w+)(?:@(?P<until>[\d.]+))?(?:/(?P<length>[\d.]+))?")
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 SEQ_LENGTH = 1024
 ROWS = 16  # of a micro-batch
@@ -92,26 +97,35 @@ class Job:
     seed: int
 
     def options(self, settings: argparse.Namespace, folder: Path) -> list[str]:
+        found = _VARIANT.fullmatch(self.variant)
+        assert found is not None
+        until = [f"--fp8_until={found['until']}"] if found["until"] else []
+        length = [f"--max_steps={round(float(found['length'] or 1) * settings.steps)}"] if settings.steps else []
         shared = [
             f"--model_name={settings.model}", f"--dataset_name={settings.data}", "--packing",
             f"--max_seq_length={SEQ_LENGTH}", f"--batch_size={ROWS}", f"--validation_fraction={HELD_OUT}",
             f"--seed={self.seed}", f"--output_dir={folder}",
-            f"--eval_every={EVAL_EVERY}", *VARIANTS[self.variant]
+            f"--eval_every={EVAL_EVERY}", *VARIANTS[found["base"]], *until
         ]  # fmt: skip
         if self.seed == 0:
             return [*shared, "--max_steps=1", "--learning_rate=1e-30", "--no_export"]
         return [
             *shared, f"--num_epochs={EPOCHS}", f"--learning_rate={self.learning_rate}",
-            f"--num_warmup_steps={WARMUP_STEPS}", "--lr_scheduler=cosine"
+            f"--num_warmup_steps={WARMUP_STEPS}", f"--lr_scheduler={settings.lr_scheduler}", *length
         ]  # fmt: skip
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
     """The untrained models, then all runs seed by seed, so that an early end leaves whole pairs."""
     variants = settings.variants.split(",")
-    unknown = [name for name in variants if name not in VARIANTS]
-    if unknown:
-        raise UserError(f"--variants: '{unknown[0]}' is unknown; choose from {', '.join(VARIANTS)}.")
+    for name in variants:
+        if (found := _VARIANT.fullmatch(name)) is None or found["base"] not in VARIANTS:
+            choices = ", ".join(VARIANTS)
+            raise UserError(
+                f"--variants: '{name}' is unknown; choose from {choices}, with @SHARE or /LENGTH behind it."
+            )
+        if found["length"] and not settings.steps:
+            raise UserError(f"--variants {name}: a length is a share of --steps.")
     rates = [float(rate) for rate in settings.learning_rates.split(",")]
     jobs = [Job(variant, 0.0, 0) for variant in variants if "lora" not in variant]
     for seed in range(1, max(settings.seeds, settings.main_seeds) + 1):
@@ -158,6 +172,7 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
         device = f"cuda:{gpu}"
     command = training_command(1, *job.options(settings, folder))
     result = {"variant": job.variant, "learning_rate": job.learning_rate, "seed": job.seed}
+    result["lr_scheduler"] = settings.lr_scheduler
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {**result, "failed": (done.stdout[-1500:] + done.stderr[-3000:])}
@@ -207,7 +222,7 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The paired differences of each variant from its reference, by learning rate (0: untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
-    for variant in VARIANTS:
+    for variant in dict.fromkeys(run["variant"] for run in runs):
         reference = REFERENCES.get(variant, "bf16")
         for rate in (0.0, *LEARNING_RATES):
             pairs = [
@@ -240,6 +255,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each learning rate but the main one")
     parser.add_argument("--main_learning_rate", type=float, default=3e-5)
     parser.add_argument("--main_seeds", type=int, default=5)
+    parser.add_argument("--lr_scheduler", default="cosine", choices=["cosine", "linear", "constant"])
+    parser.add_argument("--steps", type=int, help="optimizer steps of a whole run (default: as --num_epochs has it)")
     parser.add_argument("--exact_match", type=int, default=0, help="held-out problems that every export answers")
     parser.add_argument("--parallel", type=int, default=5, help="trainings at a time on each GPU")
     parser.add_argument("--deadline_s", type=float, default=math.inf)
@@ -266,7 +283,7 @@ def main() -> int:
             return
         with lock:
             runs.append(result | origin)
-            runs.sort(key=lambda run: (list(VARIANTS).index(run["variant"]), run["learning_rate"], run["seed"]))
+            runs.sort(key=lambda run: (run["variant"], run["learning_rate"], run["seed"]))
             write_json_atomic(settings.output, {"provenance": provenance, "comparisons": compare(runs), "runs": runs})
             names = ("variant", "learning_rate", "seed", "eval_loss", "bf16_eval_loss", "exact_match", "failed")
             print(json.dumps({name: result[name] for name in names if name in result}), flush=True)

@@ -26,6 +26,15 @@ def test_an_unknown_variant_is_named():
         pretrained.plan(settings("--variants", "bf16,fp9"))
 
 
+def test_a_variant_may_end_in_bf16_or_have_a_shorter_schedule(tmp_path):
+    words = settings("--variants", "delayed@0.7,bf16/0.75", "--steps", "178", "--lr_scheduler", "linear")
+    until, shorter = (job.options(words, tmp_path) for job in pretrained.plan(words)[-2:])
+    assert "--fp8_until=0.7" in until and "--max_steps=178" in until and "--lr_scheduler=linear" in until
+    assert "--max_steps=134" in shorter and not any(word.startswith("--fp8_until") for word in shorter)
+    with pytest.raises(UserError, match="--steps"):
+        pretrained.plan(settings("--variants", "bf16/0.75"))
+
+
 def test_differences_are_paired_by_seed_and_learning_rate():
     def run(variant, rate, seed, loss):
         losses = dict(eval_loss=loss, bf16_eval_loss=loss - 0.5, evaluations=[[40, loss + 1], [80, loss]])
