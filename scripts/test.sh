@@ -32,9 +32,10 @@ if [[ ! -d $LLM_FP8_OLDER_TRANSFORMERS ]]; then
     }
 fi
 
-# Tests write thousands of files and programs: into memory where there are 4 GiB for them.
+# Tests write thousands of files and programs: into memory where there are 4 GiB for them beside 8 for the tests.
 scratch=
 if (($(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1 || echo 0) > 4194304)) &&
+    (($(awk '/^MemAvailable/ { print $2 }' /proc/meminfo) > 12582912)) &&
     ! grep -q '^[^ ]* /dev/shm .*noexec' /proc/mounts; then
     scratch=$(mktemp -d /dev/shm/llm-fp8.XXXXXX)
     chmod 755 "$scratch" # a test becomes somebody else
@@ -53,7 +54,7 @@ check "lint-imports" -c "from importlinter.cli import lint_imports_command as li
 types=$(mktemp)
 "$venv_python" -m mypy llm_fp8 >"$types" 2>&1 &
 mypy=$!
-trap 'kill "$mypy" 2>/dev/null || true; rm -rf "$types" "$scratch"' EXIT
+trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"; ((${#failed[@]} > 0)) || rm -rf "$scratch"' EXIT
 check "pytest -m '$tests' $*" -m pytest -m "$tests" -n 3 --dist worksteal "$@"
 say "mypy llm_fp8"
 wait "$mypy" || failed+=("mypy llm_fp8")

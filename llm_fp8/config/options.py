@@ -36,8 +36,8 @@ COLUMN_NAMES = (
 """Columns of a dataset that are understood (`llm_fp8.data.rows`), which --columns gives other names."""
 
 AUTO_BATCH_SIZE = 0
-ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 """What --batch_size auto is until the run has settled it."""
+ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"

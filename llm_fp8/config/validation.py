@@ -157,7 +157,6 @@ def check_machine(
     of `ranks`, with the sharding `mode` that 'auto' came to ('single' for one process), the precision `compute` of
     layers outside fp8 (fp32, bf16 or fp16) and the fp8 recipe `scenario` (None outside fp8).
     """
-    check_declared(config, mode)
     _check_mode(config, mode)
     ranks = ranks or LaunchRanks()
     kind, size = config.optim.optimizer, config.parallel.context_parallel_size

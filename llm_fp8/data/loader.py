@@ -107,15 +107,14 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the evaluation sequences, as many on every rank and at most `max_batches` over
-    all, so that what is evaluated does not depend on their number.
+    """Yields this rank's `Batch`es of the first evaluation sequences, as many on every rank, so that what is evaluated
+    does not depend on their number.
     """
 
     def __init__(
-        self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, max_batches: int | None
+        self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, limit: int | None
     ) -> None:
-        """`data` identifies the sequences."""
-        limit = None if max_batches is None else max_batches * size
+        """`data` identifies the sequences, `limit` of which are taken."""
         self._micro_batches = share.micro_batches(sequences[:limit], size)
         self._collate = collate
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"

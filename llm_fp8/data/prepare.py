@@ -73,11 +73,13 @@ def prepare_data(
     pin_memory: bool = False,
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
     split_batch: Callable[[Batch], Batch] | None = None,
+    asked_batch_size: int | None = None,
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
 
     `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same sequences;
-    `split_batch` takes a rank's slice of a batch. Within `main_process_first` (such as
+    `split_batch` takes a rank's slice of a batch. `asked_batch_size`, by default that of `config`, is what
+    --eval_batches counts, so that merged micro-batches change nothing in it. Within `main_process_first` (such as
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
     """
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
@@ -92,6 +94,7 @@ def prepare_data(
 
     with main_process_first():
         job = _Job(config, tokenizer, layout, collate, Share(rank, world_size))
+        job.eval_batch_size = asked_batch_size or config.data.batch_size
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
@@ -111,6 +114,7 @@ class _Job:
             raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
         self.eos_ids: tuple[int, ...] = ()
+        self.eval_batch_size = config.data.batch_size
 
     def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[tuple[list[str], TokeniseOptions]]:
         """The columns of each dataset and how its rows are tokenised; --columns may be meant for one of them."""
@@ -189,7 +193,8 @@ class _Job:
             figures = figures_of(evaluation)
             plan = self.plan(figures["length"], np.arange(len(evaluation)))
             sequences, key = sequence_readers(plan, document_reader(evaluation)), content_key(figures["document_key"])
-            evals = EvalLoader(sequences, key, self.collate, size, self.share, config.run.eval_batches)
+            limit = None if config.run.eval_batches is None else config.run.eval_batches * self.eval_batch_size
+            evals = EvalLoader(sequences, key, self.collate, size, self.share, limit)
         return PreparedData(loader, evals, report, "\n".join(lines), self.eos_ids)
 
 

@@ -19,7 +19,8 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
                     3 h + q + f  fp8, one byte each: LayerNormMLP keeps both layouts; block scaling fc2's too
 
 A decoder of Hugging Face's keeps at most, in bf16 elements per token, 8 h (both norms, in fp32 too, and their outputs),
-5 q (attention with repeated keys and values) and 4 f: counted so, an upper bound, it decides what is merged alone.
+5 q (attention with repeated keys and values) and 4 f, with norms of q and k 3 (q + kv) more; under LoRA 2 h + q + kv
+(inputs of adapters), with dropout half of 5 h + q + f (masks). This upper bound decides what is merged alone.
 
 A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
 products instead; in fp8 each LayerNormLinear its fp8 input as well.
@@ -111,6 +112,7 @@ class RunSize:
     mode: str
     num_gpus: int
     num_parameters: int  # tied ones once, adapters left out
+    may_be_bf16: bool = False  # whether it may compute in bf16 where `recipe` is of fp8
 
     @cached_property
     def sizes(self) -> DecoderSpec | None:
@@ -157,12 +159,10 @@ class RunSize:
     def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
         """Count the memory by part; as an upper bound also where that of activations is not known exactly."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
-        spec = self.sizes if upper_bound else self.spec
+        spec = self.sizes if upper_bound and self.is_bounded else self.spec
         mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # nothing is communicated
         mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
-        if upper_bound and self.optimizer == "adamw_fp32" and not self.sharded:
-            state += _BF16 * self.num_parameters  # autocast's casts
         if spec is None:
             return MemoryEstimate({STATE: state / GIB}, is_whole=False)
         h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
@@ -175,9 +175,11 @@ class RunSize:
         fp8_weights = layers * layer_linear if in_fp8 else 0
 
         if self.spec is None:
-            per_layer = float(
-                _BF16 * (8 * h + 5 * spec.q_size + 4 * spec.intermediate_size) + config.data.max_seq_length
-            )
+            q, kv, f, lora = spec.q_size, spec.kv_size, spec.intermediate_size, config.lora
+            elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm
+            elements += (2 * h + q + kv) * (lora.lora_rank > 0)
+            masks = (5 * h + q + f) * (lora.lora_dropout > 0)
+            per_layer = float(_BF16 * elements + masks + config.data.max_seq_length)
         else:
             per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
         if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
@@ -239,9 +241,24 @@ class RunSize:
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is an upper bound of its memory: not of Hugging Face's decoder in fp32 or by torch.autocast, or
+        with eager attention, nor of DeepSpeed's buffers.
+        """
+        casts = self.optimizer == "adamw_fp32" and not self.sharded and not self.config.model.use_te
+        eager = self.config.model.attn_implementation == "eager"
+        return not (casts or eager or self.recipe in ("no", "fp16") or self.mode.startswith("deepspeed"))
+
+    @property
+    def parts(self) -> list[RunSize]:
+        """The run, and where it may compute in bf16 too (--fp8_until, --mixed_precision auto) itself in bf16."""
+        return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
+
     def fits(self, gpu_gib: float) -> bool:
         """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
-        return self.config.data.batch_size % self.row_multiple == 0 and self.estimate().needed_gib <= gpu_gib
+        needed = max(part.estimate().needed_gib for part in self.parts)
+        return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
 
     def merged(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
         """The same run with as many micro-batches of a step run as one as fit the GPU with a margin, or with
@@ -254,8 +271,9 @@ class RunSize:
             return self.changed(batch_size=resumed_rows, gradient_accumulation_steps=cuts[resumed_rows])
         for rows, num_micro_batches in cuts.items():
             run = self.changed(batch_size=rows, gradient_accumulation_steps=num_micro_batches)
-            found = run.estimate(upper_bound=True)
-            if rows <= most and found.is_whole and found.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib:
+            found = [part.estimate(upper_bound=True) for part in run.parts]
+            fits = all(each.is_whole and each.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib for each in found)
+            if rows <= most and fits:
                 return run
         return self
 

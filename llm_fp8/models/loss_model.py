@@ -19,7 +19,6 @@ from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import cap_
 from llm_fp8.models.build import decoder_layers, text_decoder
 from llm_fp8.models.experts import router_loss
-from llm_fp8.models.grouped_experts import use_grouped_experts
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
@@ -53,7 +52,6 @@ class TrainingModel(nn.Module):
         self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
-        use_grouped_experts(model)
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()
         self.uses_te_decoder = is_te_model(decoder_layers(model)[0])

@@ -22,7 +22,8 @@ from llm_fp8.utils.packages import REPOSITORY
 def wide_console(**options: Any) -> Console:
     """rich's console, as wide as COLUMNS or the terminal say, else 160 characters."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return Console(width=wide, highlight=False, **options)
+    # datasets gives os.environ another object, which rich has not seen.
+    return Console(width=wide, highlight=False, _environ=os.environ, **options)
 
 
 # A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own.

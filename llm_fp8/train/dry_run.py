@@ -44,9 +44,10 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
     optimizer = resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16")
     run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus, num_parameters)
+    resumed = CheckpointManager(config.run.output_dir or "", limit=1).find(config.run.resume_from)
     lines: list[str] = []
     if counts_memory:
-        config, lines = settle_memory(run, gpu_gib)
+        config, lines = settle_memory(run, gpu_gib, None if resumed is None else resumed.micro_batch_rows)
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:
@@ -61,7 +62,6 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         world_size=ranks.world_size // size,
         main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
     )
-    resumed = CheckpointManager(config.run.output_dir or "", limit=1).find(config.run.resume_from)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if ranks.rank != 0:

@@ -148,7 +148,7 @@ class TrainingLoop:
     def precision_name(self) -> str:
         """That of the run, for people."""
         plan = self.precision.plan
-        after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.fp8_steps < self.total_steps else ""
+        after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.precision.has_ended else ""
         return f"{plan.name}{after}"
 
     def _next_profile_step(self) -> int:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
-from llm_fp8.config.validation import check_decoder, check_machine
+from llm_fp8.config.validation import check_declared, check_decoder, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.memory import RunSize, settle_memory
@@ -111,6 +111,12 @@ class RunPlan:
         return self.rounds_weights and self.optimizer_kind == "adamw_master" and self.config.lora.lora_rank == 0
 
     @property
+    def asked_batch_size(self) -> int:
+        """Rows of a micro-batch before they were merged."""
+        in_step = self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
+        return in_step // self.num_asked_micro_batches
+
+    @property
     def certifies(self) -> bool:
         """Whether the run records a step and judges its kernels (--certify)."""
         wanted = self.config.run.certify
@@ -132,23 +138,25 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None
     gpu_gib = smallest_gpu_gib(device)
     num_parameters = count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, gpu_gib)
+    check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
     measures_precision = False
     if config.precision.mixed_precision == "auto":
         measures_precision = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
         config = config.with_options(mixed_precision="fp8" if measures_precision else "bf16")
     precision = resolve_precision(config.precision, device)
     optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
+    num_shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
     notes: list[str] = []
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
         recipe = precision.effective_scenario or precision.effective
-        run = RunSize(config, hf_config, recipe, optimizer_kind, mode, ranks.world_size, num_parameters)
+        may_be_bf16 = measures_precision or config.precision.fp8_until < 1
+        run = RunSize(config, hf_config, recipe, optimizer_kind, mode, num_shards, num_parameters, may_be_bf16)
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, resumed_rows))
     _check_run(config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
     packed_form = None
     if config.model.use_te:
-        num_shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
         _check_te_decoder(config, hf_config, precision.effective_scenario, num_shards)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)

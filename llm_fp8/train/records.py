@@ -122,25 +122,33 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
     return folder
 
 
+def _certificates_of(loop: TrainingLoop) -> dict[str, Any]:
+    """`certificate` and, of a run whose last steps are in bf16, `certificate_after_fp8`. One that is resumed there has
+    the first in its folder.
+    """
+    found, after = loop.results.certificate, loop.results.certificate_after_fp8
+    before, of_fp8 = loop.setup.plan.folder / "certificate.json", None if found is None else found.to_dict()
+    if found is None and loop.setup.precision.has_ended and before.exists():
+        of_fp8 = read_json(before)
+    return {"certificate": of_fp8} | ({} if after is None else {"certificate_after_fp8": after.to_dict()})
+
+
 def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     setup, results, history = loop.setup, loop.results, loop.history
     recorded, certificate, idle = results.recorded, results.certificate, None
     if recorded is not None:
-        idle = gpu_idle(recorded, loop.reporter.own_steps())
+        own = loop.reporter.own_steps()
+        in_fp8 = [step for step in own if step["fp8_linear_flop_share"]]
+        idle = gpu_idle(recorded, in_fp8 or own)  # the recorded step is in fp8 where some are
     summary = {
         "precision": _precision_record(setup, results),
-        "recipe_inside_modules": setup.precision.recipe_inside_modules,
+        "recipe_inside_modules": (certificate or setup.precision).recipe_inside_modules,
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": idle,
-        "certificate": None if certificate is None else certificate.to_dict(),
-        **(
-            {}
-            if results.certificate_after_fp8 is None
-            else {"certificate_after_fp8": results.certificate_after_fp8.to_dict()}
-        ),
+        **_certificates_of(loop),
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,

@@ -78,7 +78,7 @@ def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: Phase
     start_process_group(ranks)
     config = with_output_dir(config, ranks)
     resumed = find_checkpoint(config, ranks)
-    plan = plan_run(config, ranks, None if resumed is None else resumed.meta["options"]["batch_size"])
+    plan = plan_run(config, ranks, None if resumed is None else resumed.micro_batch_rows)
     phase_ends("devices")
 
     with explained_failures(lambda: plan.folder):  # noqa: F821  # it is called before the end alone
@@ -172,6 +172,7 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         pin_memory=plan.device.type == "cuda",
         main_process_first=plan.accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
+        asked_batch_size=plan.asked_batch_size,
     )
     plan.say(data.description)
     if data.eval is None and (config.run.eval_every or config.run.eval_batches):

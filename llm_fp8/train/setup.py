@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from llm_fp8.config.recipes import size_multiple
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.grouped_experts import use_grouped_experts
 from llm_fp8.models.left_out import LeftOut, left_out_of
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.loss_model import TrainingModel
@@ -61,6 +62,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     attention: str = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
+    use_grouped_experts(model)  # inside what casts experts' weights
     precision = _attach_precision(plan, model, layers)
     gemms = gemms_per_weight(model)
     reasons, num_gemms = reasons | precision.misfits, precision.num_fp8_gemms_per_weight

@@ -8,7 +8,7 @@ import pytest
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_decoder, check_machine
+from llm_fp8.config.validation import check_declared, check_decoder, check_machine
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -118,6 +118,7 @@ MACHINES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("words", "machine", "named"), MACHINES, ids=lambda value: str(value))
 def test_what_this_machine_or_launch_cannot_do(words, machine, named):
     with pytest.raises(UserError, match=named):
+        check_declared(config(words), machine.get("mode", "single"))
         check_machine(config(words), **{"on_gpu": True, "mode": "single", **machine})
 
 

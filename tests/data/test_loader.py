@@ -144,8 +144,9 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
+    limit = None if max_batches is None else max_batches * batch_size
     readers = sequence_readers(ONE_PER_SEQUENCE, _read)
-    return EvalLoader(readers, "", PaddedCollate(batch_size, 32, 0), batch_size, Share(rank, world_size), max_batches)
+    return EvalLoader(readers, "", PaddedCollate(batch_size, 32, 0), batch_size, Share(rank, world_size), limit)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -177,11 +178,28 @@ def cut(config: Config) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "row",
     [{}, {"gradient_checkpointing": 1}, {"recipe": "bf16"}, {"use_te": False}, {"use_te": False, "recipe": "mxfp8"}]
-    + [{"lora_rank": 16}, {"mode": "fsdp_hybrid"}, {"mode": "fsdp_offload"}, {"mode": "deepspeed_3"}],
+    + [{"lora_rank": 16}, {"mode": "fsdp_hybrid"}, {"mode": "fsdp_offload"}],
 )
 def test_micro_batches_that_fit_together_are_one(row):
     config, said = settle(79.2, **{**DOCUMENTED, **row})
     assert cut(config) == (4, 1) and said == ["4 micro-batches of 512 tokens run as 1 of 2,048"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"mode": "deepspeed_3"}, {"use_te": False, "recipe": "no"}, {"use_te": False, "attn_implementation": "eager"}]
+    + [{"use_te": False, "mode": "ddp", "optimizer": "adamw_fp32"}, {"recipe": "fp16"}],
+)
+def test_micro_batches_stay_where_their_memory_has_no_bound(row):
+    assert cut(settle(139.8, **{**DOCUMENTED, **row})[0]) == (1, 4)
+
+
+def test_what_may_be_bf16_has_to_fit_in_bf16_too():
+    row = {"batch_size": AUTO_BATCH_SIZE, "gradient_accumulation_steps": 1, "max_seq_length": 512}
+    run = run_size(row, hf_config("Llama-3.2-1B"))
+    sizes = [settle_memory(dataclasses.replace(run, may_be_bf16=may), 79.1)[0].data.batch_size for may in (False, True)]
+    in_bf16 = dataclasses.replace(run, recipe="bf16").changed(batch_size=sizes[1])
+    assert sizes[1] < sizes[0] and in_bf16.estimate().needed_gib <= 79.1
 
 
 def test_micro_batches_are_merged_as_far_as_memory_allows():

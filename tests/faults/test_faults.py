@@ -57,9 +57,13 @@ def num_steps(folder: Path) -> int:
     return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
+def _saves_again(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/step-*")) and any(folder.glob("checkpoints/.tmp-*"))
+
+
 MOMENTS: dict[str, tuple[str, Callable[[Path], bool], signal.Signals, int]] = {
     "before the first checkpoint": ("packed", lambda folder: num_steps(folder) > 0, signal.SIGKILL, -9),
-    "in a save": ("packed", lambda folder: any(folder.glob("checkpoints/.tmp-*")), signal.SIGKILL, -9),
+    "in a save": ("packed", lambda folder: _saves_again(folder), signal.SIGKILL, -9),
     "between saves": ("lora", lambda folder: num_steps(folder) > 6, signal.SIGKILL, -9),
     "stopped": ("packed", lambda folder: num_steps(folder) > 4, signal.SIGTERM, 143),
     "interrupted": ("lora", lambda folder: num_steps(folder) > 2, signal.SIGINT, 130),

@@ -33,6 +33,7 @@ def test_output_and_gradients_are_those_of_transformers(family):
     for name in ("transformers", "own"):
         if name == "own":
             use_grouped_experts(model)
+            assert "forward" in vars(experts)
         output = experts(hidden, index, weights)
         found[name] = [output, *torch.autograd.grad((output * torch.arange(hidden_size)).sum(), wanted)]
     for own, reference in zip(found["own"], found["transformers"], strict=True):

@@ -16,6 +16,7 @@ import runpy
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
@@ -39,6 +40,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
 ]
 
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 
 
@@ -57,11 +59,15 @@ def fork_server() -> None:
     def fork(path: bytes, args: list[str], fds: list[int]) -> int:
         pid = os.fork()
         if pid == 0:
+            code = 1
             try:
                 _serve(*fds)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 util._exit_function()  # semaphores of what it imported
-                os._exit(0)
+                os._exit(code)
         return pid
 
     with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # semaphores of killed processes, which it removes
@@ -80,7 +86,8 @@ def _serve(listener: int, alive: int) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's files
     with importing():
         for name in PRELOADED:
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # of a package that not everybody has
+                importlib.import_module(name)
     forkserver.main(listener, alive, preload=[])
 
 
@@ -106,6 +113,10 @@ def _train(
 def _run_file(words: list[str], log: str, environment: dict[str, str]) -> None:
     begin(log, environment)
     sys.argv = words
+    # A user's interpreter has the file's folder there, and not the repository.
+    sys.path[:] = [str(Path(words[0]).resolve().parent), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("llm_fp8", "te_llama", "benchmarks")]:
+        del sys.modules[name]
     runpy.run_path(words[0], run_name="__main__")
 
 
@@ -117,6 +128,7 @@ def run_program(
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
     code = exit_code(process, timeout_s)
+    process.kill()  # where it has not ended
     return Ended(code, log.read_text(), 0.0)
 
 

@@ -190,6 +190,7 @@ def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixt
     assert len(lagging) == 1, "a resumed run has its scales"
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: False))
     train(*options, "--max_steps=6", f"--output_dir={tmp_path / 'without'}")
+    assert len(lagging) == 1, "recipes without scales of the past take no passes"
     found, expected = (
         [(record["loss"], record["grad_norm"]) for record in steps(tmp_path / name)] for name in ("with", "without")
     )

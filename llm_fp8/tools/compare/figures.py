@@ -89,7 +89,7 @@ def variant_figures(
         loss_gap=loss_gap,
         exact_match=plain.fmean(answered) if answered else None,
         answers=answers,
-        certificate=certificate_state([run.summary.get("certificate") for run in runs]),
+        certificate=certificate_state([c for run in runs for c in _certificates(run.summary)]),
         num_failed=num_failed,
     )
 
@@ -119,6 +119,11 @@ def _loss_gap(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> LossGap | None:
     return LossGap(interval.value, interval.low, interval.high, gaps)
 
 
+def _certificates(summary: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Of the steps in fp8, or of all, and of those after fp8, if the run has some."""
+    return [summary.get("certificate"), *([after] if (after := summary.get("certificate_after_fp8")) else [])]
+
+
 def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:
     """The state of the certificates of a variant's runs (`llm_fp8.precision.certificate`); a run may have None."""
     known = [certificate or {"verdict": "missing"} for certificate in certificates]
@@ -136,6 +141,7 @@ _FIELDS = {
     " effective.num_processes provenance.gpus provenance.driver provenance.cuda provenance.cudnn provenance.cpu"
     " provenance.environment",
     "": "config.optim.seed config.run config.data.preprocessing_workers provenance.packages.wandb"
+    " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_asked_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
 """What a difference confounds ("": nothing) -> prefixes of fields; the longest prefix of a field decides."""

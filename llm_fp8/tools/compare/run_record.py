@@ -122,6 +122,8 @@ def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], sum
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
+    if not steps:
+        raise UserError(f"{source} holds no optimizer step.")
     stored = {name: run[name] for name in ("config", "precision", "effective", "data", "provenance")}
     stored["model"] = {name: run["model"][name] for name in ("location", "num_parameters")}
     return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})})

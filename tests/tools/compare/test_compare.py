@@ -261,6 +261,7 @@ def test_answers_decide_through_whole_folders(tmp_path):
         ("summary.json", None, "summary.json"),
         ("run.json", "{", "run.json"),
         ("run.json", "{}", "config"),
+        ("metrics.jsonl", "", "no optimizer step"),
         ("summary.json", '{"steps": 3, "stopped_by": "SIGTERM"}', "stopped by SIGTERM after step 3"),
         ("summary.json", '{"steps": 3, "failed": "no fp8 kernel ran"}', "no fp8 kernel ran"),
     ],

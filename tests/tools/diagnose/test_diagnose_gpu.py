@@ -37,7 +37,7 @@ def diagnose(model: str, folder: Path, *options: str, code: int = 0, **environ: 
     path = folder / "found.json"
     words = ["--model_name", model, "--max_seq_length", "512", "--batch_size", "4", "--packing", "--json", str(path)]
     done = subprocess.run(
-        [sys.executable, SCRIPT, *words, "--gradient_accumulation_steps", "2", *options],
+        [sys.executable, SCRIPT, *words, "--gradient_accumulation_steps", "2", "--no_merge_micro_batches", *options],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
