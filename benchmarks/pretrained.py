@@ -121,9 +121,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     for name in variants:
         if (found := _VARIANT.fullmatch(name)) is None or found["base"] not in VARIANTS:
             choices = ", ".join(VARIANTS)
-            raise UserError(
-                f"--variants: '{name}' is unknown; choose from {choices}, with @SHARE or /LENGTH behind it."
-            )
+            raise UserError(f"--variants: '{name}' is unknown; choose from {choices}, with @SHARE or /LENGTH after it.")
         if found["length"] and not settings.steps:
             raise UserError(f"--variants {name}: a length is a share of --steps.")
     rates = [float(rate) for rate in settings.learning_rates.split(",")]

@@ -93,8 +93,8 @@ def prepare_data(
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        job = _Job(config, tokenizer, layout, collate, Share(rank, world_size))
-        job.eval_batch_size = asked_batch_size or config.data.batch_size
+        eval_batch_size = asked_batch_size or config.data.batch_size
+        job = _Job(config, tokenizer, layout, collate, Share(rank, world_size), eval_batch_size)
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
@@ -102,10 +102,16 @@ class _Job:
     """What is asked for: the datasets' splits, their shares in what is trained on, and how batches are made."""
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, collate: Collate, share: Share
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: Layout,
+        collate: Collate,
+        share: Share,
+        eval_batch_size: int,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.layout, self.collate, self.share = layout, collate, share
+        self.layout, self.collate, self.share, self.eval_batch_size = layout, collate, share, eval_batch_size
         self.multiple = document_multiple(config.parallel.context_parallel_size)
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
@@ -114,7 +120,6 @@ class _Job:
             raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
         self.eos_ids: tuple[int, ...] = ()
-        self.eval_batch_size = config.data.batch_size
 
     def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[tuple[list[str], TokeniseOptions]]:
         """The columns of each dataset and how its rows are tokenised; --columns may be meant for one of them."""

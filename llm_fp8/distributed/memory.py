@@ -51,7 +51,7 @@ from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, paramet
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 MERGE_MARGIN = 0.05  # of the GPU, left free by merged micro-batches
 MOST_PADDED_TOKENS = 16384
-"""Of a merged micro-batch of padded rows: from there on a GPU gains less than longer padding costs."""
+"""The most in a merged micro-batch of padded rows: with more a GPU gains less than longer padding costs."""
 RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
@@ -251,13 +251,13 @@ class RunSize:
         return not (casts or eager or self.recipe in ("no", "fp16") or self.mode.startswith("deepspeed"))
 
     @property
-    def parts(self) -> list[RunSize]:
+    def phases(self) -> list[RunSize]:
         """The run, and where it may compute in bf16 too (--fp8_until, --mixed_precision auto) itself in bf16."""
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
 
     def fits(self, gpu_gib: float) -> bool:
         """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
-        needed = max(part.estimate().needed_gib for part in self.parts)
+        needed = max(part.estimate().needed_gib for part in self.phases)
         return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
 
     def merged(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
@@ -271,7 +271,7 @@ class RunSize:
             return self.changed(batch_size=resumed_rows, gradient_accumulation_steps=cuts[resumed_rows])
         for rows, num_micro_batches in cuts.items():
             run = self.changed(batch_size=rows, gradient_accumulation_steps=num_micro_batches)
-            found = [part.estimate(upper_bound=True) for part in run.parts]
+            found = [part.estimate(upper_bound=True) for part in run.phases]
             fits = all(each.is_whole and each.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib for each in found)
             if rows <= most and fits:
                 return run

@@ -92,8 +92,8 @@ class RunResults:
     attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
-    certificate: Certificate | None = None
-    certificate_after_fp8: Certificate | None = None  # of the steps behind --fp8_until
+    certificates: dict[str, Certificate] = field(default_factory=dict)
+    """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
 
 
 @dataclass
@@ -338,11 +338,9 @@ class TrainingLoop:
         if self.energy is not None:
             self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
-        certificate = self._certified(profile, num_micro_batches)
-        if self.precision.has_ended:
-            self.results.certificate_after_fp8 = certificate
-        else:
-            self.results.recorded, self.results.certificate = profile, certificate
+        self._certify(profile, num_micro_batches)
+        if not self.precision.has_ended:
+            self.results.recorded = profile
         return self.restart_clocks()
 
     def _note_attention(self) -> None:
@@ -350,8 +348,8 @@ class TrainingLoop:
         backend = self.results.attention_backend = te_llama.attention_backend()
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
-    def _certified(self, profile: StepProfile, num_micro_batches: int) -> Certificate:
-        """The verdict on the step's kernels, written to certificate.json; `FailedCheck` on every rank where any rank's
+    def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Judge the step's kernels and keep the verdict, as a file too; `FailedCheck` on every rank where any rank's
         step failed.
         """
         plan, attention = self.setup.plan, self.results.attention_backend or self.setup.attention
@@ -376,7 +374,7 @@ class TrainingLoop:
             raise FailedCheck(sentence)
         if certificate.verdict == "undetermined":
             self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
-        return certificate
+        self.results.certificates[name] = certificate
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""

@@ -87,12 +87,6 @@ def record_stream(loop: TrainingLoop) -> None:
         write_json_atomic(plan.folder / "run.json", record)
 
 
-def certified(results: RunResults) -> list[str]:
-    """What is certified of the process's steps, in fp8 and after it."""
-    found = (results.certificate, results.certificate_after_fp8)
-    return [certificate.describe() for certificate in found if certificate is not None]
-
-
 def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
     setup, results = loop.setup, loop.results
@@ -105,7 +99,10 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
         "tokens": tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
-        "certificate": "; ".join(words.removeprefix("certificate: ") for words in certified(results)) or "none",
+        "certificate": "; ".join(
+            each.describe().removeprefix("certificate: ") for each in results.certificates.values()
+        )
+        or "none",
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
@@ -123,20 +120,17 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
 
 
 def _certificates_of(loop: TrainingLoop) -> dict[str, Any]:
-    """`certificate` and, of a run whose last steps are in bf16, `certificate_after_fp8`. One that is resumed there has
-    the first in its folder.
-    """
-    found, after = loop.results.certificate, loop.results.certificate_after_fp8
-    before, of_fp8 = loop.setup.plan.folder / "certificate.json", None if found is None else found.to_dict()
-    if found is None and loop.setup.precision.has_ended and before.exists():
-        of_fp8 = read_json(before)
-    return {"certificate": of_fp8} | ({} if after is None else {"certificate_after_fp8": after.to_dict()})
+    """The process's certificates; a run that is resumed after --fp8_until has the first in its folder."""
+    before, found = loop.setup.plan.folder / "certificate.json", dict[str, Any](certificate=None)
+    if loop.setup.precision.has_ended and before.exists():
+        found["certificate"] = read_json(before)
+    return found | {name: certificate.to_dict() for name, certificate in loop.results.certificates.items()}
 
 
 def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     setup, results, history = loop.setup, loop.results, loop.history
-    recorded, certificate, idle = results.recorded, results.certificate, None
+    recorded, certificate, idle = results.recorded, results.certificates.get("certificate"), None
     if recorded is not None:
         own = loop.reporter.own_steps()
         in_fp8 = [step for step in own if step["fp8_linear_flop_share"]]
@@ -175,10 +169,10 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
         say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
-    if certificates := certified(loop.results):
+    if certificates := loop.results.certificates.values():
         if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
             say(idle)
-        say("\n".join(certificates))
+        say("\n".join(certificate.describe() for certificate in certificates))
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
     say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")

@@ -120,7 +120,7 @@ def _loss_gap(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> LossGap | None:
 
 
 def _certificates(summary: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Of the steps in fp8, or of all, and of those after fp8, if the run has some."""
+    """The certificate of the steps in fp8, or of all, and that of those after fp8, if the run has some."""
     return [summary.get("certificate"), *([after] if (after := summary.get("certificate_after_fp8")) else [])]
 
 
