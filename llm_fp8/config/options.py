@@ -80,7 +80,9 @@ class ModelConfig:
     )
     chat_template: str | None = option(None, "Chat template, a file or its text (default: the tokenizer's).")
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
-    gradient_checkpointing: int = option(0, "Recompute every n-th layer (no number: all).", bare=1, at_least=0)
+    gradient_checkpointing: float | Literal["auto"] = option(
+        0, "Recompute every n-th layer (no number: all), a share as 0.5, or auto: the fewest that let it fit.", bare=1
+    )
     cuda_graphs: bool = option(
         False,
         "Replay micro-batches as CUDA graphs, for models so small that they are launch-bound; takes more memory.",

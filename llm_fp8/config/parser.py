@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -55,6 +56,19 @@ def number_or_auto(word: str) -> int:
     return AUTO_BATCH_SIZE if word == "auto" else int(word)
 
 
+def layers_or_auto(word: str) -> float | str:
+    """The type of --gradient_checkpointing: every n-th layer, a share of them below 1, all or none, or 'auto'."""
+    if word == "auto":
+        return word
+    if word.isdecimal():
+        return int(word)
+    with contextlib.suppress(ValueError):
+        return int(true_or_false(word))
+    if not 0 < float(word) < 1:
+        raise UserError(f"--gradient_checkpointing must be a whole number, a share below 1, or auto, not {word}.")
+    return float(word)
+
+
 def true_or_false(word: str) -> bool:
     """The boolean that a word stands for."""
     return ("no", "false", "0", "yes", "true", "1").index(word.lower()) > 2
@@ -76,7 +90,7 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
     if get_origin(kind) is Literal:
         taken = {"choices": get_args(kind)}
     elif bare is not None:
-        taken = {"type": lambda word: int(word) if word.isdecimal() else bare * true_or_false(word)}
+        taken = {"type": layers_or_auto}
     elif kind is bool:
         taken, bare = {"type": true_or_false}, True
     elif kind is str:

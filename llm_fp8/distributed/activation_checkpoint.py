@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch.utils.checkpoint
 from torch import nn
@@ -23,10 +23,19 @@ from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.utils.te_internals import require_te
 
 
+def recomputed_layers(asked: float | Literal["auto"], num_layers: int) -> range:
+    """The numbers of the decoder layers that a value of --gradient_checkpointing recomputes; of auto, until memory has
+    settled it, the most that it may. Of a share they are the first: they are recomputed after the others are freed.
+    """
+    if asked == "auto":
+        return range(num_layers)
+    return range(0, num_layers, int(asked)) if asked > 1 else range(round(asked * num_layers))
+
+
 def enable_gradient_checkpointing(
-    layers: nn.ModuleList, every: int, uses_te: bool, reentrant: bool = False
+    layers: nn.ModuleList, asked: float | Literal["auto"], uses_te: bool, reentrant: bool = False
 ) -> list[nn.Module]:
-    """Recompute every `every`-th of the decoder's `layers` in the backward pass, of its own where `reentrant`."""
+    """Recompute the decoder's `layers` that are `asked` for in the backward pass, of its own where `reentrant`."""
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
@@ -40,7 +49,7 @@ def enable_gradient_checkpointing(
             return checkpoint(forward, *args, **options, **kwargs)
         return forward(*args, **kwargs)
 
-    recomputed = list(layers[::every])
+    recomputed = [layers[number] for number in recomputed_layers(asked, len(layers))]
     for layer in recomputed:
         wrap_forward(layer, functools.partial(recompute, layer))
     return recomputed

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,7 @@ from transformers import PretrainedConfig
 
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
+from llm_fp8.distributed.activation_checkpoint import recomputed_layers
 from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
@@ -169,8 +171,7 @@ class RunSize:
         layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
         tokens = max(1, config.data.batch_size * config.data.max_seq_length)
         outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # embedding and head, a unit of FSDP
-        every = int(config.model.gradient_checkpointing)
-        recomputed = len(range(0, layers, every)) if every else 0
+        recomputed = len(recomputed_layers(config.model.gradient_checkpointing, layers))
         in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
         fp8_weights = layers * layer_linear if in_fp8 else 0
 
@@ -260,22 +261,32 @@ class RunSize:
         needed = max(part.estimate().needed_gib for part in self.phases)
         return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
 
-    def merged(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
+    def settled(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
         """The same run with as many micro-batches of a step run as one as fit the GPU with a margin, or with
-        `resumed_rows` in each where that is such a run.
+        `resumed_rows` in each where that is such a run; with a number for --gradient_checkpointing auto.
+
+        Recomputing a layer costs a third of its time, and merging gains less: the fewest recomputed layers with which
+        any cut fits decide, then the longest micro-batches. Where nothing fits, nothing is merged and all recomputed.
         """
         size, num_asked = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
         most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
-        cuts = {size * factor: num_asked // factor for factor in range(num_asked, 0, -1) if num_asked % factor == 0}
+        factors = range(num_asked if self.config.optim.merge_micro_batches else 1, 0, -1)
+        cuts = {size * factor: num_asked // factor for factor in factors if num_asked % factor == 0}
         if resumed_rows in cuts:
-            return self.changed(batch_size=resumed_rows, gradient_accumulation_steps=cuts[resumed_rows])
-        for rows, num_micro_batches in cuts.items():
-            run = self.changed(batch_size=rows, gradient_accumulation_steps=num_micro_batches)
+            cuts = {resumed_rows: cuts[resumed_rows]}
+        run, shares = self, [self.config.model.gradient_checkpointing]
+        if shares == ["auto"]:
+            layers = self.hf_config.num_hidden_layers
+            shares = [round(number / layers, 4) for number in range(layers + 1)]
+        for share, rows in itertools.product(shares, cuts):
+            options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
+            run = self.changed(**options)
+            room = gpu_gib if rows == size else (1 - MERGE_MARGIN) * gpu_gib
             found = [part.estimate(upper_bound=True) for part in run.phases]
-            fits = all(each.is_whole and each.needed_gib <= (1 - MERGE_MARGIN) * gpu_gib for each in found)
-            if rows <= most and fits:
+            fits = all(each.is_whole and each.needed_gib <= room for each in found)
+            if fits and rows <= max(most, size):
                 return run
-        return self
+        return run
 
     def fitted(self, gpu_gib: float) -> RunSize | None:
         """The run with the longest micro-batches that fit, at most its own, and as many rows in a step."""
@@ -287,30 +298,37 @@ class RunSize:
 
 
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[Config, list[str]]:
-    """The options with a number for --batch_size auto and with merged micro-batches, and sentences to print.
+    """The options with numbers for what is auto and with merged micro-batches, and sentences to print.
 
     `resumed_rows`: rows of a micro-batch in the checkpoint that the run continues, which it keeps where it can.
 
     Raises `UserError` for a run whose weights, gradients and optimizer state alone, or whose smallest --batch_size
     auto, are too much for the GPU's `gpu_gib`.
     """
-    config, automatic = run.config, run.config.data.batch_size == AUTO_BATCH_SIZE
-    if config.optim.merge_micro_batches and not automatic:
-        merged = run.merged(gpu_gib, resumed_rows).config
-        if merged != config:
-            asked, steps = (each.optim.gradient_accumulation_steps for each in (config, merged))
-            short, long = (each.data.batch_size * config.data.max_seq_length for each in (config, merged))
-            return merged, [f"{asked} micro-batches of {short:,} tokens run as {steps} of {long:,}"]
+    asked, length, notes = run.config, run.config.data.max_seq_length, list[str]()
+    automatic, recomputes = asked.data.batch_size == AUTO_BATCH_SIZE, asked.model.gradient_checkpointing == "auto"
+    if recomputes and not run.estimate(upper_bound=True).is_whole:
+        raise UserError(
+            "--gradient_checkpointing auto: with this model, precision, optimizer and sharding mode the memory of "
+            "activations is not known; give a number."
+        )
     if automatic:
         run = run.changed(batch_size=run.row_multiple)
-    state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, config) / GIB
+        run = run.settled(gpu_gib, resumed_rows=run.row_multiple)
+    else:
+        run = run.settled(gpu_gib, resumed_rows)
+        if (rows := run.config.data.batch_size) != asked.data.batch_size:
+            before, after = (each.optim.gradient_accumulation_steps for each in (asked, run.config))
+            short = f"{asked.data.batch_size * length:,} tokens"
+            notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
+    state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
     if state_gib + RESERVE_GIB > gpu_gib:
         what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
         raise UserError(
             f"this run cannot fit: {what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has "
             f"{gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
         )
-    found, length = run.estimate(), config.data.max_seq_length
+    found = run.estimate()
     if automatic:
         if not found.is_whole:
             raise UserError(
@@ -324,16 +342,23 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
             raise UserError(said + _suggestions(run, gpu_gib))
         run = run.changed(batch_size=fitting)
         gib = f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
-        return run.config, [f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take {gib}"]
-    if found.needed_gib <= gpu_gib:
-        return config, []
-    needed = f"{found.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
-    return config, [f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}"]
+        notes.append(f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take {gib}")
+    elif found.needed_gib > gpu_gib:
+        needed = f"{found.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
+        notes.append(f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}")
+    if recomputes:
+        layers = run.hf_config.num_hidden_layers
+        recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
+        bound = "" if run.spec else "at most "
+        gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"
+        said = f"{recomputed} of {layers} layers are recomputed, estimated to take {gib}"
+        notes.append(f"--gradient_checkpointing auto: {said}")
+    return run.config, notes
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
     """What would fit, for the end of a message, what costs least first."""
-    recomputing, offloaded = {"gradient_checkpointing": True}, {"offload_optimizer": 1.0}
+    recomputing, offloaded = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
     eight_bit = {"optimizer": "adamw_8bit"}
     changes: list[dict[str, Any]] = [{}, recomputing]
     if run.num_gpus > 1:
@@ -344,6 +369,8 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [eight_bit, offloaded, eight_bit | recomputing, offloaded | recomputing]
     said = []
     for change in changes:
+        if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
+            continue  # activations are not counted, or recomputed already
         if run.config.model.cuda_graphs and change.keys() & {"sharding_mode", "gradient_checkpointing"}:
             continue
         fitted = run.changed(**change).fitted(gpu_gib)

@@ -31,7 +31,7 @@ WITHOUT_FP8 = ("a100",)
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
-    "full, recomputed": {"gradient_checkpointing": True},
+    "full, recomputed": {"gradient_checkpointing": "auto"},  # counted with all layers
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "offload": {"offload_optimizer": 1.0},
     "LoRA": {"lora_rank": 16},

@@ -154,6 +154,9 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None
         may_be_bf16 = measures_precision or config.precision.fp8_until < 1
         run = RunSize(config, hf_config, recipe, optimizer_kind, mode, num_shards, num_parameters, may_be_bf16)
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, resumed_rows))
+    elif config.model.gradient_checkpointing == "auto":
+        config = config.with_options(gradient_checkpointing=0)
+        notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
     _check_run(config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
     packed_form = None
     if config.model.use_te:

@@ -108,6 +108,8 @@ finally:
         ("--mixed_precision fp32", "mixed_precision", "no"),
         ("--gradient_checkpointing true", "gradient_checkpointing", 1),
         ("--gradient_checkpointing 3", "gradient_checkpointing", 3),
+        ("--gradient_checkpointing 0.25", "gradient_checkpointing", 0.25),
+        ("--gradient_checkpointing auto", "gradient_checkpointing", "auto"),
     ],
 )
 def test_the_trainers_names_are_names_of_the_same_options(words, name, value, tmp_path):

@@ -21,6 +21,7 @@ from llm_fp8.config.options import (
     ParallelConfig,
     PrecisionConfig,
 )
+from llm_fp8.distributed.activation_checkpoint import recomputed_layers
 from llm_fp8.distributed.memory import (
     ACTIVATIONS,
     CASTS,
@@ -192,6 +193,53 @@ def test_micro_batches_that_fit_together_are_one(row):
 )
 def test_micro_batches_stay_where_their_memory_has_no_bound(row):
     assert cut(settle(139.8, **{**DOCUMENTED, **row})[0]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "row"),
+    [(79.2, {}), (60.0, {"recipe": "bf16"}), (79.2, {"use_te": False}), (60.0, {"mode": "fsdp_hybrid", "num_gpus": 2})],
+)
+def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
+    run = run_size({"batch_size": 24, **row}, hf_config("Llama-3.2-3B"))
+    config, said = settle_memory(run.changed(gradient_checkpointing="auto"), gpu_gib)
+    number = len(recomputed_layers(config.model.gradient_checkpointing, 28))
+    needed = [
+        run.changed(gradient_checkpointing=layers / 28).estimate(upper_bound=True).needed_gib
+        for layers in (number, number - 1)
+    ]
+    assert 0 < number < 28 and needed[0] <= gpu_gib < needed[1]
+    assert len(said) == 1 and f"auto: {number} of 28 layers" in said[0]
+
+
+def test_fewer_recomputed_layers_win_over_longer_micro_batches():
+    row = dict(batch_size=4, gradient_accumulation_steps=4, gradient_checkpointing="auto")
+    found = [settle(gpu_gib, "Llama-3.2-3B", **row)[0] for gpu_gib in (139.8, 79.2, 65.0, 50.0)]
+    assert [cut(config) for config in found] == [(16, 1), (8, 2), (4, 4), (4, 4)]
+    assert [config.model.gradient_checkpointing > 0 for config in found] == [False, False, False, True]
+    # A single micro-batch keeps no unsharded gradients.
+    config, _ = settle(24.0, "Llama-3.2-3B", **row, mode="fsdp_full", num_gpus=8)
+    assert cut(config) == (16, 1) and 0 < config.model.gradient_checkpointing < 1
+    resumed = run_size(row, hf_config("Llama-3.2-3B"))
+    config, _ = settle_memory(resumed, 79.2, resumed_rows=16)
+    assert cut(config) == (16, 1) and config.model.gradient_checkpointing > 0
+
+
+def test_auto_batch_size_recomputes_only_what_its_smallest_micro_batch_needs():
+    row = dict(batch_size=AUTO_BATCH_SIZE, max_seq_length=16384, gradient_checkpointing="auto")
+    found = [settle(gpu_gib, "Llama-3.2-3B", **row) for gpu_gib in (139.8, 60.0)]
+    assert [config.model.gradient_checkpointing > 0 for config, _ in found] == [False, True]
+    assert found[1][0].data.batch_size == 1 and len(found[1][1]) == 2
+
+
+def test_what_no_recomputation_makes_fit_recomputes_all_and_is_warned_of():
+    config, said = settle(44.0, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
+    assert config.model.gradient_checkpointing == 1 and said[0].startswith("WARNING") and "28 of 28" in said[1]
+
+
+@pytest.mark.parametrize("row", [{"mode": "deepspeed_3", "num_gpus": 2}, {"use_te": False, "recipe": "fp16"}])
+def test_automatic_recomputation_is_refused_where_memory_has_no_bound(row):
+    with pytest.raises(UserError, match="--gradient_checkpointing auto.*give a number"):
+        settle(139.8, gradient_checkpointing="auto", **row)
 
 
 def test_what_may_be_bf16_has_to_fit_in_bf16_too():

@@ -146,7 +146,7 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(kind, recomput
     wanted = torch.autograd.grad(plain.loss, list(model.parameters()))
 
     if recompute:
-        enable_gradient_checkpointing(decoder_layers(model), every=1, uses_te=False)
+        enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=False)
     training_model, num = TrainingModel(model, 16, torch.float32).train(), int((labels[:, 1:] != -100).sum())
     shifted = torch.cat([labels[:, 1:], torch.full((3, 1), -100)], dim=1)
     positions = torch.arange(16).expand(3, -1)

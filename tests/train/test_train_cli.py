@@ -236,7 +236,9 @@ def test_an_evaluation_changes_nothing(run):
 
 def test_gradient_checkpointing_and_attention_are_recorded_and_change_no_result(run):
     plain, checkpointed, eager = run(), run("--gradient_checkpointing"), run("--attn_implementation=eager")
-    assert losses(checkpointed) == losses(plain)
+    automatic = run("--gradient_checkpointing=auto")
+    assert losses(checkpointed) == losses(plain) == losses(automatic)
+    assert run_json(automatic)["config"]["model"]["gradient_checkpointing"] == 0, "there is no GPU"
     assert losses(eager) == pytest.approx(losses(plain), rel=1e-5)
     assert run_json(eager)["effective"]["attn_implementation"] == "eager"
     assert run_json(plain)["effective"]["attn_implementation"] == "sdpa"
