@@ -57,15 +57,15 @@ def number_or_auto(word: str) -> int:
 
 
 def layers_or_auto(word: str) -> float | str:
-    """The type of --gradient_checkpointing: every n-th layer, a share of them below 1, all or none, or 'auto'."""
+    """The type of --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
     if word == "auto":
         return word
     if word.isdecimal():
         return int(word)
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
-    if not 0 < float(word) < 1:
-        raise UserError(f"--gradient_checkpointing must be a whole number, a share below 1, or auto, not {word}.")
+    if not 0 <= float(word) <= 1:
+        raise UserError(f"--gradient_checkpointing must be a whole number, a share up to 1, or auto, not {word}.")
     return float(word)
 
 

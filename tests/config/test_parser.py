@@ -109,6 +109,7 @@ finally:
         ("--gradient_checkpointing true", "gradient_checkpointing", 1),
         ("--gradient_checkpointing 3", "gradient_checkpointing", 3),
         ("--gradient_checkpointing 0.25", "gradient_checkpointing", 0.25),
+        ("--gradient_checkpointing 1.0", "gradient_checkpointing", 1),
         ("--gradient_checkpointing auto", "gradient_checkpointing", "auto"),
     ],
 )
