@@ -6,18 +6,15 @@
         --variants bf16,current,delayed
     python benchmarks/plots.py curves benchmarks/results/gsm8k_curves.json benchmarks/plots/gsm8k_curves.png
     python benchmarks/plots.py pretrained benchmarks/results/pretrained.json benchmarks/plots/pretrained.png
-    python benchmarks/plots.py dashboard - benchmarks/plots/wandb_dashboard.svg
 
 speed: tokens/s and peak memory of the baselines and of our plain recipes, or of --variants. parts: the parts of a
 recorded step. curves: eval loss from scratch (benchmarks/gsm8k_curves.py). pretrained: the cost of fp8 in a pretrained
-model (benchmarks/pretrained.py). dashboard: the panels of the W&B view, without figures.
+model (benchmarks/pretrained.py).
 """
 
 from __future__ import annotations
 
 import sys
-import textwrap
-from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,10 +24,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.wandb_dashboard import SECTIONS, Panel
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
 from llm_fp8.utils.json_files import read_json, require_writable
 
@@ -64,14 +61,17 @@ PARTS = {"GEMMs": ("gemm",), "attention": ("attention",), "casts": ("cast",), "a
 PART_COLOURS = ("#4a6fa5", "#9db7d8", "#1f2d44", "#c9ced6")
 DARK_PARTS = ("#4a6fa5", "#1f2d44")
 DRAWN = {
+    "bf16": ("bf16", COLOURS["bf16"], "-"),
     "hf_bf16": ("Hugging Face, bf16", COLOURS["hf_bf16_compiled"], "-"),
     "delayed": ("delayed", COLOURS["delayed"], "-"),
     "delayed_qkv_bf16": ("delayed, qkv in bf16", COLOURS["delayed"], "--"),
+    "delayed_fp8head": ("delayed, fp8 lm_head gradients", COLOURS["delayed"], "--"),
+    "delayed_fp8head_all": ("delayed, fp8 lm_head", COLOURS["delayed"], ":"),
     "current": ("current", COLOURS["current"], "-"),
     "block": ("block", COLOURS["block"], "-"),
     "block_qkv_bf16": ("block, qkv in bf16", COLOURS["block"], "--"),
 }
-"""Variants of benchmarks/pretrained.py -> label, colour and line."""
+"""Variants of benchmarks/pretrained.py and gsm8k_curves.py -> label, colour and line."""
 
 
 # --- shared by all plots ----------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: flo
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG of twice the displayed size, on white, which is readable on light and dark pages."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a PNG of twice the displayed size and 64 colours, on white, which is readable on light and dark pages."""
     figure.savefig(path, dpi=200, facecolor="white")
     plt.close(figure)
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 # --- tokens/s, and the parts of a step --------------------------------------------------------------------------------
@@ -146,8 +146,11 @@ def label(row: Row) -> str:
 
 def what_was_trained(row: Row) -> str:
     """The workload, for the foot of a plot."""
-    gpus = f"{row['num_gpus']} {row['gpu']}s" if row.get("num_gpus", 1) > 1 else f"one {row['gpu']}"
-    return f"{row['model']}, micro-batches of {row['batch_size']} x {row['seq_length']:,} tokens, {gpus}"
+    num_gpus = row.get("num_gpus", 1)
+    gpus = f"{num_gpus} {row['gpu']}s" if num_gpus > 1 else f"one {row['gpu']}"
+    num_tokens = num_gpus * row["micro_batches"] * row["batch_size"] * row["seq_length"]
+    weights = "" if row.get("dataset") else " with random weights"
+    return f"{row['model']}{weights} on {gpus}, {num_tokens:,} tokens a step"
 
 
 def finish(axis: Any) -> None:
@@ -177,12 +180,12 @@ def draw_speed(rows: list[Row], path: Path) -> None:
     others = [row for row in rows if precision_of(row["variant"]) == "bf16"]
     others += sorted((row for row in rows if row["baseline"]), key=speed)[-1:]
     gains = [
-        f"{speed(fastest) / speed(row):.2f} times {label(row) if row['baseline'] else 'our bf16'}"
+        f"{speed(fastest) / speed(row):.2f} times {label(row).replace('ours:', 'our')}"
         for row in others
         if row is not fastest and speed(row)
     ]
-    message = f"{fastest['variant']}: {', '.join(gains) or f'{speed(fastest):,.0f} tokens/s'}"
-    write_message(figure, message, f"{what_was_trained(rows[0])}; tokens/s and peak memory")
+    message = f"Speed of {label(fastest).replace('ours:', 'our')}: {', '.join(gains)}"
+    write_message(figure, message, f"{what_was_trained(rows[0])}; tokens per second and peak memory")
     save(figure, path)
 
 
@@ -217,8 +220,8 @@ def draw_parts(rows: list[Row], path: Path) -> None:
     finish(axis)
     less = parts[0]["GEMMs"] - parts[-1]["GEMMs"]
     more = sum(parts[-1].values()) - sum(parts[0].values()) + less
-    message = f"{rows[-1]['variant']} takes {less:,.0f} ms off the GEMMs and adds {more:,.0f} ms elsewhere"
-    write_message(figure, message, f"{what_was_trained(rows[0])}; ms of a step")
+    message = f"fp8 {rows[-1]['variant']} takes {less:,.0f} ms off the GEMMs and adds {more:,.0f} ms elsewhere"
+    write_message(figure, message, f"{what_was_trained(rows[0])}; milliseconds of a step")
     save(figure, path)
 
 
@@ -237,12 +240,12 @@ def draw_curves(record: Row, path: Path) -> None:
         tokens = evaluations[0, :, 1] / 1e6
         losses = evaluations[:, :, 2]
         last = tokens.max()
-        colour = COLOURS.get(variant.partition("_")[0], OTHER_COLOUR)
-        axis.plot(tokens, losses.mean(axis=0), color=colour)
+        name, colour, line = DRAWN[variant]
+        axis.plot(tokens, losses.mean(axis=0), line, color=colour)
         if variant == "bf16":
             axis.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         finals[variant] = losses[:, -1]
-        ends[variant] = (losses[:, -1].mean(), colour)
+        ends[name] = (losses[:, -1].mean(), colour)
     lowest = min(map(np.min, finals.values()))
     axis.set_xlim(0.5 * last, last)
     axis.set_ylim(lowest - 0.02, lowest + 0.38)
@@ -274,7 +277,7 @@ def draw_pretrained(record: Row, path: Path) -> None:
         gaps: dict[float, list[float]] = {}
         for (run_variant, rate, seed), loss in sorted(losses.items()):
             if run_variant == variant and ("bf16", rate, seed) in losses:
-                gaps.setdefault(rate, []).append(1e3 * (loss - losses["bf16", rate, seed]))
+                gaps.setdefault(rate, []).append(loss - losses["bf16", rate, seed])
         if not gaps:
             continue
         means = list(map(fmean, gaps.values()))
@@ -282,9 +285,8 @@ def draw_pretrained(record: Row, path: Path) -> None:
         for rate, seeds in gaps.items():
             axis.plot([rate] * len(seeds), seeds, "o", color=colour, markersize=4)
         ends[name] = (means[-1], colour)
-        if variant != "hf_bf16":
+        if variant not in ("bf16", "hf_bf16"):
             fp8_means += means
-    axis.axhline(0, zorder=0, color=COLOURS["bf16"], linewidth=1)
     low, high = axis.get_ylim()
     rates = sorted({rate for _, rate, _ in losses if rate})
     label_ends(axis, rates[-1], ends, (high - low) / 20)
@@ -293,66 +295,26 @@ def draw_pretrained(record: Row, path: Path) -> None:
     axis.set_xticks(rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
     axis.minorticks_off()
     axis.set_xlabel("learning rate")
-    axis.set_ylabel("0.001 nats above bf16, exported model")
+    axis.set_ylabel("eval loss above bf16's (nats per token)")
     axis.spines[["top", "right"]].set_visible(False)
     write_message(
         figure,
-        f"fp8 costs a pretrained 135M model {min(fp8_means) / 1e3:.3f} to {max(fp8_means) / 1e3:.3f} nats",
-        "SmolLM2-135M-Instruct on GSM8K; points: seeds, lines: their means; 0: bf16, the same modules",
+        f"fp8 costs a pretrained 135M model {min(fp8_means):.3f} to {max(fp8_means):.3f} nats of eval loss",
+        "SmolLM2-135M-Instruct fine-tuned on GSM8K, exported; points: seeds, lines: their means",
     )
     save(figure, path)
 
 
-# --- the W&B view -----------------------------------------------------------------------------------------------------
-
-COLUMNS = 6  # panels in a row
-WIDTH, HEIGHT = 176, 96  # of a panel, in pixels
-GAP = 8  # between panels
-TITLE = 28  # height of a section's title
-LINE_ICON = '<path d="M8 88C48 60 76 80 104 66S150 62 168 56" fill="none" stroke="#2f81f7" stroke-width="2"/>'
-BAR_ICON = '<path d="M8 60h130M8 84h150" stroke="#2f81f7" stroke-width="8"/>'
-
-
-def draw_panel(panel: Panel, x: int, y: int) -> str:
-    """A panel with its title and an icon of its chart."""
-    icon = BAR_ICON if panel.by in ("run", "precision") else LINE_ICON
-    wrapped = enumerate(textwrap.wrap(panel.title, 25))
-    lines = "".join(f'<text x="8" y="{18 + 13 * number}">{escape(line)}</text>' for number, line in wrapped)
-    frame = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="4" fill="#ffffff" stroke="#d0d7de"/>'
-    return f'<g transform="translate({x} {y})">{frame}{lines}{icon}</g>'
-
-
-def dashboard() -> str:
-    """The sections and panels of the W&B view as an SVG."""
-    parts = []
-    y = GAP
-    for title, panels in SECTIONS.items():
-        parts.append(f'<text x="{GAP}" y="{y + 18}" font-size="14" font-weight="bold">{escape(title)}</text>')
-        y += TITLE
-        for number, panel in enumerate(panels):
-            row, column = divmod(number, COLUMNS)
-            parts.append(draw_panel(panel, GAP + column * (WIDTH + GAP), y + row * (HEIGHT + GAP)))
-        y += -(-len(panels) // COLUMNS) * (HEIGHT + GAP)
-    width = GAP + COLUMNS * (WIDTH + GAP)
-    size = f'width="{width}" height="{y}" viewBox="0 0 {width} {y}"'
-    style = 'font-family="sans-serif" font-size="11" fill="#1b1f24"'
-    background = f'<rect width="{width}" height="{y}" fill="#f6f8fa"/>'
-    body = "\n".join([background, *parts])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
-
-
 def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("plot", choices=["speed", "parts", "curves", "pretrained", "dashboard"])
-    parser.add_argument("results", type=Path, help="JSON file of the benchmark; - for the dashboard")
-    parser.add_argument("output", type=Path, help="PNG file to write; for the dashboard SVG")
+    parser.add_argument("plot", choices=["speed", "parts", "curves", "pretrained"])
+    parser.add_argument("results", type=Path, help="JSON file of the benchmark")
+    parser.add_argument("output", type=Path, help="PNG file to write")
     parser.add_argument("--row", help="speed, parts: row of the speed table; needed if the file has several")
     parser.add_argument("--variants", help="speed, parts: variants to draw, in this order, separated by commas")
     options = parser.parse_args()
     require_writable("output", options.output)
-    if options.plot == "dashboard":
-        options.output.write_text(dashboard(), encoding="utf-8")
-    elif options.plot in ("speed", "parts"):
+    if options.plot in ("speed", "parts"):
         rows = read_rows(options.results, options.row, options.variants.split(",") if options.variants else None)
         (draw_speed if options.plot == "speed" else draw_parts)(rows, options.output)
     else:

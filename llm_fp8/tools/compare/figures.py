@@ -14,7 +14,14 @@ from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.tracker_labels import flattened
 from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
-from llm_fp8.tools.compare.statistics import Interval, PairedAnswers, pair_answers, ratio_interval, t_interval
+from llm_fp8.tools.compare.statistics import (
+    Interval,
+    PairedAnswers,
+    pair_answers,
+    rate_interval,
+    ratio_interval,
+    t_interval,
+)
 
 _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
@@ -41,6 +48,7 @@ class VariantFigures:
     variant: str
     name: str
     effective: list[str]  # the precisions that ran, each once; a sound comparison has one
+    emulated: bool  # whether operands were rounded to fp8 and multiplied in higher precision
     fallback_reasons: list[str]
     seeds: list[int]
     tokens_per_s: Interval | None
@@ -62,13 +70,14 @@ def variant_figures(
     """The figures of `runs`, which are all of one variant, relative to the `reference` runs; both in order of seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
+    emulated = any(run.precision.get("emulated") for run in runs)
     rates = _tokens_per_s(runs)
     reference_rates = _tokens_per_s(reference)
     speedup = loss_gap = answers = None
     if variant != REFERENCE:
         loss_gap = _loss_gap(pairs)
         answers = pair_answers([base.answers for _, base in pairs], [own.answers for own, _ in pairs])
-        if rates and reference_rates:
+        if rates and reference_rates and not emulated:
             paired = list(rates) == list(reference_rates)
             speedup = ratio_interval(list(rates.values()), list(reference_rates.values()), paired)
     reasons = {run.precision.get("fallback_reason") for run in runs}
@@ -78,9 +87,10 @@ def variant_figures(
         variant=variant,
         name=precision_name("fp8", variant) if variant in RECIPES else precision_name(variant, None),
         effective=sorted({run.effective_name for run in runs}),
+        emulated=emulated,
         fallback_reasons=sorted(reason for reason in reasons if reason),
         seeds=[run.seed for run in runs],
-        tokens_per_s=t_interval(list(rates.values())) if rates else None,
+        tokens_per_s=rate_interval(list(rates.values())) if rates else None,
         speedup=speedup,
         time_to_reference_loss_s=_mean([own.seconds_to(base.final_eval_loss) for own, base in pairs]),
         peak_memory_gib=max((run.peak_memory_gib for run in runs if run.peak_memory_gib is not None), default=None),

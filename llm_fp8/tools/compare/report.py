@@ -55,7 +55,8 @@ def compare(
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
-            raise UserError(f"{sources[run.label]} and {run.source} are both {run.label}; give one of them.")
+            both = f"{sources[run.label]} and {run.source} are both {run.label}"
+            raise UserError(f"{both}, and runs are compared by precision: give one run of a precision and seed.")
         sources[run.label] = run.source
     in_order = sorted(runs, key=lambda run: (run.variant != REFERENCE, run.seed))
     differences = find_differences(runs)
@@ -67,6 +68,12 @@ def compare(
     reference = by_variant.get(REFERENCE, [])
     figures = [variant_figures(name, by_variant.get(name, []), reference, num_failed[name]) for name in variants]
     baseline = figures[0] if figures[0].variant == REFERENCE else None
+    verdicts = {own.variant: judge(own, baseline, differences, quality_margin) for own in figures}
+    if len(figures) == 1 and runs:
+        advice = f"add runs in {'fp8' if baseline else REFERENCE} of seeds {', '.join(map(str, figures[0].seeds))}"
+        alone = f"Every run is in {figures[0].name}, so there is nothing to compare: {advice}."
+        verdicts = {figures[0].variant: Verdict("nothing to compare", [alone])}
+    first = runs[0].stored
     curves = []
     for run in in_order:
         losses = {"loss": run.steps, "eval_loss": run.evaluations}
@@ -74,12 +81,12 @@ def compare(
         curves.append({"variant": run.variant, "seed": run.seed, **points})
     return Comparison(
         variants=figures,
-        verdicts={own.variant: judge(own, baseline, differences, quality_margin) for own in figures},
+        verdicts=verdicts,
         differences=differences,
         failures=list(failures),
         curves=curves,
         runs=sources,
-        provenance={**runs[0].stored["provenance"], **runs[0].stored["model"]},
+        provenance={**first["provenance"], **first["model"], "random_init": first["config"]["model"]["random_init"]},
         quality_margin=quality_margin,
     )
 
@@ -92,33 +99,40 @@ def _text(value: Interval | float | None, shape: str) -> str:
 
 def figure_rows(own: VariantFigures) -> dict[str, str]:
     """Title with unit -> text, for the figures of a variant."""
-    gap, answers, certificate = own.loss_gap, own.answers, own.certificate
+    answers, certificate, time_s = own.answers, own.certificate, own.time_to_reference_loss_s
     match = _text(own.exact_match and 100 * own.exact_match, "{:.1f}")
     if answers is not None:
         match += f" ({100 * answers.difference:+.1f}, p = {answers.p_value:.2g}, {answers.num_problems} answers)"
     return {
-        "ran": " and ".join(own.effective) + (" (fell back)" if own.fallback_reasons else ""),
+        "ran as": " and ".join(own.effective) if set(own.effective) - {own.name} else "-",
         "runs": f"{len(own.seeds)}" + (f", {own.num_failed} failed" if own.num_failed else ""),
-        "tokens/s (95% interval)": _text(own.tokens_per_s, "{:,.0f}"),
+        "tokens/s": _text(own.tokens_per_s, "{:,.0f}"),
         "speed-up over bf16": _text(own.speedup, "{:.3f}"),
         "peak memory, GiB": _text(own.peak_memory_gib, "{:.1f}"),
         "energy, J per million tokens": _text(own.energy_j_per_million_tokens, "{:,.0f}"),
-        "time to bf16's final loss, s": _text(own.time_to_reference_loss_s, "{:,.1f}"),
+        "time to bf16's final loss, s": "not reached" if own.loss_gap and time_s is None else _text(time_s, "{:,.1f}"),
         "eval loss, nats/token": _text(fmean(own.eval_loss.values()) if own.eval_loss else None, "{:.4f}"),
-        "gap to bf16, nats/token": _text(gap, "{:+.4f}"),
+        "gap to bf16, nats/token": _text(own.loss_gap, "{:+.4f}"),
         "exact match, %": match,
         "certificate": ": ".join([certificate.state, *filter(None, ["; ".join(certificate.reasons)])]),
     }
 
 
+def figure_table(comparison: Comparison) -> dict[str, list[str]]:
+    """Title with unit -> the texts of the variants, for the figures that at least one of them has."""
+    columns = [figure_rows(own) for own in comparison.variants]
+    rows = {title: [column[title] for column in columns] for title in columns[0]}
+    return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}
+
+
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print verdicts, figures, failures and differences on a console without markup."""
     for verdict in comparison.verdicts.values():
-        console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}")
+        if verdict.sentences:
+            console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}")
     table = Table("", *(own.name for own in comparison.variants))
-    columns = [figure_rows(own) for own in comparison.variants]
-    for title in columns[0]:
-        table.add_row(title, *(column[title] for column in columns))
+    for title, texts in figure_table(comparison).items():
+        table.add_row(title, *texts)
     console.print(table)
     for failure in comparison.failures:
         console.print(f"FAILED {failure.variant} seed {failure.seed}: {failure.reason} ({failure.log})")
@@ -127,56 +141,38 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(f"differs [{difference.effect}] {difference.field}: {values}")
 
 
-def speed_bars(comparison: Comparison) -> list[dict[str, Any]]:
-    """A bar and its whisker for each variant with a speed; lengths are in percent of the drawing's width."""
-    measured = [(style, own, own.tokens_per_s) for style, own in enumerate(comparison.variants) if own.tokens_per_s]
-    longest = max((speed.high or speed.value for *_, speed in measured), default=1.0)
-    bars = []
-    for style, own, speed in measured:
-        verdict = comparison.verdicts[own.variant]
-        bar = {
-            "style": style,
-            "name": own.name,
-            "text": speed.describe("{:,.0f} tokens/s"),
-            "note": f"{verdict.conclusion}, quality: {verdict.quality}",
-            "length": 100 * speed.value / longest,
-            "is_doubtful": verdict.quality in ("worse", "not shown"),
-            "whisker": [100 * max(end, 0) / longest for end in (speed.low, speed.high) if end is not None],
-        }
-        bars.append(bar)
-    return bars
+def leading_variant(comparison: Comparison) -> VariantFigures:
+    """The variant whose verdict the page leads with: the fastest to use, else the fastest of all."""
+
+    def rank(own: VariantFigures) -> tuple[bool, float]:
+        return comparison.verdicts[own.variant].conclusion == "use it", own.speedup.value if own.speedup else 0.0
+
+    others = [own for own in comparison.variants if own.variant != REFERENCE]
+    return max(others or comparison.variants, key=rank)
 
 
-def line_chart(comparison: Comparison, key: str, title: str) -> dict[str, Any] | None:
-    """A chart of the losses under `key` by step, with a polyline per run in thousandths from the top left; None with
-    fewer than two steps. The training loss is a trailing mean.
+def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
+    """A chart of the losses above bf16's of the same seed and step, with a line per run; None with fewer than two
+    steps. With fewer than three evaluations it shows the training loss, as a trailing mean.
     """
+    key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
+    reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}
     styles = {own.variant: number for number, own in enumerate(comparison.variants)}
-    curves = []
+    lines = []
     for curve in comparison.curves:
-        losses = [loss for _, loss in curve[key]]
-        window = len(losses) // 20 + 1 if key == "loss" else 1
-        means = [(step, fmean(losses[max(0, n - window) : n])) for n, (step, _) in enumerate(curve[key], start=1)]
-        points = [(step, mean) for step, mean in means if math.isfinite(mean)]
-        curves.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", points))
-    all_points = [point for *_, points in curves for point in points]
-    if len({step for step, _ in all_points}) < 2:
+        base = reference.get(curve["seed"], {})
+        gaps = [(step, loss - base.get(step, math.nan)) for step, loss in curve[key]]
+        gaps = [(step, gap) for step, gap in gaps if math.isfinite(gap)]
+        window = len(gaps) // 20 + 1 if key == "loss" else 1
+        points = [(step, fmean(gap for _, gap in gaps[max(0, n - window) : n])) for n, (step, _) in enumerate(gaps, 1)]
+        lines.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", points))
+    steps = {step for *_, points in lines for step, _ in points}
+    values = [gap for *_, points in lines for _, gap in points]
+    if len(steps) < 2:
         return None
-    steps, values = zip(*all_points, strict=True)
-    first, last = min(steps), max(steps)
-    low, high = min(values), max(values)
-    x_scale = 1000 / (last - first)
-    y_scale = 1000 / (high - low or 1)
-    lines = [
-        (
-            style,
-            name,
-            " ".join(f"{(step - first) * x_scale:.0f},{(high - loss) * y_scale:.0f}" for step, loss in points),
-        )
-        for style, name, points in curves
-    ]
-    ends = {"x_ends": (f"step {first:.0f}", f"step {last:.0f}"), "y_ends": (f"{low:.3f}", f"{high:.3f}")}
-    return {"title": title, "lines": lines, **ends}
+    loss = "Eval loss" if key == "eval_loss" else "Training loss (trailing mean over a twentieth of the steps)"
+    title = f"{loss} above bf16's of the same seed, nats/token"
+    return {"title": title, "lines": lines, "x_ends": (min(steps), max(steps)), "y_ends": (min(values), max(values))}
 
 
 def without_folders(text: Any) -> Any:
@@ -188,13 +184,11 @@ def render_page(comparison: Comparison) -> str:
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, finalize=without_folders
     )
-    titles = {"eval_loss": "Eval loss by step", "loss": "Training loss by step, trailing mean over a twentieth of them"}
-    charts = [line_chart(comparison, key, title) for key, title in titles.items()]
     return environment.get_template("page.html").render(
         comparison=comparison,
         provenance=comparison.provenance,
-        columns=[figure_rows(own) for own in comparison.variants],
-        speed=speed_bars(comparison),
-        lines=[chart for chart in charts if chart],
+        lead=leading_variant(comparison).variant,
+        figures=figure_table(comparison),
+        chart=gap_chart(comparison),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
     )

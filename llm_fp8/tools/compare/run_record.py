@@ -78,8 +78,9 @@ class RunRecord:
 
     @property
     def effective_name(self) -> str:
-        """The precision that ran, as 'bf16' or 'fp8 delayed'."""
-        return precision_name(self.precision["effective"], self.precision.get("effective_scenario"))
+        """The precision that ran, as 'bf16', 'fp8 delayed' or 'fp8 rowwise, EMULATED'."""
+        name = precision_name(self.precision["effective"], self.precision.get("effective_scenario"))
+        return f"{name}, EMULATED" if self.precision.get("emulated") else name
 
     @property
     def seed(self) -> int:

@@ -1,7 +1,7 @@
 """The statistics of a comparison. The unit is the run, since the steps of a run share its machine and weights.
 
 **Intervals** are Student's t intervals over runs. For two variants with the same seeds they are taken over the
-differences by seed. Ratios of rates are averaged as logarithms. A single run has no interval.
+differences by seed. Rates and their ratios are averaged as logarithms. A single run has no interval.
 
 **Answers** are compared over problems and over runs. The comparison over problems is an exact sign test with one trial
 per problem, which the model that solves it in more seeds wins (with one seed: McNemar's exact test, 1947). The
@@ -49,6 +49,11 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 def _exponential(interval: Interval) -> Interval:
     return Interval(*(None if end is None else math.exp(end) for end in (interval.value, interval.low, interval.high)))  # type: ignore[arg-type]
+
+
+def rate_interval(rates: Sequence[float]) -> Interval:
+    """The geometric mean of `rates`, with the interval of their logarithms, whose ends cannot be negative."""
+    return _exponential(t_interval(np.log(rates).tolist()))
 
 
 def ratio_interval(rates: Sequence[float], reference: Sequence[float], paired: bool) -> Interval:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm_fp8.tools.compare.figures import Difference, VariantFigures, concerning
+from llm_fp8.tools.compare.statistics import Interval
 from llm_fp8.utils.errors import listed
 
 MIN_SEEDS = 3  # the fewest common seeds for a recommendation: the losses of two seeds may be near each other by chance
@@ -14,24 +15,26 @@ QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still count as good. It is a quarter of a percent of a loss of
 2; DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training within this relative difference of bf16."""
 
+WITHIN = "within the seeds' spread"
+
 _ADVICE = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
     "slower": "it gains no speed here",
     "not faster": "it gains no speed here",
-    "speed unknown": "its speed was not measured",
+    "speed unknown": "whether it gains speed is not known",
     "too few seeds": f"too few seeds to tell, run at least {MIN_SEEDS}",
-    "not shown": "that it learns as well is not shown, run more seeds",
-    "slightly worse": "its loss is worse in every seed, if by little: weigh it against the speed",
+    "not shown": "that it learns as well, within {margin:g} nats/token, is not shown: run more seeds",
+    "slightly worse": "it is worse in every seed, if by less than {margin:g} nats/token: weigh that against the speed",
     "quality unknown": "it gains speed, and what it learned could not be compared",
-    "use it": "use it",
+    "use it": "use it: it learns as well, within {margin:g} nats/token",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
     conclusion: str  # a key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"
-    sentences: list[str]  # sentences on speed, on quality and on what to do; a single one where nothing can be compared
+    sentences: list[str]  # the finding, exact match, what to do; a single one where nothing can be compared
     quality: str = "not shown"
     """The quality, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
 
@@ -51,10 +54,10 @@ def judge(
     if own.num_failed:
         name += f" ({own.num_failed} of {own.num_failed + len(own.seeds)} runs failed)"
     if reference is not None and own.variant == reference.variant:
-        failed = [f"Its certificate failed ({reasons})."] if state == "failed" else []
-        return Verdict("reference", [f"{name} is the baseline of the others.", *failed], "baseline")
+        failed = [f"{name} is the baseline, and its certificate failed ({reasons})."] if state == "failed" else []
+        return Verdict("reference", failed, "baseline")
     if reference is None or not reference.seeds:
-        return Verdict("no reference", [f"{name} has no finished bf16 run to be compared with."])
+        return Verdict("no reference", [f"{name} has no finished bf16 run to be compared with: train one, same seeds."])
     if own.fallback_reasons:
         why = "; ".join(own.fallback_reasons)
         return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {' and '.join(own.effective)}."])
@@ -70,16 +73,14 @@ def judge(
     conclusion = _conclude(own, quality, bool(speed_confounded), bool(quality_confounded))
     if conclusion in ("slightly worse", "use it") and is_fp8 and state != "certified":
         conclusion = "not certified"
-    learned = _loss_words(own, reference, quality_confounded, margin)
+    sentences = [f"{name} {_speed_words(own, reference, speed_confounded)} and {_loss_words(own, quality_confounded)}."]
     if own.answers and not quality_confounded:
-        learned += (
-            f"; exact match differs by {100 * own.answers.difference:+.1f} points (p = {own.answers.p_value:.2g})"
-        )
-    advice = _ADVICE[conclusion]
+        found = f"{100 * own.answers.difference:+.1f} points (p = {own.answers.p_value:.2g})"
+        sentences.append(f"Exact match differs by {found}.")
+    advice = _ADVICE[conclusion].format(margin=margin)
     if state == "failed" or (state != "certified" and is_fp8):
         advice = f"its certificate is {state}{reasons and f' ({reasons})'}: {advice}"
-    speed = f"{name} {_speed_words(own, reference, speed_confounded)}."
-    return Verdict(conclusion, [speed, *(f"{words[0].upper()}{words[1:]}." for words in (learned, advice))], quality)
+    return Verdict(conclusion, [*sentences, f"{advice[0].upper()}{advice[1:]}."], quality)
 
 
 def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
@@ -125,26 +126,28 @@ def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality
 
 def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded:
-        return f"cannot be compared in speed: the runs differ in {listed(confounded)}"
-    speedup = own.speedup
-    if speedup is None:
+        return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
+    if own.emulated:
+        return "was EMULATED in higher precision, so that its speed says nothing,"
+    if own.speedup is None:
         return "has no measured speed"
-    measured = f"{speedup.value:.2f} times the speed of {reference.name}"
-    if speedup.low is None or speedup.high is None:
-        return f"ran at {measured} in one seed"
-    how = "is faster" if speedup.low > 1 else "is slower" if speedup.high < 1 else "is not measurably faster"
-    return f"{how}: {measured} ({speedup.low:.2f} to {speedup.high:.2f})"
+    unsure = _scatter(own.speedup, 1) == WITHIN
+    return f"trained {own.speedup.value:.2f} times as fast as {reference.name}{f' ({WITHIN})' if unsure else ''}"
 
 
-def _loss_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str], margin: float) -> str:
+def _loss_words(own: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded:
-        return f"its quality cannot be compared: the runs differ in {listed(confounded)}"
+        return f"cannot be compared in quality (the runs differ in {listed(confounded)})"
     gap = own.loss_gap
     if gap is None:
-        return f"its eval loss has no counterpart of {reference.name}"
-    words = f"its eval loss differs by {gap.value:+.4f} nats/token"
-    if gap.low is None or gap.high is None:
-        return f"{words} in one seed"
-    place = "beyond" if gap.low > margin else "within" if gap.high <= margin else "not shown to lie within"
-    every = ", and is higher in every seed" if min(gap.by_seed.values()) > 0 and gap.low <= margin else ""
-    return f"{words} ({gap.low:+.4f} to {gap.high:+.4f}), {place} the margin of {margin:g}{every}"
+        return "has no eval loss to compare with bf16's of the same seed"
+    if not math.isfinite(gap.value):
+        return "diverged"
+    direction = "higher" if gap.value > 0 else "lower"
+    return f"ended {abs(gap.value):.4f} nats/token {direction} in eval loss, {_scatter(gap, 0)}"
+
+
+def _scatter(found: Interval, neutral: float) -> str:
+    if found.low is None or found.high is None:
+        return "in one seed"
+    return WITHIN if found.low <= neutral <= found.high else "more than the seeds' spread"

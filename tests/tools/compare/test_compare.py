@@ -111,8 +111,36 @@ def verdict(differences: list[Difference] | None = None, reference: VariantFigur
 def test_verdict_use_it():
     given = verdict(answers=answers(22, 20), speedup=Interval(1.31, 1.29, 1.33))
     assert (given.conclusion, given.quality) == ("use it", "as good")
-    said = " ".join(given.sentences)
-    assert all(figure in said for figure in ("1.31", "1.29 to 1.33", "-0.0020 to +0.0020", "margin of 0.005", "-0.4"))
+    assert all(figure in given.sentences[0] for figure in ("1.31 times", "0.0000 nats"))
+    assert "-0.4" in given.sentences[1] and "0.005" in given.sentences[2]
+
+
+def test_the_first_sentence_tells_a_difference_from_chance():
+    words = {}
+    for gap in (GAP, LossGap(0.004, 0.002, 0.006, LEANING), LossGap(0.004, None, None, {1: 0.004})):
+        words[verdict(loss_gap=gap).sentences[0].split(", ")[-1]] = gap
+    assert len(words) == 3
+    assert (
+        verdict(speedup=Interval(1.1, 0.9, 1.3)).sentences[0] != verdict(speedup=Interval(1.1, 1.01, 1.2)).sentences[0]
+    )
+
+
+def test_emulated_fp8_has_no_speed_and_is_called_so():
+    base = three("bf16", 100_000, [1.00, 1.04, 1.02])
+    emulated = {**precision_of("tensorwise"), "backend": "torchao", "emulated": True}
+    comparison = compare([*base, *three("tensorwise", 130_000, [1.00, 1.04, 1.02], precision=emulated)])
+    own, given = comparison.variants[1], comparison.verdicts["tensorwise"]
+    assert own.speedup is None and given.conclusion == "speed unknown"
+    page = render_page(comparison)
+    assert "EMULATED" in given.sentences[0] and "EMULATED" in own.effective[0] and "EMULATED" in page
+    assert 'class="bar"' not in page, "a bar of bf16 alone says nothing"
+
+
+def test_runs_of_one_precision_have_nothing_to_be_compared_with():
+    for variant, missing in (("bf16", "fp8"), ("delayed", "bf16")):
+        comparison = compare(three(variant, 1e5, [1.0, 1.1, 1.2]))
+        (given,) = comparison.verdicts.values()
+        assert missing in given.sentences[0] and given.sentences[0] in render_page(comparison)
 
 
 def test_the_quality_margin_is_an_argument():
@@ -310,7 +338,8 @@ def test_the_page_is_complete_and_names_no_folder():
     failure = Failure("mxfp8", 1, "<script>alert(1)</script>", "/home/me/log")
     page = render_page(compare(runs, [failure]))
     assert "/home/me" not in page and "<script" not in page and "nan" not in page
-    assert page.count("<polyline") == 2 * 6 and page.count('class="bar') == 2
+    assert page.count("<polyline") == 6 and page.count('class="bar"') == 2 and "exact match" not in page
+    assert page.index("<h1>fp8 delayed trained 1.3") < page.index("<h2>")
     assert page.count("doubtful") > 1, "a variant that learns worse has a pale bar"
     assert without_folders("in /a/b/c.json and https://x.org/a/b") == "in c.json and https://x.org/a/b"
 

@@ -13,6 +13,7 @@ from llm_fp8.tools.compare.statistics import (
     Interval,
     PairedAnswers,
     pair_answers,
+    rate_interval,
     ratio_interval,
     t_interval,
 )
@@ -38,7 +39,7 @@ def test_intervals_of_speed_cover_the_truth_95_times_in_100(num_seeds):
     for _ in range(NUM_COMPARISONS):
         own, base, other = 1000 * np.exp(world.normal(0, 0.02, (3, num_seeds)))
         seed = np.exp(world.normal(0, 0.05, num_seeds))
-        rates += covers(t_interval(own), 1000)
+        rates += covers(rate_interval(own), 1000)
         pairs += covers(ratio_interval(1.3 * own * seed, base * seed, paired=True), 1.3)
         apart += covers(ratio_interval(1.3 * own, other, paired=False), 1.3)
     # Three standard errors of 1,000 trials to either side; Welch's interval of two runs is a little wide.
@@ -123,6 +124,7 @@ def test_one_run_has_no_interval():
     assert ratio_interval([6.0], [5.0], paired=True) == Interval(pytest.approx(1.2), None, None)
     assert ratio_interval([6.0], [5.0, 5.0], paired=False).low is None
     assert t_interval([1.0, 2.0, 3.0]).describe("{:.3f}") == "2.000 (-0.484 to 4.484)"
+    assert rate_interval([1.0, 2.0, 3.0]).low > 0, "a rate is never negative"
 
 
 def test_pairing_takes_what_a_seed_does_to_both_variants_out_of_the_ratio():
