@@ -125,10 +125,10 @@ def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality
 
 
 def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
-    if confounded:
-        return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
     if own.emulated:
         return "was EMULATED in higher precision, so that its speed says nothing,"
+    if confounded:
+        return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
     if own.speedup is None:
         return "has no measured speed"
     unsure = _scatter(own.speedup, 1) == WITHIN
