@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The environment to train and test fp8 in, on NVIDIA's PyTorch image, whose torch and Transformer Engine stay as they are.
+# The environment to train and test fp8 in: what scripts/quickstart.sh installs for GPUs, on the Ubuntu, Python and CUDA of the GPU tests.
 #
 #   docker build --build-arg USER_ID="$(id -u)" --build-arg GROUP_ID="$(id -g)" --build-arg LLM_FP8_COMMIT="$(git rev-parse HEAD)" -t llm-fp8:latest .
 #   mkdir -p checkpoints
@@ -12,14 +12,21 @@
 #   models, data sets    HF_HOME is /cache/huggingface: -v "$HOME/.cache/huggingface:/cache/huggingface" shares the host's
 #   HF_TOKEN and others  docker run -e HF_TOKEN -e WANDB_API_KEY
 #   your configs/        -v "$(pwd)/configs:/workspace/configs"
+#   a cluster            scripts/slurm_multi_node.sbatch
 #
-# This image has not been built or run: no Docker daemon was at hand. hadolint passes, and tests/scripts/test_containers.py holds the files
-# against the repository. The image's own Transformer Engine is used, which may differ from the measured 2.20.2; the verifier says so.
+# This image has not been built or run: no Docker daemon was at hand. What was: scripts/quickstart.sh --gpu, on a machine without a GPU; its
+# packages' versions, on GPUs, outside a container; hadolint; tests/scripts/test_containers.py. InfiniBand in a container was not.
 
-FROM nvcr.io/nvidia/pytorch:26.07-py3
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /workspace
+
+# Compilers and Python's headers for Triton and Transformer Engine; the libraries by which NCCL finds InfiniBand.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ ibverbs-providers libibverbs1 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
 
 # Whom the process in the container runs as; files that it writes to a mounted folder belong to them.
 ARG USER_ID=1000
@@ -32,20 +39,13 @@ RUN if ! getent group "${GROUP_ID}" > /dev/null; then groupadd --gid "${GROUP_ID
     && install --directory --owner="${USER_ID}" --group="${GROUP_ID}" /workspace /workspace/checkpoints /cache/huggingface \
     && ln --symbolic checkpoints /workspace/runs
 
-# What decides about the packages comes first, so that a change of the code does not install them anew. The image holds pip to the versions of
-# all its packages, and the requirements pin others of some; what must not change is written down, kept, and looked at afterwards.
+# What decides about the packages comes first, so that a change of the code does not install them anew.
 COPY requirements.txt requirements-gpu.txt requirements-deepspeed.txt ./
-COPY llm_fp8/__init__.py llm_fp8/
-COPY llm_fp8/utils/__init__.py llm_fp8/utils/errors.py llm_fp8/utils/packages.py llm_fp8/utils/ranks.py llm_fp8/utils/
-COPY llm_fp8/config/shipped/requirements.txt llm_fp8/config/shipped/requirements-gpu.txt llm_fp8/config/shipped/requirements-deepspeed.txt llm_fp8/config/shipped/
-COPY llm_fp8/tools/__init__.py llm_fp8/tools/
-COPY llm_fp8/tools/verify/__init__.py llm_fp8/tools/verify/result.py llm_fp8/tools/verify/versions.py llm_fp8/tools/verify/
-COPY scripts/container_requirements.py scripts/
-RUN python scripts/container_requirements.py write /opt/llm-fp8 \
-    && PIP_CONSTRAINT="" PIP_BREAK_SYSTEM_PACKAGES=1 python -m pip install --no-cache-dir \
-        --constraint /opt/llm-fp8/constraints.txt --requirement /opt/llm-fp8/requirements.txt \
-    && python scripts/container_requirements.py check /opt/llm-fp8
-ENV PIP_CONSTRAINT=/opt/llm-fp8/constraints.txt
+COPY scripts/_setup.sh scripts/quickstart.sh scripts/
+ENV VENV_DIR=/opt/llm-fp8 \
+    PATH=/opt/llm-fp8/bin:${PATH}
+RUN PIP_NO_CACHE_DIR=1 bash scripts/quickstart.sh --gpu \
+    && pip install --no-cache-dir --requirement requirements-deepspeed.txt
 
 COPY te_llama.py train_fp8.py train_multi_gpu.py ./
 COPY configs/ configs/

@@ -5,7 +5,8 @@
 #   VENV_DIR  where the environment lies (default: .venv in the repository)
 #
 # Afterwards the working directory is the repository and $venv_python is the environment's interpreter. What is installed already
-# is left alone: a copy of each requirements file beside it tells whether anything changed since.
+# is left alone: a copy of each requirements file beside it tells whether anything changed since. Where there is an NVIDIA GPU, versions
+# are those of requirements-gpu.txt.
 
 set -euo pipefail
 
@@ -14,6 +15,7 @@ repository=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$repository"
 venv=${VENV_DIR:-.venv}
 venv_python=$venv/bin/python
+this_command="$0${*:+ $*}"
 te_build_tools=(setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2 pybind11==3.1.0 packaging==26.3)
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -71,18 +73,20 @@ pip_install() {
     "$venv_python" -m pip install "${quiet[@]}" "$@" </dev/null
 }
 
-# Whether the requirements file $1 changed since it was installed here.
-changed() { ! cmp -s "$1" "$venv/installed-$(basename "$1")"; }
+# Whether the requirements file $1, or one of those after it, changed since it was installed here.
+changed() { ! cat "$@" | cmp -s - "$venv/installed-$(basename "$1")"; }
 
-remember() { cp "$1" "$venv/installed-$(basename "$1")"; }
+remember() { cat "$@" >"$venv/installed-$(basename "$1")"; }
 
-# Installs the requirements file $1 where it changed; $2 says what it is for.
+# Installs the requirements file $1 where it changed; $2 says what it is for. The file $3, if there is one, holds pip to its versions.
 install_requirements() {
-    if ! changed "$1"; then return; fi
-    say "installing $1 ($2)"
-    pip_install -r "$1" || fail "pip could not install $1; see the message above."
-    remember "$1"
+    if ! changed "$1" ${3:+"$3"}; then return; fi
+    say "installing $1${3:+ with the versions of $3} ($2)"
+    pip_install --upgrade -r "$1" ${3:+-c "$3"} || fail "pip could not install $1; see the message above."
+    remember "$1" ${3:+"$3"}
 }
+
+has_gpu() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
 
 # Whether the best GPU here has fp8 tensor cores (compute capability 8.9 or newer).
 has_fp8_gpu() {
@@ -116,26 +120,25 @@ explain_te_failure() {
     cuda=$("$venv_python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null) || cuda=13.0
     version=$(sed -nE 's/.*detected CUDA version \(([0-9.]+)\).*/\1/p' "$1" | head -n 1)
     if [[ -n $version ]]; then
-        printf '%s\n' "the CUDA toolkit is $version and torch needs $cuda; run: $again CUDA_HOME=/usr/local/cuda-$cuda $0"
+        printf '%s\n' "the CUDA toolkit is $version and torch needs $cuda; run: $again CUDA_HOME=/usr/local/cuda-$cuda $this_command"
     elif grep -qiE '\bKilled\b|out of memory|cannot allocate memory' "$1"; then
-        printf '%s\n' "the compiler ran out of memory; compile one file at a time: $again MAX_JOBS=1 $0"
+        printf '%s\n' "the compiler ran out of memory; compile one file at a time: $again MAX_JOBS=1 $this_command"
     elif ! has_nvcc; then
         printf '%s %s\n' "there is no nvcc, the compiler of the CUDA toolkit; install the toolkit of CUDA $cuda" \
-            "(with NVIDIA's apt repository: sudo apt-get install cuda-toolkit-${cuda/./-}), then: $again $0"
+            "(with NVIDIA's apt repository: sudo apt-get install cuda-toolkit-${cuda/./-}), then: $again $this_command"
     else
-        printf '%s\n' "correct what the message above names, then run: $again $0"
+        printf '%s\n' "correct what the message above names, then run: $again $this_command"
     fi
 }
 
-# Transformer Engine where there is a GPU for it. Without it everything but fp8 works, so a failure is a warning; it is not tried
-# again by itself until requirements-gpu.txt changes, because each try may compile for minutes. pip keeps the wheel that it built in
-# its cache: the same version is not compiled again in another environment.
+# Transformer Engine. Without it everything but fp8 works, so a failure is a warning; it is not tried again by itself until
+# requirements-gpu.txt changes, because each try may compile for minutes. pip keeps the wheel that it built in its cache: the same
+# version is not compiled again in another environment.
 install_gpu_requirements() {
     local file=requirements-gpu.txt includes log=$venv/transformer-engine.log
-    has_fp8_gpu || return 0
     rm -f "$log"
     if ! changed "$file"; then
-        has_transformer_engine || warn "Transformer Engine is not installed, so no fp8; try again: rm $venv/installed-$file && $0"
+        has_transformer_engine || warn "Transformer Engine is not installed, so no fp8; try again: rm $venv/installed-$file && $this_command"
         return 0
     fi
     if "$venv_python" -m pip cache list transformer_engine_torch 2>/dev/null </dev/null | grep -q '\.whl'; then
@@ -156,13 +159,17 @@ print(os.pathsep.join(sorted(glob.glob(os.path.join(sysconfig.get_paths()["purel
     elif ! "$venv_python" -c 'import transformer_engine.pytorch' >"$log" 2>&1 </dev/null; then
         warn "Transformer Engine is installed and does not load ($(tail -n 1 "$log")); a wheel in pip's cache may be of another torch:" \
             "$venv_python -m pip cache remove transformer_engine_torch; $venv_python -m pip uninstall -y transformer_engine_torch;" \
-            "rm $venv/installed-$file && $0"
+            "rm $venv/installed-$file && $this_command"
     fi
     remember "$file"
 }
 
+# For the GPUs of this machine; with --gpu, and in an environment that was made so, for such as have fp8, wherever they are.
 setup_environment() {
+    local fp8=false pins=""
     make_venv
-    install_requirements requirements.txt "PyTorch and the Hugging Face libraries, several minutes the first time"
-    install_gpu_requirements
+    if [[ ${1:-} == --gpu || -e $venv/installed-requirements-gpu.txt ]] || has_fp8_gpu; then fp8=true; fi
+    if $fp8 || has_gpu; then pins=requirements-gpu.txt; fi
+    install_requirements requirements.txt "PyTorch and the Hugging Face libraries, several minutes the first time" $pins
+    if $fp8; then install_gpu_requirements; fi
 }

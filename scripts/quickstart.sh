@@ -3,11 +3,18 @@
 # repository, offline, on whatever is here (fp8 on a GPU that has it, else bf16 or fp32, or the CPU). A few minutes.
 #
 #   scripts/quickstart.sh [options of train_fp8.py]
+#   scripts/quickstart.sh --gpu      only installs, and what GPUs need also where there is none: on a cluster's login node, in an image
 #
 # Each run starts afresh in runs/quickstart.
 
 # shellcheck source=scripts/_setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+if [[ ${1:-} == --gpu ]]; then
+    setup_environment --gpu
+    has_transformer_engine || fail "$venv has no Transformer Engine; see the warning above."
+    say "$venv is ready for GPUs"
+    exit
+fi
 setup_environment
 
 output_dir=runs/quickstart

@@ -50,10 +50,13 @@ class OptionalPackage:
 
 
 TRANSFORMER_ENGINE = OptionalPackage(
-    "Transformer Engine", "transformer_engine.pytorch", f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}"
+    "Transformer Engine",
+    "transformer_engine.pytorch",
+    f"pip install -r {BASE_REQUIREMENTS} -c {GPU_REQUIREMENTS} && "
+    f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}",
 )
 FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
-TORCHAO = OptionalPackage("torchao", "torchao.float8", "pip install torchao")
+TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
 TRITON = OptionalPackage("Triton", "triton", "pip install triton")
 PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")
 DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {_FOLDER}requirements-deepspeed.txt")

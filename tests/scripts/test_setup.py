@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(ROOT.glob("scripts/*.sh"))
 REQUIREMENTS = ["requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt", "requirements-dev.txt"]
-PIN = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+)(\[\w+\])?==[\w.]+(; python_version (<|>=) \"3\.\d+\")?  # \S.*$")
+PIN = re.compile(
+    r"^(?P<name>[A-Za-z0-9_.-]+)(==[\w.]+|>=[\w.]+,<=[\w.]+)(; python_version (<|>=) \"3\.\d+\")?  # \S.*$"
+)
 
 
 def run_bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +45,7 @@ def test_a_script_parses_and_can_be_run(script: Path) -> None:
 
 
 def test_requirements_are_pinned_say_why_and_cover_what_is_imported() -> None:
-    required = {"transformer-engine-torch"}  # Transformer Engine's bindings
+    required = set()
     for file in REQUIREMENTS:
         for line in (ROOT / file).read_text().splitlines():
             match = PIN.match(line)
@@ -118,3 +120,27 @@ def test_fp8_gpus_are_told_by_compute_capability(capabilities: str, expected: bo
     write_program(tmp_path / "nvidia-smi", f"printf '{capabilities}\\n'")
     done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout.strip() == ("yes" if expected else "no")
+
+
+@pytest.mark.parametrize(
+    ("capability", "words", "made_before", "expected"),
+    [
+        (None, "", False, "CPU"),
+        ("8.0", "", False, "requirements-gpu.txt"),
+        ("9.0", "", False, "requirements-gpu.txt and Transformer Engine"),
+        (None, "--gpu", False, "requirements-gpu.txt and Transformer Engine"),
+        (None, "", True, "requirements-gpu.txt and Transformer Engine"),
+    ],
+)
+def test_gpus_get_the_versions_that_were_tested_on_gpus(capability, words, made_before, expected, tmp_path) -> None:
+    """Also an environment that was made for them where there is none."""
+    answer = "exit 9" if capability is None else f'[ "$1" = -L ] && echo "GPU 0: made up" || echo {capability}'
+    write_program(tmp_path / "nvidia-smi", answer)
+    if made_before:
+        (tmp_path / "installed-requirements-gpu.txt").touch()
+    doubles = (
+        "make_venv() { :; }; install_requirements() { printf %s ${3:-CPU}; }; "
+        "install_gpu_requirements() { printf ' and Transformer Engine'; }; "
+    )
+    environment = {"VENV_DIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert run_bash(f"{doubles} setup_environment {words}", **environment).stdout == expected

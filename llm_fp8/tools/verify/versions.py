@@ -1,7 +1,4 @@
-"""The check of packages: versions are compared with the pins of the requirements files, and packages are imported.
-
-This module imports only packaging, for scripts/container_requirements.py.
-"""
+"""The check of packages: versions are compared with the pins of the requirements files, and packages are imported."""
 
 from __future__ import annotations
 
@@ -17,7 +14,9 @@ from packaging.utils import canonicalize_name
 from llm_fp8.tools.verify.result import Result, Setup
 from llm_fp8.utils.packages import SHIPPED, package_version
 
-REQUIREMENTS = ("requirements.txt", "requirements-gpu.txt", "requirements-deepspeed.txt")
+REQUIREMENTS = ("requirements.txt", "requirements-deepspeed.txt")
+GPU_REQUIREMENTS = "requirements-gpu.txt"
+"""The versions of all GPU tests."""
 OPTIONAL = ("flash-attn", "torchao", "peft", "deepspeed", "wandb", "wandb-workspaces", "nvidia-ml-py")
 """Packages that only an option, the dashboard or the energy figures need."""
 TE = "transformer-engine"
@@ -36,8 +35,10 @@ def pins_of(text: str) -> list[Requirement]:
     return [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
 
 
-def read_pins() -> list[Requirement]:
-    return [pin for file in REQUIREMENTS for pin in pins_of((SHIPPED / file).read_text())]
+def read_pins(has_gpu: bool) -> list[Requirement]:
+    """The pins for this machine; those for GPUs take the place of others."""
+    files = (*REQUIREMENTS, GPU_REQUIREMENTS) if has_gpu else REQUIREMENTS
+    return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -46,7 +47,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return {name: version for name, version in versions.items() if version is not None}
 
 
-def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str], has_gpu: bool) -> Result:
+def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str]) -> Result:
     """Fail for a missing or broken package that every run needs. Warn of another version, and of a broken package that
     only an option needs. `found`: package -> installed version. `errors`: package -> why it does not load.
     """
@@ -55,12 +56,12 @@ def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str]
         version = found.get(pin.name)
         # Transformer Engine must build against the installed torch; other packages accept the flag.
         fix = f"{_PIP} install --no-build-isolation '{str(pin).partition(';')[0]}'"
-        if version is None and pin.name not in OPTIONAL and (has_gpu or pin.name != TE):
+        if version is None and pin.name not in OPTIONAL:
             result.fail(f"{pin.name} is not installed", fix)
         elif version is None:
             result.details.append(f"{pin.name} is not installed")
         elif not pin.specifier.contains(version, prereleases=True):
-            result.warn(f"{pin.name} is {version}, and not {pin.specifier}", fix)
+            result.warn(f"{pin.name} is {version}, and tests ran with {pin.specifier}", fix)
     for name, error in errors.items():
         report = result.warn if name in OPTIONAL else result.fail
         report(f"{name} does not load: {error}", f"{_PIP} uninstall -y {name}   # and install it again for this torch")
@@ -71,7 +72,7 @@ def check_packages(setup: Setup) -> Result:
     """Compare installed versions with the pins and import the packages."""
     from llm_fp8.utils.te_internals import require_te
 
-    pins = read_pins()
+    pins = read_pins(setup.num_gpus > 0)
     errors = {}
     found = installed([*(pin.name for pin in pins), *TE_PARTS, *IMPORTED])
     to_import = [name for name in IMPORTED if name in found and (name != TE or setup.num_gpus)]
@@ -82,9 +83,7 @@ def check_packages(setup: Setup) -> Result:
                 require_te("fp8") if name == TE else importlib.import_module(name.replace("-", "_"))
             except Exception as error:  # a broken package may raise anything
                 errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    is_container = bool(setup.environ.get("PIP_CONSTRAINT"))  # a container keeps its versions
-    pinned = [pin for pin in pins if not (is_container and pin.name in found)]
-    result = judge(pinned, found, errors, setup.num_gpus > 0)
+    result = judge(pins, found, errors)
     result.summary = ", ".join(f"{name} {found[name]}" for name in to_import if name not in errors)
     result.facts = dict(found)
     return result

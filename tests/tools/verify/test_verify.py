@@ -19,6 +19,7 @@ from llm_fp8.tools.verify.environment_rules import judge
 from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.torch_internals import fp8_gemm
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -32,35 +33,41 @@ def setup(tmp_path) -> Setup:
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 PINS = versions.pins_of(
-    "torch==2.13.0  # why\n--extra-index-url x\nnumpy==2.4.6\nold==1 ; python_version < '3'\nwandb==0.31.0\n"
-    "transformer-engine[pytorch]==2.20.2"
+    "torch>=2.11.0,<=2.13.0  # why\n--extra-index-url x\nnumpy==2.4.6\nold==1 ; python_version < '3'\nwandb==0.31.0\n"
+    "transformer-engine==2.20.2"
 )
 FOUND = {"torch": "2.13.0+cu130", "numpy": "2.4.6", "transformer-engine": "2.20.2", "wandb": "0.31.0"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "errors", "has_gpu", "status", "fix"),
+    ("changes", "errors", "status", "fix"),
     [
-        ({}, {}, True, "passed", None),
-        ({"torch": None}, {}, True, "failed", "'torch==2.13.0'"),
-        (
-            {"transformer-engine": None},
-            {},
-            True,
-            "failed",
-            "--no-build-isolation 'transformer-engine[pytorch]==2.20.2'",
-        ),
-        ({"transformer-engine": None, "wandb": None}, {}, False, "passed", None),
-        ({"numpy": "2.0.0"}, {}, True, "warning", "'numpy==2.4.6'"),
-        ({}, {"torch": "OSError: no"}, True, "failed", "uninstall -y torch"),
-        ({}, {"flash-attn": "ImportError: no"}, True, "warning", "uninstall -y flash-attn"),
+        ({}, {}, "passed", None),
+        ({"torch": None}, {}, "failed", "'torch<=2.13.0,>=2.11.0'"),
+        ({"torch": "2.14.0"}, {}, "warning", "'torch<=2.13.0,>=2.11.0'"),
+        ({"transformer-engine": None}, {}, "failed", "--no-build-isolation 'transformer-engine==2.20.2'"),
+        ({"wandb": None}, {}, "passed", None),
+        ({"numpy": "2.0.0"}, {}, "warning", "'numpy==2.4.6'"),
+        ({}, {"torch": "OSError: no"}, "failed", "uninstall -y torch"),
+        ({}, {"flash-attn": "ImportError: no"}, "warning", "uninstall -y flash-attn"),
     ],
 )
-def test_packages(changes, errors, has_gpu, status, fix):
+def test_packages(changes, errors, status, fix):
     found = {name: version for name, version in (FOUND | changes).items() if version is not None}
-    result = versions.judge(PINS, found, errors, has_gpu)
+    result = versions.judge(PINS, found, errors)
     assert result.status == status
     assert fix is None or fix in result.fixes[0]
+
+
+def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_accepts():
+    recorded = json.loads((REPOSITORY / "benchmarks/results/gpu_tests.json").read_text())["provenance"]["packages"]
+    for_gpus, for_cpus = ({pin.name: pin.specifier for pin in versions.read_pins(gpu)} for gpu in (True, False))
+    there = {name: f"=={version}" for name, version in recorded.items() if version is not None}
+    assert {name: str(for_gpus[name]) for name in there} == there
+    assert not for_cpus.keys() & {versions.TE, "torchao"}
+    for name, specifier in for_cpus.items():
+        (pinned,) = for_gpus[name]
+        assert pinned.operator == "==" and specifier.contains(pinned.version), name
 
 
 # --- environment variables --------------------------------------------------------------------------------------------
