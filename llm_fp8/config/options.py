@@ -83,16 +83,14 @@ class ModelConfig:
     gradient_checkpointing: float | Literal["auto"] = option(
         0, "Recompute every n-th layer (no number: all), a share as 0.5, or auto: the fewest that let it fit.", bare=1
     )
-    cuda_graphs: bool = option(
-        False,
-        "Replay micro-batches as CUDA graphs, for models so small that they are launch-bound; takes more memory.",
-        needs=("use_te", "packing", WHOLE_MODEL),
+    cuda_graphs: bool | None = option(
+        None,
+        "Replay micro-batches as CUDA graphs, which takes memory (default: auto, where the GPU is idle).",
+        needs=("use_te", "packing", "sharding_mode=single|ddp|fsdp_grad|fsdp_full"),
         excludes={
-            "gradient_checkpointing": "recomputation reads random states on the host",
             "lora_rank": "frozen weights are cast to fp8 once",
             "fp8_recast_weights": "gradients begin anew only where casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
-            "optimizer=adamw_fp32": "graphs are for bf16 parameters",
         },
     )
 

@@ -92,7 +92,8 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
     elif bare is not None:
         taken = {"type": layers_or_auto}
     elif kind is bool:
-        taken, bare = {"type": true_or_false}, True
+        is_open = NoneType in get_args(hint)  # None is what the run settles
+        taken, bare = {"type": lambda word: None if is_open and word == "auto" else true_or_false(word)}, True
     elif kind is str:
         taken = {"type": os.path.expanduser}  # no shell replaces `~` in a file or after `=`
     if bare is not None:

@@ -44,7 +44,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
         for bound, limit in each.metadata["bounds"].items():
             if value is not None and not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
                 raise UserError(f"--{name} must be {bound.replace('_', ' ')} {limit}, not {value}.")
-        if value == each.default:
+        if value is False or value == each.default:
             continue
         given = f"--{name}" if value is True else f"--{name} {value}"
         for condition in each.metadata["needs"]:
@@ -134,6 +134,8 @@ def _check_mode(config: Config, mode: str) -> None:
         raise UserError(f"--mixed_precision fp16 cannot go with --sharding_mode {mode}; use bf16.")
     if kind in ("adamw_8bit", "adamw_master") and mode.startswith("deepspeed"):
         raise UserError(f"--optimizer {kind} cannot go with --sharding_mode {mode}; use auto, or ddp.")
+    if config.model.cuda_graphs and kind == "adamw_fp32" and is_whole:
+        raise UserError("--cuda_graphs cannot go with --optimizer adamw_fp32: they are for bf16 parameters; drop one.")
     if config.parallel.fp8_params and config.precision.fp8_backend == "torchao" and mode == "fsdp_hybrid":
         raise UserError("--fp8_params of --fp8_backend torchao needs --sharding_mode fsdp_full or fsdp_grad.")
 
@@ -179,6 +181,8 @@ def check_machine(
     _check_tokens(config, token_multiple(scenario), f"--fp8_scenario {scenario}")
     if ranks.world_size % size != 0:
         raise UserError(f"--context_parallel_size {size} does not divide the {ranks.world_size} processes; change it.")
+    if config.model.cuda_graphs and mode.startswith("fsdp") and config.optim.gradient_accumulation_steps > 1:
+        raise UserError(f"--cuda_graphs under --sharding_mode {mode} takes steps of one micro-batch; drop it.")
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")
 

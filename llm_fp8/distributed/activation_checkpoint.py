@@ -33,14 +33,25 @@ def recomputed_layers(asked: float | Literal["auto"], num_layers: int) -> range:
 
 
 def enable_gradient_checkpointing(
-    layers: nn.ModuleList, asked: float | Literal["auto"], uses_te: bool, reentrant: bool = False
+    layers: nn.ModuleList,
+    asked: float | Literal["auto"],
+    uses_te: bool,
+    reentrant: bool = False,
+    in_graphs: bool = False,
 ) -> list[nn.Module]:
-    """Recompute the decoder's `layers` that are `asked` for in the backward pass, of its own where `reentrant`."""
+    """Recompute the decoder's `layers` that are `asked` for in the backward pass, of its own where `reentrant`.
+
+    `in_graphs`: whether a CUDA graph may hold the passes, which reads no random state on the host.
+    """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
         te = require_te("--gradient_checkpointing")
         checkpoint = te.checkpoint
+        if in_graphs:  # Transformer Engine then takes random states as generators
+            tracker = te.distributed.CudaRNGStatesTracker()
+            tracker.add("recomputation", 0)
+            options["get_rng_state_tracker"] = lambda: tracker
         if not reentrant:
             options["context_fn"] = functools.partial(_te_contexts, te)
 

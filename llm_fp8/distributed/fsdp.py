@@ -50,6 +50,8 @@ class FsdpStrategy(DistributedStrategy):
         self.compute_dtype = dtype
         # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
+        self._notes_stream = False
+        self._stream: torch.cuda.Stream | None = None  # of the backward pass, in whose memory gradients are reduced
         self.kept_in_fp8: Precision | None = None
         """Set before `shard`, it lets `prepare` turn the weights of its fp8 modules into fp8 parameters."""
         num_ranks = accelerator.num_processes
@@ -70,9 +72,9 @@ class FsdpStrategy(DistributedStrategy):
             shard(layer, reshard_after_forward=self.mode != "fsdp_grad")
         shard(model, reshard_after_forward=False)
         from_backward_stream = on_gpu and not offloads and self.mesh.ndim == 1
-        stream = torch.cuda.current_stream() if from_backward_stream else None
+        self._notes_stream = from_backward_stream
         for unit in units_of(model):
-            unit.set_custom_reduce_scatter(MemorySavingReduceScatter(unit, stream))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(MemorySavingReduceScatter(unit, lambda: self._stream))  # type: ignore[arg-type]
         if self.caches_weight_casts:
             keep_weight_casts(model, keep=True)
         model.register_forward_hook(_reshard_without_backward)
@@ -89,6 +91,8 @@ class FsdpStrategy(DistributedStrategy):
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
+        if self._notes_stream:  # a CUDA graph is captured on another stream
+            self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
         # Weights change between steps alone, so gathered ones serve all micro-batches.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")

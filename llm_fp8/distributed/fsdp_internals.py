@@ -7,19 +7,22 @@
       entry._module_info
     entry._unsharded_param                     the gathered weight and its .grad
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
+    what `forget_pass` sets                    a pass that ended in an error
 
-Without them (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate by themselves.
+Without the first four (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate by
+themselves. FSDPModule.reset_iter_state (2.13) would wait for events of a capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from llm_fp8.distributed.wgrad_fusion import release_main_grad
 
@@ -31,12 +34,48 @@ def units_of(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
     """The sharded parameters of one unit, as their modules have them between steps, each with FSDP2's record of it."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in groups:
+    for group in _groups_of(unit._get_fsdp_state()):
         for entry in getattr(group, "fsdp_params", ()):
             if owner := getattr(entry, "_module_info", None):
                 yield getattr(owner.module, owner.param_name), entry
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Let the next forward pass of `model` begin anew after one whose capture in a CUDA graph failed: nothing of it ran
+    or will run. Gathered weights and gradients are dropped.
+    """
+    for unit in units_of(model):
+        state: Any = unit._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        for group in filter(None, _groups_of(state)):
+            for name in (
+                "_all_gather_result",
+                "_post_reduce_event",
+                "_all_reduce_state",
+                "_reshard_after_forward_event",
+            ):
+                setattr(group, name, None)
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+            for entry in group.fsdp_params:
+                entry.unsharded_accumulated_grad = None
+                if (gathered := getattr(entry, "_unsharded_param", None)) is not None:
+                    gathered.grad = None
+        shared, streams = state._state_ctx, state._comm_ctx
+        shared.iter_forward_root = None
+        shared.post_backward_final_callback_queued = False
+        streams.all_gather_state = None
+        streams.post_forward_order.clear()
+        for name in ("reduce_scatter_states", "_last_post_reduce_events"):  # 2.13
+            getattr(streams, name, []).clear()
+        streams.reduce_scatter_state = None  # 2.11
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 class UnshardedGradients:
@@ -60,13 +99,13 @@ class MemorySavingReduceScatter:
     """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
 
     PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
-    on N ranks) on the reduce-scatter's stream. Allocated on `stream`, that of the backward pass, which must be current
-    in it, they take the place of activations and unsharded gradients: FSDP2 drops its references to these between its
-    two allocations, and main gradients (`wgrad_fusion`) are released at the first. None allocates where FSDP2 does: on
-    CPUs, and under fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
+    on N ranks) on the reduce-scatter's stream. Allocated on `stream()`, that of the backward pass, they take the place
+    of activations and unsharded gradients: FSDP2 drops its references to these between its two allocations, and main
+    gradients (`wgrad_fusion`) are released at the first. None allocates where FSDP2 does: on CPUs, and under
+    fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
     """
 
-    def __init__(self, unit: FSDPModule, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:
         self._entries = [entry for _, entry in _entries_of(unit)]
         self._stream = stream
 
@@ -74,12 +113,12 @@ class MemorySavingReduceScatter:
         for entry in self._entries:
             if (gathered := getattr(entry, "_unsharded_param", None)) is not None:
                 release_main_grad(gathered)
-        if self._stream is None:
+        if (stream := self._stream()) is None:
             return torch.empty(*size, dtype=dtype, device=device)
         current = torch.cuda.current_stream(device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             found = torch.empty(*size, dtype=dtype, device=device)
-        if current != self._stream:
+        if current != stream:
             found.record_stream(current)  # shards may be freed while that stream still uses them
         return found
 

@@ -217,9 +217,12 @@ class RunSize:
             state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        one_micro_batch = config.optim.gradient_accumulation_steps == 1 and not config.model.cuda_graphs
+        graphs = config.model.cuda_graphs
+        one_micro_batch = config.optim.gradient_accumulation_steps == 1 and (self.sharded or not graphs)
         parts: tuple[float, ...] = (state + gathered, activations, head)
-        if config.model.cuda_graphs:
+        if graphs and self.sharded:
+            state += all_gradients  # the graphs' from one step to the next, beside those of an eager micro-batch
+        elif graphs:
             parts = (state, 2 * activations, 2 * head)  # of the graphs, and of an eager micro-batch
         if one_micro_batch:
             ends = [
@@ -371,8 +374,6 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not counted, or recomputed already
-        if run.config.model.cuda_graphs and change.keys() & {"sharding_mode", "gradient_checkpointing"}:
-            continue
         fitted = run.changed(**change).fitted(gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
             words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]

@@ -10,7 +10,7 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
                                 place by every later one that is first
     scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
-                                values for it, and one may replay a graph where another runs eagerly
+                                values for it, and one may replay a graph where another runs eagerly (not under fsdp)
 
 So a first and a later micro-batch have a graph each; one that is alone in its step is a first one. Eager micro-batches
 do the same at the same addresses, so both kinds may follow each other in a step, with the same bits.
@@ -24,10 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.fsdp_internals import forget_pass
+from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.utils.torch_internals import local_of
 
 BUCKETS = (32, 64, 128, 256, 512)
 """Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
@@ -52,10 +55,14 @@ class Capture:
     def __call__(self, work: Callable[[], None]) -> Graph:
         """The kernels that `work` launches; they do not run yet."""
         gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        graph, random = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+        try:
+            # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured
+            raise
         return graph
 
 
@@ -78,41 +85,67 @@ class MicroBatchGraphs:
         """
         self._run, self._capture, self._after_each = run, capture, after_each
         self._parameters = parameters
-        self._gradients = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in parameters]
+        self._gradients = self._make_gradients()
         by_gemms = {id(weight) for weight in overwritten}
-        self._summed = [g for p, g in zip(parameters, self._gradients, strict=True) if id(p) not in by_gemms]
-        device = self._gradients[0].device
+        self._summed = [g for p, g in zip(parameters, self._gradients, strict=False) if id(p) not in by_gemms]
+        device = parameters[0].device
         self._num_supervised = torch.ones((), dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
         self.may_capture = True  # False: what has no graph yet runs eagerly
+        self.failure: str | None = None
+        """Why a graph could not be captured; from then on what has none runs eagerly."""
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
         """`RunMicroBatch` for a packed batch, on the host or the device. The loss, fp32, is overwritten by the next
         call.
         """
         if first:
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
+            self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
         self._take(batch, first)
         self._after_each()
         return self._loss
 
+    def _lend_gradients(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
     def _take(self, batch: Batch, first: bool) -> None:
-        bucket = bucket_of(batch)
+        bucket = self._bucket(batch)
         if bucket is None:
             return self._eager(batch, first)
         inputs, key = self._load(batch, bucket), (bucket, first)
-        if key not in self._graphs and key in self._seen and self.may_capture:
-            self._graphs[key] = self._capture(lambda: self._eager(inputs, first))
+        if key not in self._graphs and key in self._seen and self.may_capture and self.failure is None:
+            graph, self.failure = self._try_to_capture(lambda: self._captured(inputs, first))
+            if graph is not None:
+                self._graphs[key] = graph
         if key in self._graphs:
-            self._graphs[key].replay()
+            self._replay(self._graphs[key])
         else:
             self._eager(inputs, first)
             self._seen.add(key)
+
+    def _try_to_capture(self, work: Callable[[], None]) -> tuple[Graph | None, str | None]:
+        """The graph of `work`, or why there is none."""
+        try:
+            return self._capture(work), None
+        except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
+            return None, str(error).partition("\n")[0]
+
+    def _make_gradients(self) -> list[Tensor]:
+        return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
+
+    def _bucket(self, batch: Batch) -> int | None:
+        return bucket_of(batch)
+
+    def _captured(self, inputs: Batch, first: bool) -> None:
+        self._eager(inputs, first)
+
+    def _replay(self, graph: Graph) -> None:
+        graph.replay()
 
     def _eager(self, batch: Batch, first: bool) -> None:
         if first and self._summed:  # begin the gradients anew
@@ -135,6 +168,57 @@ class MicroBatchGraphs:
         inputs.cu_seqlens.fill_(batch.num_tokens)  # where the last document ends, all that follow begin and end
         inputs.cu_seqlens[: len(documents)].copy_(documents, non_blocking=True)
         return inputs
+
+
+class ShardedMicroBatchGraphs(MicroBatchGraphs):
+    """The same under fsdp_grad and fsdp_full, for steps of one micro-batch.
+
+    FSDP2's collectives are in the graphs, and delayed scaling's, since weights are cast again in the backward pass, by
+    new scales. All ranks replay the graph of one bucket, the largest of theirs, or none does. FSDP2 makes a step's
+    gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[Batch, Tensor], Tensor],
+        parameters: Sequence[Parameter],
+        capture: Callable[[Callable[[], None]], Graph],
+    ) -> None:
+        super().__init__(lambda batch, num, first: run(batch, num), parameters, (), capture, lambda: None)
+        self._model = model
+
+    def _make_gradients(self) -> list[Tensor]:
+        return []
+
+    def _lend_gradients(self) -> None:
+        """Eager passes let FSDP2 make them."""
+
+    def _bucket(self, batch: Batch) -> int | None:
+        own = bucket_of(batch)
+        found = largest(BUCKETS[-1] + 1 if own is None else own)
+        return found if found in BUCKETS else None
+
+    def _try_to_capture(self, work: Callable[[], None]) -> tuple[Graph | None, str | None]:
+        found, own = super()._try_to_capture(work)
+        if own is not None:
+            forget_pass(self._model)
+        failures = [failure for failure in gathered(own) if failure is not None]
+        return (None, failures[0]) if failures else (found, None)
+
+    def _captured(self, inputs: Batch, first: bool) -> None:
+        self._eager(inputs, first)
+        made = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not self._gradients:
+            self._gradients = made
+        else:
+            torch._foreach_copy_([local_of(each) for each in self._gradients], [local_of(each) for each in made])
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _replay(self, graph: Graph) -> None:
+        graph.replay()
+        super()._lend_gradients()
 
 
 def bucket_of(batch: Batch) -> int | None:

@@ -117,6 +117,6 @@ def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None
     """A sentence on it, with what helps; None where it is small or unknown."""
     if idle is None or idle["share"] < WORTH_A_WORD:
         return None
-    less = "--cuda_graphs" if num_ranks == 1 else "--sharding_mode fsdp_grad or ddp"
+    more = "" if num_ranks == 1 else ", or try --sharding_mode fsdp_grad or ddp"
     share = f"the GPU is idle during {idle['share']:.0%} of a step, which fp8 cannot shorten"
-    return f"{share}: raise --batch_size or --max_seq_length, recompute less, or try {less}"
+    return f"{share}: raise --batch_size or --max_seq_length, recompute less{more}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -29,12 +30,13 @@ from torch.optim.lr_scheduler import LRScheduler
 import te_llama
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
-from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs
+from llm_fp8.distributed.memory import RESERVE_GIB
+from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.models.build import decoder_size
-from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
+from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.observability.step_profile import StepProfile, profiled
+from llm_fp8.observability.step_profile import StepProfile, gpu_idle, profiled
 from llm_fp8.precision.certificate import Certificate, attention_library, certify, worst
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
@@ -44,6 +46,7 @@ from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.start import PhaseClock
 
 STEPS_BEFORE_PROFILE = 4
+WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
 
 
@@ -92,6 +95,7 @@ class RunResults:
     attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
+    graph_notes: list[str] = field(default_factory=list)  # what became of CUDA graphs (--cuda_graphs)
     certificates: dict[str, Certificate] = field(default_factory=dict)
     """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
 
@@ -143,6 +147,7 @@ class TrainingLoop:
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
+        self._may_take_graphs = self._graphs is None and plan.takes_graphs
 
     @property
     def precision_name(self) -> str:
@@ -167,6 +172,10 @@ class TrainingLoop:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def _build_graphs(self) -> Any:
+        if self.strategy.shards_parameters:
+            run_sharded = functools.partial(self.micro_batch, first=None)
+            return ShardedMicroBatchGraphs(self.model, run_sharded, self._parameters, Capture())
+
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
             with self.precision.put_off_scale_updates():
                 return self.micro_batch(batch, num_supervised, first)
@@ -200,6 +209,9 @@ class TrainingLoop:
                 stamp = self.take_step(batches, stamp)
             if self.step == first and config.model.use_te:
                 self._note_attention()
+            if self._graphs is not None and self._graphs.failure is not None:
+                self._note_graphs(f"WARNING: no CUDA graph could be captured ({self._graphs.failure}); none is used")
+                self._graphs = None
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
             if self.step == self.fp8_steps < self.total_steps:
@@ -238,10 +250,11 @@ class TrainingLoop:
         losses = torch.zeros(1 + len(self.setup.training_model.coefficients), device=device)
         # The other micro-batches reuse the weight casts of the first.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
+        graphs = None if strategy.shards_parameters and len(batches) > 1 else self._graphs
         for number, batch in enumerate(batches, start=1):
             first, last = number == 1, number == len(batches)
-            if self._graphs is not None:
-                losses += self._graphs(batch, num_supervised, first)
+            if graphs is not None:
+                losses += graphs(batch, num_supervised, first)
             else:
                 reuse = first if caches_casts else None
                 losses += self.micro_batch(batch, num_supervised, reuse, last)
@@ -341,7 +354,33 @@ class TrainingLoop:
         self._certify(profile, num_micro_batches)
         if not self.precision.has_ended:
             self.results.recorded = profile
+        if self._may_take_graphs:
+            self._may_take_graphs = False
+            self._take_graphs_if_idle(profile, num_micro_batches)
         return self.restart_clocks()
+
+    def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Run micro-batches as CUDA graphs from the next step on, where that shortens steps and fits. Collective."""
+        device, taken = self.accelerator.device, torch.cuda.memory_allocated()
+        # A graph keeps memory for its activations, and other micro-batches run eagerly beside it.
+        needed = (2 * torch.cuda.max_memory_allocated() - taken) / GIB + RESERVE_GIB
+        spare = torch.cuda.get_device_properties(device).total_memory / GIB - needed
+        idle = gpu_idle(profile, self.reporter.own_steps())  # None but on the main rank
+        found = gathered((0.0 if idle is None else idle["share"], min(spare, 0.0)))
+        share, lacking = found[0][0], -min(spare for _, spare in found)
+        if share < WORTH_GRAPHS or (self.strategy.shards_parameters and num_micro_batches > 1):
+            return
+        note = f"the GPU is idle during {share:.0%} of a step: "
+        if lacking:
+            self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
+            return
+        self._graphs = self._build_graphs()
+        self.profile_step = self._next_profile_step()
+        self._note_graphs(f"{note}micro-batches run as CUDA graphs from step {self.step + 1} on")
+
+    def _note_graphs(self, note: str) -> None:
+        self.results.graph_notes.append(note)
+        self.reporter.print(note)
 
     def _note_attention(self) -> None:
         """Say and record which attention Transformer Engine took, which it chooses in the first step."""

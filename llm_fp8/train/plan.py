@@ -117,6 +117,21 @@ class RunPlan:
         return in_step // self.num_asked_micro_batches
 
     @property
+    def takes_graphs(self) -> bool:
+        """Whether micro-batches run as CUDA graphs, or may where the GPU is found idle (--cuda_graphs)."""
+        config, mode = self.config.with_options(cuda_graphs=True), self.strategy.mode
+        if self.config.model.cuda_graphs is not None:
+            return self.config.model.cuda_graphs
+        if not self.certifies or mode == "ddp" or self.precision.compute_dtype != torch.bfloat16:
+            return False  # nothing shows idle GPUs; DDP's hooks would run only while a graph is captured
+        if not self.strategy.shards_parameters and self.parameter_dtype != torch.bfloat16:
+            return False
+        with contextlib.suppress(UserError):
+            check_declared(config, mode)
+            return te_llama.decoder_spec(self.hf_config).attention_dropout == 0
+        return False
+
+    @property
     def certifies(self) -> bool:
         """Whether the run records a step and judges its kernels (--certify)."""
         wanted = self.config.run.certify

@@ -157,4 +157,4 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
         return ()
     uses_te = plan.config.model.use_te or plan.precision.te_recipe is not None
     reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
-    return enable_gradient_checkpointing(layers, every, uses_te, reentrant=reentrant)
+    return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.takes_graphs)

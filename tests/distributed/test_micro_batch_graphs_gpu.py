@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.gpu_training import certificate_of, common, figures, losses, train
+from tests.support.small import summary_json
 
 pytestmark = pytest.mark.gpu
 
@@ -41,12 +42,23 @@ def test_a_run_is_the_eager_one_bit_for_bit_and_certified(precision, micro_batch
     """With evaluations between the steps; 11 rows of 256 tokens hold sometimes more than 32 documents."""
     options = [*PRECISIONS[precision], "--max_steps", "10", "--eval_every", "4", "--batch_size", "11"]
     options += ["--gradient_accumulation_steps", micro_batches, "--certify"]
-    eager = run(model_folder, tmp_path / "eager", *options)
+    eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")
     graphs = run(model_folder, tmp_path / "graphs", *options, "--cuda_graphs")
     assert_equal_runs(eager, graphs)
     ours, theirs = certificate_of(graphs), certificate_of(eager)
     assert ours["verdict"] == theirs["verdict"] == "certified", (ours["reasons"], theirs["reasons"])
     assert ours["gemm_kernels_by_type"] == theirs["gemm_kernels_by_type"]
+
+
+@pytest.mark.parametrize("more", [(), ("--gradient_checkpointing",)])
+def test_graphs_begin_by_themselves_where_the_gpu_is_idle(more, model_folder, tmp_path):
+    options = [*PRECISIONS["delayed"], *more, "--max_steps", "16", "--batch_size", "2"]
+    eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")
+    graphs = run(model_folder, tmp_path / "auto", *options)
+    assert_equal_runs(eager, graphs)
+    [note] = summary_json(graphs)["cuda_graphs"]
+    assert "run as CUDA graphs from step 6 on" in note
+    assert figures(graphs, "num_gemm_kernels")[0] == figures(graphs, "num_gemm_kernels")[1] > 0, "steps 5 and 10"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])

@@ -5,6 +5,9 @@ a recorded step.
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.support.families import family_config
 from tests.support.multi_gpu_training import MICRO_BATCHES, PRECISIONS, train
@@ -101,14 +104,49 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     assert (tmp_path / "two" / "final" / "model.safetensors").exists()
 
 
+ONE_MICRO_BATCH = ("--batch_size=8", "--gradient_accumulation_steps=1")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
-def test_graphs_take_the_steps_of_ddp_bit_for_bit(precision, models, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ("ddp", FOUR_MICRO_BATCHES),
+        ("fsdp_grad", ONE_MICRO_BATCH),
+        ("fsdp_full", ONE_MICRO_BATCH),
+        ("fsdp_full", (*ONE_MICRO_BATCH, "--gradient_checkpointing")),
+    ],
+)
+def test_graphs_take_the_steps_of_eager_micro_batches_bit_for_bit(mode, more, precision, models, tmp_path, monkeypatch):
+    """With evaluations between the steps, whose passes are eager."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    options = [*PRECISIONS[precision], "--use_te", "--sharding_mode=ddp", *FOUR_MICRO_BATCHES]
-    eager = train(2, tmp_path / "eager", models["llama3_rope_gqa"], *options)[0]
+    options = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", *more, "--max_steps=12"]
+    options += ["--validation_fraction=0.1", "--eval_every=4", "--eval_batches=2"]
+    eager = train(2, tmp_path / "eager", models["llama3_rope_gqa"], *options, "--no_cuda_graphs")[0]
     graphs = train(2, tmp_path / "graphs", models["llama3_rope_gqa"], *options, "--cuda_graphs")[0]
     for name in ("loss", "grad_norm"):
         assert [record[name] for record in graphs] == [record[name] for record in eager]
+
+
+def synchronise_in_captures() -> None:
+    def watch(module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and torch.cuda.is_current_stream_capturing():
+            output.sum().item()
+
+    register_module_forward_hook(watch)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_where_no_graph_can_be_captured_steps_go_on(mode, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    options = [*PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}", *ONE_MICRO_BATCH]
+    eager = train(2, tmp_path / "eager", models["llama3_rope_gqa"], *options, "--no_cuda_graphs")[0]
+    failing, summary, said = train(
+        2, tmp_path / "failing", models["llama3_rope_gqa"], *options, "--cuda_graphs", first=synchronise_in_captures
+    )
+    assert [record["loss"] for record in failing] == [record["loss"] for record in eager]
+    [note] = summary["cuda_graphs"]
+    assert "no CUDA graph could be captured" in note and note in said
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
