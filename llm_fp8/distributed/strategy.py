@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
@@ -89,6 +90,15 @@ class PlainCopiesStrategy(DistributedStrategy):
     """The strategy of --cuda_graphs: a copy of the model on each GPU without DDP, whose hooks would run only while a
     graph is captured. Gradients are averaged over the ranks after a step's last micro-batch.
     """
+
+    @classmethod
+    def without_ddp(cls, strategy: DistributedStrategy, model: nn.Module) -> tuple[DistributedStrategy, nn.Module]:
+        """The strategy and the model of a run from a step on that takes CUDA graphs, from those before it."""
+        if not isinstance(model, DistributedDataParallel):
+            return strategy, model
+        plain = cls(strategy.mode, strategy.accelerator, strategy.options)
+        plain.wgrad_accumulation = strategy.wgrad_accumulation
+        return plain, model.module  # DDP's hooks go with it, when the first graph is captured at the latest
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         self.wgrad_accumulation = FusedWgradAccumulation(model)

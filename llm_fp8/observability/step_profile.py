@@ -113,10 +113,10 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     return {"work_s": profile.work_s, "step_time_s": step_time_s, "share": share}
 
 
-def describe_gpu_idle(idle: dict[str, Any] | None, num_ranks: int) -> str | None:
+def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
     """A sentence on it, with what helps; None where it is small or unknown."""
     if idle is None or idle["share"] < WORTH_A_WORD:
         return None
-    more = "" if num_ranks == 1 else ", or try --sharding_mode fsdp_grad or ddp"
-    share = f"the GPU is idle during {idle['share']:.0%} of a step, which fp8 cannot shorten"
+    more = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"
+    share = f"the GPU computes nothing during {idle['share']:.0%} of a step, which fp8 cannot shorten"
     return f"{share}: raise --batch_size or --max_seq_length, recompute less{more}"

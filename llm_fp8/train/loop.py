@@ -33,6 +33,7 @@ from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.memory import RESERVE_GIB
 from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
 from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.distributed.strategy import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
@@ -370,13 +371,17 @@ class TrainingLoop:
         share, lacking = found[0][0], -min(spare for _, spare in found)
         if share < WORTH_GRAPHS or (self.strategy.shards_parameters and num_micro_batches > 1):
             return
-        note = f"the GPU is idle during {share:.0%} of a step: "
+        note = f"the GPU computes nothing during {share:.0%} of a step: "
         if lacking:
             self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
             return
-        self._graphs = self._build_graphs()
+        self._begin_graphs()
         self.profile_step = self._next_profile_step()
         self._note_graphs(f"{note}micro-batches run as CUDA graphs from step {self.step + 1} on")
+
+    def _begin_graphs(self) -> None:
+        self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)
+        self._graphs = self._build_graphs()
 
     def _note_graphs(self, note: str) -> None:
         self.results.graph_notes.append(note)

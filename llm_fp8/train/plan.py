@@ -122,8 +122,8 @@ class RunPlan:
         config, mode = self.config.with_options(cuda_graphs=True), self.strategy.mode
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
-        if not self.certifies or mode == "ddp" or self.precision.compute_dtype != torch.bfloat16:
-            return False  # nothing shows idle GPUs; DDP's hooks would run only while a graph is captured
+        if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
+            return False  # nothing shows whether the GPU is idle
         if not self.strategy.shards_parameters and self.parameter_dtype != torch.bfloat16:
             return False
         with contextlib.suppress(UserError):

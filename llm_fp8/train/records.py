@@ -171,7 +171,7 @@ def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | 
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := loop.results.certificates.values():
-        if idle := describe_gpu_idle(summary["gpu_idle"], plan.accelerator.num_processes):
+        if idle := describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode):
             say(idle)
         say("\n".join(certificate.describe() for certificate in certificates))
     elif plan.certifies:
