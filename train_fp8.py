@@ -27,9 +27,10 @@ def main() -> int:
     config, idle_fp8_keys = parse_launch(sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0])
     # After the parser: --help and mistakes answer without loading the rest.
     with importing():
+        from llm_fp8.train.loop import RunResults
         from llm_fp8.train.run import run_training
 
-    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S))
+    return run_training(config, RunResults(PhaseClock(IMPORTED_S), idle_fp8_keys))
 
 
 if __name__ == "__main__":

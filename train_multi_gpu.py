@@ -30,9 +30,10 @@ def main() -> int:
     )
     # After the parser: --help and mistakes answer without loading the rest.
     with importing():
+        from llm_fp8.train.loop import RunResults
         from llm_fp8.train.run import run_training
 
-    return run_training(config, idle_fp8_keys, PhaseClock(IMPORTED_S))
+    return run_training(config, RunResults(PhaseClock(IMPORTED_S), idle_fp8_keys))
 
 
 if __name__ == "__main__":

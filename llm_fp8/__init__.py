@@ -1,19 +1,28 @@
-"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16: what both training scripts share."""
+"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16: what both training scripts share, and what
+other programs import (docs/tools.md).
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
+from typing import Any
 
 __version__ = "0.1.0"
+_PLACES = {
+    "CertificateCallback": "llm_fp8.tools.hf_trainer_callback",
+    "UserError": "llm_fp8.utils.errors",
+    "certify_step": "llm_fp8.tools.hf_trainer_callback",
+    "fine_tune": "llm_fp8.train.fine_tune",
+}
+
+# What importing torchao says of kernels that nothing here uses; transformers imports it wherever it is installed.
+for _logger, _start in {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass"}.items():
+    logging.getLogger(_logger).addFilter(lambda record, start=_start: not str(record.msg).startswith(start))  # type: ignore[misc]
 
 
-def _quiet_import_of_torchao() -> None:
-    """Drop what importing torchao says of kernels that nothing here uses; transformers imports it wherever it is
-    installed.
-    """
-    said = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass"}
-    for logger, start in said.items():
-        logging.getLogger(logger).addFilter(lambda record, start=start: not str(record.msg).startswith(start))  # type: ignore[misc]
-
-
-_quiet_import_of_torchao()
+def __getattr__(name: str) -> Any:
+    """Import what `_PLACES` names when it is asked for: `import llm_fp8` loads no torch."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

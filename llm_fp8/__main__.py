@@ -24,6 +24,10 @@ PROGRAMS = {
 
 def main() -> None:
     """Run one of `PROGRAMS` and exit with its code."""
+    run_script(_run)
+
+
+def _run() -> int:
     parser = OneSentenceParser(
         prog="llm-fp8",
         usage="llm-fp8 COMMAND [OPTIONS]",
@@ -39,10 +43,6 @@ def main() -> None:
     if command == "train" and "RANK" in os.environ:
         module = "train_multi_gpu"
     sys.argv[:2] = [f"llm-fp8 {command}"]
-    run_script(lambda: _run(module))
-
-
-def _run(module: str) -> int:
     with importing():
         program = importlib.import_module(module)
     return program.main()

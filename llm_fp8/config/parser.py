@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -142,17 +142,22 @@ class OptionsParser(OneSentenceParser):
         return super().hint(f"--{name}")
 
 
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options with their values, None for one not given, as words that are parsed and checked like typed ones."""
+    forms: dict[type, Any] = {dict: json.dumps, list: ",".join}
+    given = {name: value for name, value in options.items() if value is not None}
+    return [f"--{name}={forms.get(type(value), str)(value)}" for name, value in given.items()]
+
+
 def _yaml_arguments(path: str) -> list[str]:
-    """The entries of a YAML file as command-line words, so that they are parsed and checked like typed ones."""
+    """The `words_of` a YAML file."""
     with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
-        entries = yaml.safe_load(Path(path).expanduser().read_bytes()) or {}
-        texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in entries.items()}
-        return [f"--{name}={value}" for name, value in texts.items() if value is not None]
+        return words_of(yaml.safe_load(Path(path).expanduser().read_bytes()) or {})
 
 
 def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
-    `ParallelConfig`. `UserError` as `check_options`; argparse exits with code 2 on unknown options and choices.
+    `ParallelConfig`. `UserError` for unknown options and choices, and as `check_options`.
     """
     config, _ = _read(argv, OptionsParser(parallel, prog=prog))
     check_options(config)

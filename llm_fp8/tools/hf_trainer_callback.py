@@ -1,12 +1,12 @@
-"""The certificate for a run of transformers' `Trainer`: one callback adds it, and nothing else changes.
+"""The certificate for a run of transformers' `Trainer`: one callback adds it, and nothing else changes. A loop without
+a Trainer calls `certify_step`.
 
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
 The callback records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer
 Engine's or torchao's, and compares both with the requested precision. It prints the verdict, and writes it with the
 energy of the training to certificate.json in the output folder. A failed certificate ends the run with exit code 1.
-docs/monitoring.md explains the evidence and its limits, docs/tools.md the use with TRL, LLaMA-Factory and axolotl. A
-loop without a Trainer calls the same methods.
+docs/monitoring.md explains the evidence and its limits, docs/tools.md the use with TRL, LLaMA-Factory and axolotl.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import extract_model_from_parallel, gather_object
-from torch import nn
+from torch import distributed, nn, optim
 from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te_recipe
-from llm_fp8.config.recipes import DEFAULTS
+from llm_fp8.config.recipes import DEFAULTS, recipe_names
+from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_j
 from llm_fp8.optim.optimizers import not_optimised
@@ -39,7 +40,7 @@ from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.module_state import ModuleState, note_recipe_inside, read_te_state
 from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, lm_head_of, te_linears
 from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
 
@@ -96,10 +97,8 @@ class CertificateCallback(TrainerCallback):
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
         self._num_micro_batches = 1
-        for layer in te_linears(kwargs["model"])[:1]:
-            note_recipe_inside(layer, functools.partial(setattr, self, "_recipe_inside"))
         self._recording = contextlib.ExitStack()
-        self._profile = self._recording.enter_context(record_kernels())
+        self._recording.enter_context(self._recorded(kwargs["model"]))
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._num_micro_batches += 1
@@ -110,7 +109,8 @@ class CertificateCallback(TrainerCallback):
             return
         self._recording.close()
         self._recording = None
-        own = self._judge(kwargs["model"], kwargs["optimizer"], args)
+        requested = asked_precision(self._precision, self._launch, args)
+        own = self._judge(kwargs["model"], kwargs["optimizer"], requested, args.process_index)
         self._profile = None
         certificate = self.certificate = worst(gather_object([own]))
         path = Path(args.output_dir or ".") / "certificate.json"
@@ -140,7 +140,17 @@ class CertificateCallback(TrainerCallback):
             line = f"energy: {total_j:,.0f} J in {num_steps} steps, {total_j / num_steps:,.1f} J a step"
             _print_line(line, sys.stdout)
 
-    def _judge(self, model: nn.Module, optimizer: torch.optim.Optimizer, args: TrainingArguments) -> Certificate:
+    @contextlib.contextmanager
+    def _recorded(self, model: nn.Module) -> Iterator[None]:
+        """Record the step of the block."""
+        for layer in te_linears(model)[:1]:
+            note_recipe_inside(layer, functools.partial(setattr, self, "_recipe_inside"))
+        with record_kernels() as self._profile:
+            yield
+
+    def _judge(
+        self, model: nn.Module, optimizer: optim.Optimizer | None, requested: str, rank: int, recipe: str | None = None
+    ) -> Certificate:
         """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.
 
         An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, and
@@ -148,7 +158,6 @@ class CertificateCallback(TrainerCallback):
         model with neither must run three for every linear layer whose sizes fp8 can take. A value of fp8_config that
         differs from the recipe in force is a failure too.
         """
-        requested = asked_precision(self._precision, self._launch, args)
         kernels = kernel_times(self._profile)
         te_layers = te_linears(model)
         torchao_layers = list(converted_modules(model).values())
@@ -158,7 +167,7 @@ class CertificateCallback(TrainerCallback):
         failures = list[str]()
         remarks = list[str]()
         if requested == "fp8":
-            expected = _expected_in_fp8(model, te_layers or torchao_layers, self._launch, state)
+            expected = _expected_in_fp8(model, te_layers or torchao_layers, self._launch, state, recipe)
             failures, remarks = _compare_recipe(te_layers, self._launch)
             left = _convertible(model) if te_layers or torchao_layers else []
             if left:
@@ -168,7 +177,7 @@ class CertificateCallback(TrainerCallback):
         else:
             compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
             expected = ExpectedKernels(compute, compute)
-        failures += _not_trained(model, optimizer)
+        failures += [] if optimizer is None else _not_trained(model, optimizer)
         certificate = certify(
             expected,
             kernels,
@@ -176,7 +185,7 @@ class CertificateCallback(TrainerCallback):
             num_micro_batches=self._num_micro_batches,
             recipe_inside_modules=self._recipe_inside,
             attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
-            rank=args.process_index,
+            rank=rank,
         )
         return dataclasses.replace(
             certificate,
@@ -184,6 +193,32 @@ class CertificateCallback(TrainerCallback):
             reasons=[*certificate.reasons, *failures],
             remarks=[*certificate.remarks, *remarks],
         )
+
+
+def certify_step(
+    step: Callable[[], object],
+    model: nn.Module,
+    precision: AskedPrecision,
+    recipe: str | None = None,
+    optimizer: optim.Optimizer | None = None,
+    num_micro_batches: int = 1,
+) -> Certificate:
+    """Call `step`, an optimizer step of any loop that is not its first, and return its certificate; of several
+    processes, which all have to call this, the worst. Without an NVIDIA GPU it raises `UserError`.
+
+    `precision` is what was asked for, `recipe` by which --fp8_scenario (default: that of CertificateCallback). An
+    `optimizer` has to hold what is trained. `num_micro_batches`: forward and backward passes in the step.
+    """
+    own = CertificateCallback(precision)
+    if recipe not in (None, *recipe_names()):
+        raise ValueError(f"recipe {recipe!r}: give {', '.join(recipe_names())}, or None")
+    if not can_record():
+        raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
+    own._num_micro_batches = num_micro_batches
+    with own._recorded(model):
+        step()
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    return worst(gathered(own._judge(model, optimizer, precision, rank, recipe)))
 
 
 def _print_line(line: str, stream: TextIO) -> None:
@@ -212,13 +247,12 @@ def _convertible(model: nn.Module) -> list[str]:
 
 
 def _expected_in_fp8(
-    model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState
+    model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    scenario = te_recipe(launch)
     num_gemms = GEMMS_PER_WEIGHT
     is_torchao = state.library == "torchao"
+    scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
     if is_torchao:
-        scenario = next(iter(state.recipes), DEFAULTS["torchao"])
         num_gemms = min(num_fp8_gemms_of(layer.config) for layer in layers)
     recomputed_layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False) is True]
     recomputed = {module for layer in recomputed_layers for module in layer.modules()}
@@ -252,7 +286,7 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     return failures, remarks
 
 
-def _not_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _not_trained(model: nn.Module, optimizer: optim.Optimizer) -> list[str]:
     lost = not_optimised(model, optimizer)
     # An optimizer that holds none of the parameters holds shards or copies, as under DeepSpeed.
     if not lost or len(lost) == sum(parameter.requires_grad for parameter in model.parameters()):

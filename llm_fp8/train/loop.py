@@ -90,8 +90,9 @@ class PendingStep:
 class RunResults:
     """What a run finds out while it runs; everything else about it is frozen."""
 
-    clock: PhaseClock = field(default_factory=PhaseClock)
+    clock: PhaseClock = field(default_factory=PhaseClock)  # started when the script began
     idle_fp8_keys: list[str] = field(default_factory=list)
+    """Sentences on what the launcher's fp8_config asked for and nothing here acts on."""
     started_s: float = field(default_factory=time.time)
     attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
@@ -99,6 +100,7 @@ class RunResults:
     graph_notes: list[str] = field(default_factory=list)  # what became of CUDA graphs (--cuda_graphs)
     certificates: dict[str, Certificate] = field(default_factory=dict)
     """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
+    summary: dict[str, Any] = field(default_factory=dict)  # of summary.json, once it is written
 
 
 @dataclass

@@ -159,9 +159,9 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     return summary
 
 
-def closing_words(loop: TrainingLoop, summary: dict[str, Any], exported: Path | None) -> None:
+def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
     """Print the outcome and where the files are."""
-    plan = loop.setup.plan
+    plan, summary = loop.setup.plan, loop.results.summary
     say = plan.say
     steps, own = summary["steps"], len(loop.reporter.own_steps())
     taken = f"{own} steps" if own == steps else f"{own} steps, {steps} with those before,"

@@ -7,7 +7,6 @@ the model and `DistributedStrategy.backward`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,22 +55,19 @@ from llm_fp8.train.train_state import (
 from llm_fp8.utils.console import quiet_libraries, say
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.start import PhaseClock
 
 
-def run_training(config: Config, idle_fp8_keys: Sequence[str] = (), clock: PhaseClock | None = None) -> int:
-    """Train, and return the exit code: 0, or that of the signal that stopped the run.
-
-    `config` passed `check_options`; `idle_fp8_keys` are sentences on what the launcher's fp8_config asked for and
-    nothing here acts on; `clock` was started when the script began.
+def run_training(config: Config, results: RunResults | None = None) -> int:
+    """Train, fill `results`, and return the exit code: 0, or that of the signal that stopped the run. `config` passed
+    `check_options`.
     """
-    results = RunResults(clock or PhaseClock(), list(idle_fp8_keys))
+    results = results or RunResults()
     phase_ends = results.clock.end
     phase_ends("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
     if ranks.rank == 0:
-        for sentence in idle_fp8_keys:
+        for sentence in results.idle_fp8_keys:
             print(f"WARNING: {sentence}", flush=True)
     if config.run.dry_run:
         return dry_run(config, ranks)
@@ -239,7 +235,7 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
     record_stream(loop)
     if not loop.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
-        loop.reporter.finish(summary_of(loop, None) | stopped)
+        loop.results.summary = loop.reporter.finish(summary_of(loop, None) | stopped)
         go_on = f"continue with --resume_from latest --output_dir {plan.folder}"
         if stop.requested == LOST:
             what = "was moved or deleted; metrics.jsonl, run.json and a checkpoint were written there again"
@@ -264,5 +260,6 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
             else:
                 plan.say(f"WARNING: the checkpoint of the best step, {best_step}, is gone; final/ holds the last one")
         exported = export_final(loop, tokenizer, step, tokens_seen)
-    summary = loop.reporter.finish(summary_of(loop, exported) | ({"exported_step": step} if exported else {}))
-    closing_words(loop, summary, exported)
+    summary = summary_of(loop, exported) | ({"exported_step": step} if exported else {})
+    loop.results.summary = loop.reporter.finish(summary)
+    closing_words(loop, exported)

@@ -97,7 +97,7 @@ def positive(word: str) -> int:
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A command line parser that reports a mistake in one sentence with code 2, without listing all options."""
+    """A command line parser that reports a mistake in one sentence, a `UserError`, without listing all options."""
 
     full_help = "--help"
     origin = ""
@@ -109,15 +109,14 @@ class OneSentenceParser(argparse.ArgumentParser):
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, once for all processes of a launch, with what was probably meant, and exit."""
+        """Raise a `UserError` of what is wrong, with what was probably meant."""
         if message.startswith("unrecognized arguments: "):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in of)
-        text = f"error: {self.origin}{message}; '{self.prog} {self.full_help}' lists the options.\n"
-        self.exit(EXIT_USER_ERROR, text if first_to_say(text) else None)
+        raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
         """What to add to an error about an unknown `option`, ' (...)' or nothing."""

@@ -11,14 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm_fp8.config.parser import parse_launch
-from llm_fp8.train.run import run_training
 from tests.support.families import EXPERTS
 from tests.support.processes import free_port, run_ranks
 from tests.support.small import (
     assert_goes_on,
     final_weights,
-    forget_accelerator,
     steps,
     stored_weights,
     train,
@@ -36,8 +33,7 @@ def train_before(runs: list[list[str]], ports: list[int]) -> None:
     for options, port in zip([*runs, None], ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         if options is not None:
-            assert run_training(*parse_launch(options, os.environ, parallel=True)) == 0
-            forget_accelerator()
+            assert train(*options, parallel=True) == 0
 
 
 def test_experts_are_sharded(tmp_path, rows):

@@ -27,7 +27,6 @@ from unittest import mock
 import psutil
 import torch
 
-from llm_fp8.config.parser import parse_launch
 from llm_fp8.tools.programs import Ended
 from llm_fp8.utils.errors import run_script
 from llm_fp8.utils.start import importing
@@ -133,9 +132,9 @@ def run_program(
 
 
 def _run(options: list[str], parallel: bool) -> int:
-    from llm_fp8.train.run import run_training
+    from tests.support.small import train
 
-    return run_training(*parse_launch(options, os.environ, parallel=parallel))
+    return train(*options, parallel=parallel)
 
 
 def train_as_a_rank(options: list[str]) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.train.loop import RunResults
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.json_files import read_jsonl
 
@@ -67,10 +68,11 @@ def forget_accelerator() -> None:
     GradientState._reset_state()  # after a training that failed in the middle of a step
 
 
-def train(*options: object) -> int:
-    """Run train_fp8.py's work in this process; returns the exit code."""
+def train(*options: object, parallel: bool = False) -> int:
+    """Run the work of train_fp8.py, or train_multi_gpu.py, in this process; returns the exit code."""
     forget_accelerator()
-    return run_training(*parse_launch([str(option) for option in options], os.environ))
+    config, idle_fp8_keys = parse_launch([str(option) for option in options], os.environ, parallel=parallel)
+    return run_training(config, RunResults(idle_fp8_keys=idle_fp8_keys))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -39,18 +39,16 @@ def test_invalid_variants_are_refused(text):
         parse_variants(text)
 
 
-def test_an_option_that_does_not_exist_ends_the_benchmark(capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_an_option_that_does_not_exist_ends_the_benchmark():
+    with pytest.raises(UserError, match="--no_such_option"):
         parse_variants("a: --no_such_option 3")
-    assert ended.value.code == 2 and "--no_such_option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--warmup", "5"], ["--steps", "6"], ["--rounds", "0"], ["--variants", "x"]])
-def test_options_that_measure_nothing_are_refused(words, monkeypatch, capsys):
+def test_options_that_measure_nothing_are_refused(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark", *words])
-    with pytest.raises((UserError, SystemExit)) as ended:
+    with pytest.raises(UserError, match=words[0]):
         bench.main()
-    assert words[0] in f"{ended.value} {capsys.readouterr().err}"
 
 
 def test_rows_of_random_text_fill_their_length(tmp_path):

@@ -31,7 +31,8 @@ from torchao.float8 import Float8LinearConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 import llm_fp8.tools.hf_trainer_callback as callback_module
-from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision
+from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision, certify_step
+from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_program
 from tests.support.small import forget_accelerator, tiny_config
 from tests.support.stand_in_te import install_modules
@@ -218,6 +219,26 @@ def test_invalid_callback_arguments_are_refused():
             CertificateCallback(precision)
     with pytest.raises(ValueError, match="^step 0: the first optimizer step is 1$"):
         CertificateCallback("fp8", step=0)
+
+
+def test_a_step_without_a_trainer(monkeypatch):
+    model = nn.Linear(16, 16)
+
+    def step() -> None:
+        model(torch.ones(2, 16)).sum().backward()
+
+    with pytest.raises(UserError, match="NVIDIA GPU"):
+        certify_step(step, model, "bf16")
+    monkeypatch.setattr(callback_module, "can_record", lambda: True)
+    monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
+    monkeypatch.setattr(callback_module, "kernel_times", lambda _: {BF16_KERNEL: (3, 1e-5)})
+    assert certify_step(step, model, "bf16").verdict == "certified" and model.weight.grad is not None
+    (reason,) = certify_step(step, model, "bf16", optimizer=torch.optim.SGD([model.weight])).reasons
+    assert "bias" in reason
+    found = certify_step(step, model, "fp8", recipe="current", num_micro_batches=2)
+    assert (found.verdict, found.precision, found.num_expected_fp8_gemm_kernels) == ("failed", "fp8 current", 6)
+    with pytest.raises(ValueError, match="recipe 'curent'"):
+        certify_step(step, model, "fp8", recipe="curent")
 
 
 def test_the_certificate_file_holds_the_energy_of_the_training(trained, tmp_path, capsys, monkeypatch):

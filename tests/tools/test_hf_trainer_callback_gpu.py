@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.tools.hf_trainer_callback import certify_step
 from tests.support.gpu_training import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +141,28 @@ def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, reco
     record_property("certificate", certificate_of(tmp_path / "dropped"))
     assert dropped.returncode == 1
     assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in dropped.stderr
+
+
+def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    model = torch.nn.Sequential(*(te.Linear(256, 256, params_dtype=torch.bfloat16, device=device) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)  # so that dgrad runs twice
+
+    def step() -> None:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            loss = model(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    found = certify_step(step, model, "fp8", recipe="current", optimizer=optimizer)
+    assert (found.verdict, found.num_expected_fp8_gemm_kernels) == ("certified", 6), found.reasons
+    assert found.recipe_inside_modules == "Float8CurrentScaling"
+    assert certify_step(step, model, "bf16").verdict == certify_step(step, model, "fp8", "delayed").verdict == "failed"
 
 
 def test_transformer_engine_takes_of_fp8_config_what_the_table_says(monkeypatch):

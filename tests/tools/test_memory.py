@@ -95,10 +95,9 @@ def test_a_gpu_without_fp8_trains_in_bf16(figures, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
-def test_impossible_sizes_are_refused(figures, words, capsys):
-    with pytest.raises((UserError, SystemExit)) as ended:
+def test_impossible_sizes_are_refused(figures, words):
+    with pytest.raises(UserError, match=words.partition("=")[0]):
         figures("--model_name=Llama-3.2-1B", "--gpu=H100", words)
-    assert words.partition("=")[0] in f"{ended.value} {capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), (None, 160)])

@@ -15,6 +15,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.observability import step_profile
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.diagnose import cli, step
+from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
 from tests.support.small import forget_accelerator
 
@@ -102,8 +103,7 @@ def test_without_a_gpu_it_exits_3(tiny_model, monkeypatch):
     assert cli.main() == 3
 
 
-def test_a_trace_needs_a_step(monkeypatch, tmp_path, capsys):
+def test_a_trace_needs_a_step(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["diagnose_fp8.py", "--quality", f"--trace={tmp_path / 'trace.json'}"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="--trace"):
         cli.main()
-    assert "--trace" in capsys.readouterr().err
