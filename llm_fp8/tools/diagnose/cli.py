@@ -59,7 +59,7 @@ def main() -> int:
 
 
 ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most") | {
-    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); with --use_te and packing --cuda_graphs",
+    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); CUDA graphs, which need --use_te and packing",
     "cast": "more micro-batches a step (--gradient_accumulation_steps): weights are cast once a step",
     "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
 }
