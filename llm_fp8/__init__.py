@@ -1,6 +1,4 @@
-"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16: what both training scripts share, and what
-other programs import (docs/tools.md).
-"""
+"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16: what scripts and other programs share."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class OptionsParser(OneSentenceParser):
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
     """Options with their values, None for one not given, as words that are parsed and checked like typed ones."""
-    forms: dict[type, Any] = {dict: json.dumps, list: ",".join}
+    forms: dict[type, Any] = {dict: json.dumps, list: lambda items: ",".join(map(str, items))}
     given = {name: value for name, value in options.items() if value is not None}
     return [f"--{name}={forms.get(type(value), str)(value)}" for name, value in given.items()]
 

@@ -110,7 +110,7 @@ class CertificateCallback(TrainerCallback):
         self._recording.close()
         self._recording = None
         requested = asked_precision(self._precision, self._launch, args)
-        own = self._judge(kwargs["model"], kwargs["optimizer"], requested, args.process_index)
+        own = self._judge(kwargs["model"], kwargs["optimizer"], requested)
         self._profile = None
         certificate = self.certificate = worst(gather_object([own]))
         path = Path(args.output_dir or ".") / "certificate.json"
@@ -149,7 +149,7 @@ class CertificateCallback(TrainerCallback):
             yield
 
     def _judge(
-        self, model: nn.Module, optimizer: optim.Optimizer | None, requested: str, rank: int, recipe: str | None = None
+        self, model: nn.Module, optimizer: optim.Optimizer | None, requested: str, recipe: str | None = None
     ) -> Certificate:
         """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.
 
@@ -185,7 +185,7 @@ class CertificateCallback(TrainerCallback):
             num_micro_batches=self._num_micro_batches,
             recipe_inside_modules=self._recipe_inside,
             attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
-            rank=rank,
+            rank=distributed.get_rank() if distributed.is_initialized() else 0,
         )
         return dataclasses.replace(
             certificate,
@@ -217,8 +217,7 @@ def certify_step(
     own._num_micro_batches = num_micro_batches
     with own._recorded(model):
         step()
-    rank = distributed.get_rank() if distributed.is_initialized() else 0
-    return worst(gathered(own._judge(model, optimizer, precision, rank, recipe)))
+    return worst(gathered(own._judge(model, optimizer, precision, recipe)))
 
 
 def _print_line(line: str, stream: TextIO) -> None:
