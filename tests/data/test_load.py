@@ -17,14 +17,9 @@ from llm_fp8.config.options import DataConfig
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source
 from llm_fp8.utils.errors import UserError
+from tests.support.small import write_jsonl
 
 ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
-
-
-def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
@@ -39,7 +34,7 @@ def test_files(tmp_path: Path) -> None:
     dataset = Dataset.from_list(ROWS)
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.to_csv(tmp_path / "a.csv")
-    _write_jsonl(tmp_path / "a.jsonl", ROWS)
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
     for name in ("a.parquet", "a.csv", "a.jsonl", "a.json"):
         assert _read(tmp_path / name) == ROWS, name
@@ -63,11 +58,11 @@ def test_a_csv_row_with_more_cells_than_the_header_is_not_shifted(tmp_path: Path
 
 def test_patterns(tmp_path: Path) -> None:
     for part, rows in (("train-1", ROWS[:3]), ("train-2", ROWS[3:5]), ("deep/train-3", ROWS[5:]), ("valid", ROWS[:1])):
-        _write_jsonl(tmp_path / f"{part}.jsonl", rows)
+        write_jsonl(tmp_path / f"{part}.jsonl", rows)
     assert _read(tmp_path / "train-*.jsonl") == ROWS[:5]
     rows = _read(tmp_path / "**" / "train-[0-9].jsonl")
     assert sorted(row["problem"] for row in rows) == [f"p{i}" for i in range(7)]
-    _write_jsonl(tmp_path / "a[b]*.jsonl", ROWS)
+    write_jsonl(tmp_path / "a[b]*.jsonl", ROWS)
     assert _read(tmp_path / "a[b]*.jsonl") == ROWS
     for pattern in ("train-*", "nothing-*.jsonl"):
         with pytest.raises(UserError, match="--dataset_name .*-"):
@@ -81,7 +76,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train-00001-of-00002", ROWS[4:]),
         ("validation-00000-of-00001", ROWS[:2]),
     ):
-        _write_jsonl(Path("hub", "data", f"{name}.jsonl"), rows)
+        write_jsonl(Path("hub", "data", f"{name}.jsonl"), rows)
     assert list(open_source("hub").files) == ["train", "validation"]
     assert _read("hub") == _read("./hub") == ROWS and _read("hub", "validation") == ROWS[:2]
     Path("hub", "data", "validation-00000-of-00001.jsonl").write_text('{"problem": "broken\n')
@@ -120,7 +115,7 @@ def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(UserError, match=f"--dataset_name {name}: .*main.*socratic"):
             open_source(name)
     for name in ("a", "a,b", "a:b"):
-        _write_jsonl(Path(f"{name}.jsonl"), ROWS)
+        write_jsonl(Path(f"{name}.jsonl"), ROWS)
 
     def found(name: str, **options: Any) -> list[list[tuple[str, str]]]:
         parts = find_splits(DataConfig(dataset_name=name, **options))
@@ -147,7 +142,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "card").mkdir()
-    _write_jsonl(tmp_path / "card" / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "card" / "train.jsonl", ROWS)
     (tmp_path / "card" / "README.md").write_text("---\nconfigs: 3\n---\n")
     names = ("/no/such/folder", "./here", "missing.jsonl", "some/where/deep", "nobody/nothing")  # HF_HUB_OFFLINE=1
     for name in (*names, str(tmp_path / "a.txt"), str(tmp_path / "empty"), str(tmp_path / "card")):

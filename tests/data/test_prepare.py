@@ -21,6 +21,7 @@ from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.data.sequences import StreamSequences
 from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
 from llm_fp8.utils.errors import UserError
+from tests.support.small import write_jsonl
 
 BOTH = pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["prepared", "stream"])
 PACKED_OR_NOT = pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
@@ -46,12 +47,6 @@ def _row(problem: str, solution: str) -> dict[str, str]:
     return {"problem": problem, "generated_solution": solution}
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def _repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
     """Each problem several times with other solutions and other spelling, as in OpenMathInstruct-2."""
     rows = []
@@ -59,7 +54,7 @@ def _repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> lis
         for i in range(num_problems):
             problem = f"What is {i} + {i}?" if answer % 2 else f"what is  {i} + {i}? "
             rows.append(_row(problem, f"Way {answer}: {i} + {i} = {2 * i}"))
-    _write(path, rows)
+    write_jsonl(path, rows)
     return rows
 
 
@@ -94,7 +89,7 @@ def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path)
     problems = [{normalise_problem(rows[i]["problem"]) for i in part} for part in (trained, held_out)]
     assert problems[0].isdisjoint(problems[1]) and len(problems[1]) > 3
     # The held-out problems depend on neither order nor seed.
-    _write(tmp_path / "train.jsonl", rows[::-1])
+    write_jsonl(tmp_path / "train.jsonl", rows[::-1])
     other = prepare(tmp_path, "--validation_fraction", "0.2", "--seed", "7")
     assert {normalise_problem(rows[::-1][i]["problem"]) for i in _row_ids([other.eval])} == problems[1]
     assert prepare(tmp_path, "--validation_fraction", "0").eval is None
@@ -103,8 +98,8 @@ def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path)
 def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
     others = [_row(f"What is {i} - 1?", f"{i - 1}") for i in range(10)]
-    _write(tmp_path / "validation.jsonl", [*others, _row("WHAT IS 3 + 3?", "6")])
-    _write(tmp_path / "test.jsonl", others[:3])
+    write_jsonl(tmp_path / "validation.jsonl", [*others, _row("WHAT IS 3 + 3?", "6")])
+    write_jsonl(tmp_path / "test.jsonl", others[:3])
     data = prepare(tmp_path)
     assert data.report.num_eval_rows == 10 and data.report.num_eval_rows_seen_in_training == 1
     assert _row_ids([data.eval]) == list(range(10)) and _row_ids(_take(data)) == list(range(len(rows)))
@@ -115,7 +110,7 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
     for split in ("dev", "train"):
         with pytest.raises(UserError, match=f" {split}"):
             prepare(tmp_path, "--validation_split_name", split)
-    _write(tmp_path / "validation.jsonl", rows[:4])
+    write_jsonl(tmp_path / "validation.jsonl", rows[:4])
     with pytest.raises(UserError, match="split validation can be evaluated on: 4 of 4 hold a problem that is trained"):
         prepare(tmp_path)
 
@@ -124,12 +119,12 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
 def test_a_dataset_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     """Nothing is held out of what is trained on, and columns with other names count for both."""
     questions = [{"question": f"What is {i}?", "answer": str(i)} for i in range(9)]
-    _write(tmp_path / "a" / "train.jsonl", [{**row, "question": f"{row['question']} Or?"} for row in questions])
-    _write(tmp_path / "b" / "test.jsonl", questions)
+    write_jsonl(tmp_path / "a" / "train.jsonl", [{**row, "question": f"{row['question']} Or?"} for row in questions])
+    write_jsonl(tmp_path / "b" / "test.jsonl", questions)
     columns = "--columns=problem=question,generated_solution=answer"
     data = prepare(tmp_path / "a", f"--eval_dataset_name={tmp_path / 'b'}", columns, *streaming)
     assert data.report.num_eval_rows == 9 and data.report.num_rows_held_out == 0
-    long = _write(tmp_path / "long.jsonl", [{"question": "x " * 3000, "answer": "y"}] * 3)
+    long = write_jsonl(tmp_path / "long.jsonl", [{"question": "x " * 3000, "answer": "y"}] * 3)
     with pytest.raises(UserError, match=r"--eval_dataset_name .*long.jsonl: no row .* can be evaluated on"):
         prepare(tmp_path / "a", f"--eval_dataset_name={long}", columns, *streaming)
 
@@ -145,7 +140,7 @@ MIXED = [
 
 @BOTH
 def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    _write(tmp_path / "train.jsonl", MIXED)
+    write_jsonl(tmp_path / "train.jsonl", MIXED)
     for overlong, dropped, truncated, used in (("drop", 1, 0, 2), ("truncate", 0, 1, 3)):
         data = prepare(tmp_path, "--validation_fraction", "0", "--overlong", overlong, *streaming)
         _take(data, 1)
@@ -157,7 +152,7 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
         assert counts == (used * times, dropped * times, truncated * times, 2 * times)
         assert "WARNING: " in data.description or streaming
     assert "Solution:\n    >>>2<|eos|><<<" in data.description
-    _write(tmp_path / "train.jsonl", MIXED[1:4])
+    write_jsonl(tmp_path / "train.jsonl", MIXED[1:4])
     with pytest.raises(UserError, match=f"--dataset_name {tmp_path}: no row of split train can be trained on"):
         prepare(tmp_path, *streaming)
 
@@ -167,7 +162,7 @@ def test_what_cannot_be_used_is_named(prepare: Any, tmp_path: Path, streaming: l
     files = {"columns": [{"question": "q", "answer": "a"}], "messages": [{"messages": "hello"}]}
     for name, rows in files.items():
         with pytest.raises(UserError, match=f"--dataset_name .*{name}.jsonl"):
-            prepare(_write(tmp_path / f"{name}.jsonl", rows), *streaming)
+            prepare(write_jsonl(tmp_path / f"{name}.jsonl", rows), *streaming)
     (tmp_path / "a-0.csv").write_text("problem,generated_solution\np,s\n")
     (tmp_path / "a-1.csv").write_text("problem,answer\nq,s\n")
     with pytest.raises(UserError, match=r"--dataset_name .*a-\*\.csv: cannot read"):
@@ -184,12 +179,12 @@ def test_columns_under_other_names(prepare: Any, tmp_path: Path, streaming: list
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]
     swapped = [_row(row["generated_solution"], row["problem"]) for row in MIXED]
-    ours = _take(prepare(_write(tmp_path / "ours.jsonl", MIXED), *streaming), 1)
+    ours = _take(prepare(write_jsonl(tmp_path / "ours.jsonl", MIXED), *streaming), 1)
     for rows, columns in (
         (renamed, "problem=question, generated_solution=answer"),
         (swapped, "problem=generated_solution,generated_solution=problem"),
     ):
-        theirs = prepare(_write(tmp_path / "theirs.jsonl", rows), f"--columns={columns}", *streaming)
+        theirs = prepare(write_jsonl(tmp_path / "theirs.jsonl", rows), f"--columns={columns}", *streaming)
         assert _same(ours, _take(theirs, 1))
     with pytest.raises(UserError, match="--columns problem=qestion: .* problem, generated_solution"):
         prepare(tmp_path / "ours.jsonl", "--columns=problem=qestion", *streaming)
@@ -202,7 +197,7 @@ def _mix(folder: Path, num_ours: int = 30, num_chats: int = 90) -> str:
         {"id": i, "conversations": [{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}]}
         for i in range(num_chats)
     ]
-    return f"{_write(folder / 'a.jsonl', ours)},{_write(folder / 'b.jsonl', chats)}"
+    return f"{write_jsonl(folder / 'a.jsonl', ours)},{write_jsonl(folder / 'b.jsonl', chats)}"
 
 
 OF_THE_MIX = ("--columns=problem=question,generated_solution=answer", "--validation_fraction=0")
@@ -284,7 +279,7 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
         state = json.loads(json.dumps(first.train.state_dict()))
         second.train.load_state_dict(state)
         assert _same(_take(second, 40 - done), whole[done:])
-    _write(tmp_path / "train.jsonl", [{**row, "generated_solution": "another answer"} for row in rows])
+    write_jsonl(tmp_path / "train.jsonl", [{**row, "generated_solution": "another answer"} for row in rows])
     other = fresh()
     other.train.load_state_dict(state)
     with pytest.raises(UserError, match="--resume_from: the stream's rows are not those"):
@@ -294,7 +289,7 @@ def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: st
 @PACKED_OR_NOT
 def test_the_filled_share_is_that_of_the_batches(prepare: Any, tmp_path: Path, packing: str) -> None:
     """Padded batches are as wide as their longest row, in steps of 128 tokens."""
-    path = _write(tmp_path / "rows.jsonl", [_row(f"{i}?", "one two " * (i % 90 + 1)) for i in range(101)])
+    path = write_jsonl(tmp_path / "rows.jsonl", [_row(f"{i}?", "one two " * (i % 90 + 1)) for i in range(101)])
     options = ("--max_seq_length=512", "--batch_size=4", "--validation_fraction=0", packing)
     data = prepare(path, *options)
     batches = [batch for step in _take(data, data.train.steps_per_epoch) for batch in step]

@@ -19,6 +19,7 @@ from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.data.tokenise import Document
 from llm_fp8.models.source import load_tokenizer, resolve_source
 from llm_fp8.utils.errors import UserError
+from tests.support.small import write_jsonl
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
@@ -32,11 +33,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return path
 
 
 def _prepare(path: Path, tokenizer: PreTrainedTokenizerBase, *options: str) -> PreparedData:
@@ -81,8 +77,8 @@ def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path
     """Also by several processes, from the cache, and of a stream, whose rows are read again and again."""
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
     rows[3]["messages"].append({"role": "user", "content": "Thanks"})
-    path = _write(tmp_path / "train.jsonl", rows)
-    _write(tmp_path / "train.jsonl.bak", rows)
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "train.jsonl.bak", rows)
     wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is supervised": 1}
     for options in (["--preprocessing_workers=2"], ["--preprocessing_workers=2"], ["--streaming", "--max_steps=1"]):
         data = _prepare(path, tokenizer, "--validation_fraction=0", *options)
@@ -128,8 +124,8 @@ def test_a_csv_file_has_a_system_prompt_and_lists_as_json(tokenizer: Any, tmp_pa
 def test_a_document_in_the_system_prompt_makes_another_problem(tokenizer: Any, tmp_path: Path) -> None:
     same = [{"instruction": "Summarise.", "output": f"s{i}"} for i in range(30)]
     apart = [{**row, "system": f"Document {i}"} for i, row in enumerate(same)]
-    assert _prepare(_write(tmp_path / "apart.jsonl", apart), tokenizer).report.num_rows_held_out == 3
-    path = _write(tmp_path / "same.jsonl", same)
+    assert _prepare(write_jsonl(tmp_path / "apart.jsonl", apart), tokenizer).report.num_rows_held_out == 3
+    path = write_jsonl(tmp_path / "same.jsonl", same)
     for streaming in ([], ["--streaming", "--max_steps=1"]):
         data = _prepare(path, tokenizer, *streaming)
         assert data.eval is None and "WARNING: nothing to evaluate on" in data.description
@@ -139,7 +135,7 @@ def test_a_document_in_the_system_prompt_makes_another_problem(tokenizer: Any, t
 
 def test_the_template_and_its_arguments_are_options(tmp_path: Path) -> None:
     """A template as text and in a file; a row's arguments come before those of all rows."""
-    path = _write(tmp_path / "a.jsonl", [_chat(0), _chat(1, chat_template_kwargs={"brief": False})])
+    path = write_jsonl(tmp_path / "a.jsonl", [_chat(0), _chat(1, chat_template_kwargs={"brief": False})])
     template = TEMPLATE.replace("{{ m.content }}", "{% if brief %}Briefly: {% endif %}{{ m.content }}")
     (tmp_path / "t.jinja").write_text(template)
     for given in (template, str(tmp_path / "t.jinja")):

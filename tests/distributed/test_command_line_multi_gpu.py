@@ -5,9 +5,7 @@ saved, resumed, exported.
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from tests.support.faults import START_S
 from tests.support.launches import Torchrun
 from tests.support.multi_gpu_training import PRECISIONS
 from tests.support.reference import documents, mean_loss
-from tests.support.small import assert_goes_on, run_json, steps, write_rows
+from tests.support.small import assert_goes_on, run_json, steps, summary_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -86,16 +84,11 @@ def figures(folder: Path, name: str = "loss") -> list[float]:
     return [step[name] for step in steps(folder)]
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """The contents of summary.json."""
-    return json.loads((folder / "summary.json").read_text())
-
-
 def assert_in_fp8(folder: Path) -> None:
     """The recorded step had every GEMM of the decoder in fp8: forward, data gradient and weight gradient, in each
     micro-batch.
     """
-    told = summary(folder)
+    told = summary_json(folder)
     gemms = (
         family_config(FAMILY).num_hidden_layers * 4 * 3 * MICRO_BATCHES
     )  # fused QKV, attention's output, fc1 and fc2
@@ -127,8 +120,8 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
     assert figures(shared, "grad_norm")[0] == pytest.approx(figures(whole, "grad_norm")[0], rel=norms)
     assert figures(shared)[-1] < figures(shared)[0] - 0.05, "training must move the loss for this to mean anything"
     if precision == "bf16":
-        assert summary(shared)["certificate"]["verdict"] == "certified"
-        assert "fp8" not in summary(shared)["recorded_step"]["gemm_kernels"]
+        assert summary_json(shared)["certificate"]["verdict"] == "certified"
+        assert "fp8" not in summary_json(shared)["recorded_step"]["gemm_kernels"]
         return
     assert_in_fp8(shared)
     train({resumed: [*sharing, from_checkpoint(shared)]})

@@ -34,12 +34,6 @@ LEARNING_RATE = 0.5
 WEIGHTS_OF_LAYER = 4
 
 
-def model_of() -> torch.nn.Module:
-    model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu")
-    initialize_shards_(model, torch.Generator().manual_seed(0))
-    return model.train()
-
-
 def tokens(step: int, micro_batch: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
     return torch.randint(3, 1024, (1, 24), generator=generator)
@@ -68,7 +62,8 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
         patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
         if not in_gemms:
             patch.setattr(UnshardedGradients, "find", lambda _, weight: (weight, None))
-        model = model_of()
+        model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu").train()
+        initialize_shards_(model, torch.Generator().manual_seed(0))
         engine = engine_of(mode, dtype, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
         engine.shard(model, decoder_layers(model))
         model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))

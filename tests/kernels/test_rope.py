@@ -46,36 +46,6 @@ def test_the_reference_is_hugging_faces_rotate_half(name):
     assert_same_split(split_rope_reference, hf_split_rope, CASES[name], torch.float32, "contiguous", "cpu")
 
 
-@pytest.mark.parametrize("name", ["part of a head", "padded"])
-def test_the_gradient_is_the_rotation_by_the_negative_angle(name):
-    """What the kernel's backward pass rests on."""
-    case = CASES[name]
-    sizes, cu_seqlens, angles = (case.num_heads, case.num_kv_heads), case.cu_seqlens("cpu"), case.angles("cpu")
-    leaf = case.fused(torch.float64, "cpu").requires_grad_()
-    parts = split_rope_reference(leaf, angles, *sizes, cu_seqlens)
-    gradients = [torch.randn(part.shape, dtype=torch.float64) for part in parts]
-    torch.autograd.backward(parts, gradients)
-    fused_gradients = torch.cat(gradients, dim=-2).flatten(-2)
-    back = torch.cat(split_rope_reference(fused_gradients, -angles, *sizes, cu_seqlens), dim=-2).flatten(-2)
-    torch.testing.assert_close(leaf.grad, back, rtol=1e-14, atol=1e-14)
-
-
-def next_documents_too_early(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
-    """A wrong implementation: the last token of a document counts to the next."""
-    bounds = cu_seqlens.clone()
-    bounds[1:-1] -= 1
-    return split_rope_reference(fused, angles, num_heads, num_kv_heads, bounds)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "dtype"), [(next_documents_too_early, torch.float32), (hf_split_rope, torch.bfloat16)]
-)
-def test_the_comparison_detects_wrong_rotations(wrong, dtype):
-    """One of the wrong rotations has Hugging Face's bf16 sines, cosines and multiplications."""
-    with pytest.raises(AssertionError, match="beyond the bound"):
-        assert_same_split(wrong, split_rope_reference, CASES["head_dim 64"], dtype, "contiguous", "cpu")
-
-
 @pytest.fixture
 def stand_in_kernel(monkeypatch):
     """Transformer Engine and the kernel in plain torch, and layers that take the CPU for a GPU; yields the shapes

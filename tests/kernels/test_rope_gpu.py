@@ -128,14 +128,3 @@ def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, devi
     assert KERNEL not in kernels[1] and sum(kernels[1].values()) == 2 * passes * config.num_hidden_layers
     differences = {name: relative_difference(value, results[1][name]) for name, value in results[0].items()}
     assert max(differences.values()) < 0.02, differences
-
-
-def test_where_it_is_not_used(device):
-    qwen3 = te_llama.build_te_model(family_config("qwen3_qk_norm_head_dim"), torch.bfloat16, device).model.layers[0]
-    llama = te_llama.build_te_model(family_config("llama2"), torch.bfloat16, device).model.layers[0]
-    fused = torch.empty(1, device=device, dtype=torch.bfloat16)
-    assert llama._one_kernel_rotates(fused)
-    assert not qwen3._one_kernel_rotates(fused)
-    assert not llama._one_kernel_rotates(fused.double()) and not llama._one_kernel_rotates(fused.cpu())
-    llama.context_size = 2
-    assert not llama._one_kernel_rotates(fused)

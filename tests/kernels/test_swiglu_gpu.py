@@ -109,10 +109,6 @@ def test_it_is_nearer_to_the_exact_values_than_transformer_engines_two_kernels(d
     assert theirs_amax.item() == pytest.approx(amax.item(), rel=2.0**-8)
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
-
-
 def unfuse(model: torch.nn.Module) -> None:
     """Give Transformer Engine's MLPs back the activation that they were built with."""
     mlps = [module for module in model.modules() if getattr(module, "activation", None) == NAME]
@@ -136,7 +132,7 @@ def test_gradients_of_a_model_are_as_near_to_bf16_as_without_it(scenario, device
         for _ in range(2):  # delayed scaling has its scales from the first pass
             model.zero_grad()
             step(model, precision, batch)
-        found[name] = gradients_of(model)
+        found[name] = {weight: parameter.grad.float() for weight, parameter in model.named_parameters()}
     errors = {
         name: [relative_difference(found[name][weight], value) for weight, value in found["bf16"].items()]
         for name in ("fused", "apart")

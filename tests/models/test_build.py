@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -31,31 +30,19 @@ from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
 from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.utils.errors import UserError
-from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
+from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
 
 CPU = torch.device("cpu")
 
 
-def build(
-    name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: object
-) -> tuple[PreTrainedModel, torch.dtype]:
-    """The model that --model_name `name` gives, and the dtype of its files."""
-    config = ModelConfig(model_name=name, **options)
-    source = resolve_source(config)
-    hf_config = load_config(source)
-    dtype_of_files = stored_dtype(hf_config, default=dtype)
-    stored = checkpoint_of(source, hf_config)
-    dtypes = {"parameter_dtype": dtype, "compute_dtype": dtype}
-    return build_model(config, hf_config, stored, **dtypes, device=CPU, seed=seed), dtype_of_files
-
-
-def export(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def export(name: str, folder: Path) -> None:
     """Load a model and export it untouched."""
-    model, stored = build(name, dtype)
     config = ModelConfig(model_name=name)
-    tokenizer, _ = load_tokenizer(config, resolve_source(config))
-    export_hf(model, tokenizer, folder, dtype=stored, card=CARD)
+    source = resolve_source(config)
+    tokenizer, _ = load_tokenizer(config, source)
+    dtype = stored_dtype(load_config(source), default=torch.float32)
+    export_hf(built_model(name), tokenizer, folder, dtype=dtype, card=CARD)
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"], ids=["one file", "shards"])
@@ -75,7 +62,7 @@ def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path)
     other = {name: tensor + 1 for name, tensor in stored_weights(folder).items()}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert_same_bits(build(folder)[0].state_dict(), theirs.state_dict())
+    assert_same_bits(built_model(folder).state_dict(), theirs.state_dict())
     assert_same_bits(theirs.state_dict(), other)
 
 
@@ -111,7 +98,7 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
 
 def test_random_init_depends_on_the_seed_alone(tiny_model):
     def weights(seed: int) -> dict[str, torch.Tensor]:
-        return build(tiny_model, seed=seed, random_init=True)[0].state_dict()
+        return built_model(tiny_model, seed=seed, random_init=True).state_dict()
 
     first = weights(5)
     assert_same_bits(first, weights(5))
@@ -132,8 +119,8 @@ def test_a_bundled_architecture_needs_no_hub(name):
 
 
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
-    assert build(tiny_model, attn_implementation="eager")[0].config._attn_implementation == "eager"
-    assert build(tiny_model)[0].config._attn_implementation == "sdpa"
+    assert built_model(tiny_model, attn_implementation="eager").config._attn_implementation == "eager"
+    assert built_model(tiny_model).config._attn_implementation == "sdpa"
     assert choose_attention("auto", another_family("bloom"), CPU, torch.float32) == "eager", "it has no other"
 
 

@@ -115,23 +115,6 @@ def test_experts_with_fp32_weights_compute_in_bf16_and_get_fp32_gradients(kind, 
     assert all(weight is now for weight, now in zip(weights, expert_weights(experts), strict=True))
 
 
-@pytest.mark.slow
-def test_a_training_computes_experts_with_fp32_weights_in_bf16(tmp_path, rows, monkeypatch):
-    model = write_model(tmp_path / "model", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
-    seen, grouped_mm = set(), torch.nn.functional.grouped_mm
-
-    def spy(a, b, **more):
-        if torch.is_autocast_enabled("cpu"):  # not in the check of packing
-            seen.add((a.dtype, b.dtype))
-        return grouped_mm(a, b, **more)
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
-    options = ["--mixed_precision=bf16", "--attn_implementation=eager", "--max_seq_length=256", "--batch_size=2"]
-    train(f"--model_name={model}", f"--dataset_name={rows}", *options, "--max_steps=1", "--no_export",
-          "--validation_fraction=0", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
-    assert seen == {(torch.bfloat16, torch.bfloat16)}
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
 def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(kind, recompute):

@@ -14,24 +14,20 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Pretrain
 
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.build import build_structure, decoder_layers
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of, fill_weights
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
 from tests.support.ranks import on_ranks
-from tests.support.small import assert_same_bits, final_weights, run_json, steps, stored_weights, train
+from tests.support.small import assert_same_bits, built_model, final_weights, run_json, steps, stored_weights, train
 
 CPU = torch.device("cpu")
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    options = ModelConfig(model_name=name)
-    source = resolve_source(options)
-    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32, "device": CPU}
-    config = load_config(source)
-    return build_model(options, config, checkpoint_of(source, config), **dtypes).state_dict()
+    return built_model(name, dtype).state_dict()
 
 
 # --- The arithmetic ---------------------------------------------------------------------------------------------------
@@ -102,7 +98,8 @@ def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
         modules = [module for module in model.modules() if getattr(module, "quantization_scheme", None) is not None]
         assert len(modules) == 14
         for module in modules:
-            calibrate(module, kind)
+            with torch.no_grad():
+                module.weight_scale.copy_(quantised(module.weight.detach().float(), kind)[1])
         compressor = compressors.ModelCompressor.from_pretrained_model(model)
         compressor.compress_model(model)
         folder = tmp_path / kind
@@ -114,13 +111,6 @@ def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
         theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantise, dtype=torch.bfloat16)
         # To nearest even, as they round; `LocalShard.write` rounds ties away from zero.
         assert_same_bits({name: weight.bfloat16() for name, weight in weights.items()}, theirs.state_dict())
-
-
-def calibrate(module: torch.nn.Module, kind: str) -> None:
-    """Scales of a module of compressed-tensors from its weights."""
-    scale = quantised(module.weight.detach().float(), kind)[1]
-    with torch.no_grad():
-        module.weight_scale.copy_(scale)
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------

@@ -21,17 +21,17 @@ import llm_fp8.models.weights
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.build import build_structure, decoder_layers
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weight_shards import initialize_shards_, local_shard
+from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
 from tests.support.fp8_files import write_fp8_model
 from tests.support.ranks import on_ranks
-from tests.support.small import CARD, assert_same_bits, stored_weights, write_model
+from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
 
 CPU = torch.device("cpu")
@@ -42,13 +42,15 @@ def strategy_of() -> FsdpStrategy:
     return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
 
 
-def sharded_model(name: str, strategy: FsdpStrategy, seed: int = 3, **options: Any) -> PreTrainedModel:
+def sharded_model(
+    name: str, strategy: FsdpStrategy, dtype: torch.dtype = torch.float32, **options: Any
+) -> PreTrainedModel:
     """A model as a run builds it on FSDP: structure, split, weights."""
     config = ModelConfig(model_name=name, **options)
-    model = structure(config)
+    model = structure(config, dtype)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     strategy.shard(model, decoder_layers(model))
-    fill_weights(model, weights_of(config), CPU, seed)
+    fill_weights(model, weights_of(config), CPU, seed=3)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return model
 
@@ -61,13 +63,6 @@ def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTra
 def weights_of(config: ModelConfig) -> StoredCheckpoint | None:
     source = resolve_source(config)
     return llm_fp8.models.weights.checkpoint_of(source, load_config(source))
-
-
-def unsharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    """The same model in one piece."""
-    config = ModelConfig(model_name=name, **options)
-    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_model(config, load_config(resolve_source(config)), weights_of(config), **dtypes, device=CPU, seed=3)
 
 
 def folder_contents(folder: Path) -> dict[str, bytes]:
@@ -107,7 +102,7 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
     results = on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored)
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
-    whole = unsharded_model(source)
+    whole = built_model(source)
     with torch.no_grad():
         logits = whole(IDS).logits
     for is_tied, found, _ in results:
@@ -167,18 +162,14 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
 
 def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     strategy = strategy_of()
-    config = ModelConfig(model_name=name, random_init=True)
-    model = structure(config, dtype)
-    strategy.shard(model, decoder_layers(model))
-    fill_weights(model, weights_of(config), CPU, seed=3)
+    model = sharded_model(name, strategy, dtype, random_init=True)
     return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
-    whole = unsharded_model(tiny_model, dtype)
-    initialize_shards_(whole, torch.Generator().manual_seed(3))
+    whole = built_model(tiny_model, dtype, random_init=True)
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     for weights in on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
         assert_same_bits(weights, expected)
@@ -251,9 +242,9 @@ def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **entries: Any) -> str:
     """A tiny model of one file, changed."""
-    source = write_model(folder)
+    source = write_model(folder, **entries)
     tensors = load_file(f"{source}/model.safetensors")
     change(tensors)
     save_file(tensors, f"{source}/model.safetensors", metadata={"format": "pt"})
@@ -283,11 +274,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
     for change in (renamed, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})):
-        source = write_model(tmp_path / "changed", **tied)
-        tensors = load_file(f"{source}/model.safetensors")
-        change(tensors)
-        save_file(tensors, f"{source}/model.safetensors", metadata={"format": "pt"})
-        model = fill_in_one_piece(source)
+        model = fill_in_one_piece(rewritten(tmp_path / "changed", change, **tied))
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, expected)
 
@@ -295,7 +282,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, family):
     source = write_model(tmp_path / "source", max_shard_size="40KB", **EXPERTS[family])
-    expected, model = AutoModelForCausalLM.from_pretrained(source), unsharded_model(source)
+    expected, model = AutoModelForCausalLM.from_pretrained(source), built_model(source)
     assert_same_bits(dict(model.state_dict()), dict(expected.state_dict()))
     export(model, tmp_path / "out")
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
@@ -306,7 +293,7 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(source)
     own = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
     save_file(own, f"{source}/model.safetensors", metadata={"format": "pt"})
-    model = unsharded_model(source)
+    model = built_model(source)
     assert_same_bits(dict(model.state_dict()), own)
     export(model, tmp_path / "out")
     assert_same_bits(stored_weights(tmp_path / "out"), own)
@@ -315,4 +302,4 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
 @pytest.mark.parametrize("kind", ["uneven block", "channel"])
 def test_experts_that_are_stored_in_fp8_are_dequantised(tmp_path, kind):
     fp8, plain = write_fp8_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
-    assert_same_bits(dict(unsharded_model(fp8).state_dict()), dict(unsharded_model(plain).state_dict()))
+    assert_same_bits(dict(built_model(fp8).state_dict()), dict(built_model(plain).state_dict()))

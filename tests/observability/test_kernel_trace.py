@@ -19,7 +19,6 @@ GEMMS = {
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
     "nvjet_sm90_qrtst_96x128_128x7_2x1_v_bz_coopA_algo2_TNN": "fp8",
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Ablk128_Bvec128_TNN": "fp8",
-    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "fp8",
     "nvjet_sm90_tst_128x192_64x5_4x1_v_bz_coopB_NTN": "bf16",
     "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_"
     "execute_kernel__5x_cublas": "fp32",
@@ -72,26 +71,14 @@ NO_GEMMS = {
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
     "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, "
     "cutlass::bfloat16_t, float, cutlass::arch::Sm90, true> > > >": "attention",
-    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<80>, cute::C<128> >, "
-    "cutlass::bfloat16_t, float, cutlass::arch::Sm90> >": "attention",
-    "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_"
-    "25CollectiveMainloopFwdSm90ILi2EN4cute5tupleEEEEEEEEvNT_6ParamsE": "attention",
-    "fmha_cutlassF_bf16_aligned_64x64_rf_"
-    "sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::gemm::GemmShape>)": "attention",
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*, "
     "int)": "attention",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, "
     "float const*)": "cast",
-    "void transformer_engine::(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, "
-    "__nv_bfloat16, __nv_fp8_e4m3>()": "cast",
     "transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long, "
     "unsigned long)": "cast",
     "void transformer_engine::(anonymous namespace)::amax_kernel<16, true, __nv_bfloat16>(__nv_bfloat16 const*, "
     "float*)": "cast",
-    "transformer_engine::(anonymous namespace)::compute_scale_from_amax_kernel(float const*, float*, "
-    "float, bool)": "cast",
-    "transformer_engine::delayed_scaling_recipe::(anonymous "
-    "namespace)::amax_and_scale_update_impl::kernel_bulk(float*)": "cast",
     "void transformer_engine::detail::(anonymous namespace)::row_col_rht_gemm_device<int, int, int, "
     "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<16>, cute::C<16> >, "
     "cutlass::bfloat16_t, cutlass::bfloat16_t, cutlass::float_e2m1_t, cutlass::float_ue4m3_t>(int, int, int)": "cast",
@@ -128,8 +115,6 @@ NO_GEMMS = {
     "unsigned int, 4, 64, 64>()": "copy",
     "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, "
     "3ul> >(int)": "elementwise",
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, "
-    "float>, unsigned int>>()": "elementwise",
     "void (anonymous namespace)::indexing_backward_kernel<c10::BFloat16, 4>(long const*, long const*, c10::BFloat16 "
     "const*, c10::BFloat16*, long, long, long, long, bool)": "elementwise",
     "triton_poi_fused_add_view_20": "elementwise",

@@ -45,20 +45,6 @@ def test_decoder_size_counts_the_matrices_of_the_model(config: PretrainedConfig)
     assert size.attention_width == model.model.layers[0].self_attn.q_proj.out_features
 
 
-def test_llama_8b_has_the_published_number_of_parameters() -> None:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-    size = decoder_size(config)
-    embedding_and_norms = 128256 * 4096 + 65 * 4096
-    assert size.num_linear_parameters + embedding_and_norms == 8_030_261_248
-
-
 def test_speed_is_per_second_and_per_gpu() -> None:
     size = DecoderSize(num_linear_parameters=10**9, num_layers=0, attention_width=0)
     tokens = StepTokens(num_tokens=4000, num_real_tokens=3000, num_supervised_tokens=1000, sum_squared_lengths=4000)

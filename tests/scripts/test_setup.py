@@ -31,7 +31,6 @@ def run_bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def write_program(path: Path, text: str) -> Path:
-    """A program of this text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

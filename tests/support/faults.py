@@ -24,23 +24,6 @@ START_S = 120.0
 ENDLESS = "--max_steps=100000"
 
 
-def signal_one_rank(start: Callable[..., Any], folder: Path) -> dict[int, int | None]:
-    """SIGTERM to rank 1 of an endless run stops all of them after a common step, which is saved; returns the exit
-    codes.
-
-    When the first is gone, torchrun sends SIGTERM to the other, which may be leaving the process group.
-    """
-    metrics = folder / "metrics.jsonl"
-    with start(ENDLESS) as launch:
-        assert wait_until(lambda: metrics.exists() and len(steps(folder)) > 2, launch, 0.01, START_S), launch.printed()
-        os.kill(launch.pid_of(1), signal.SIGTERM)
-        codes = launch.end()
-    assert 143 in codes.values() and set(codes.values()) <= {143, -signal.SIGTERM}, launch.printed()
-    assert (folder / "checkpoints" / f"step-{len(steps(folder)):08d}").is_dir()
-    assert launch.printed().count("stopped by SIGTERM; continue with --resume_from latest") == 1
-    return codes
-
-
 def kill_one_rank_in_a_save(start: Callable[..., Any], folder: Path, within_s: float) -> dict[int, int | None]:
     """SIGKILL to rank 1 while a checkpoint is being written ends all in time; the checkpoints of before are whole and
     the run goes on.

@@ -54,10 +54,6 @@ def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> to
     return wide.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def is_quantised(name: str) -> bool:
-    return name.endswith("_proj.weight")
-
-
 def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **changes: Any) -> tuple[str, str]:
     """The fp8 folder and its twin of plain fp32 weights, both below `folder`."""
     plain, fp8 = folder / "plain", folder / "fp8"
@@ -67,7 +63,7 @@ def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **chan
     weight_map = {}
     for file in sorted(fp8.glob("*.safetensors")):
         stored, products = load_file(file), load_file(plain / file.name)
-        for name in [name for name in stored if is_quantised(name)]:
+        for name in [name for name in stored if name.endswith("_proj.weight")]:
             values, scale = quantised(stored[name], kind)
             if kind == "channel":
                 scale = scale.to(torch.bfloat16)  # compressed-tensors writes scales in the model's dtype

@@ -21,7 +21,7 @@ from llm_fp8.config.options import LoraConfig, ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import PackedCollate, PaddedCollate
 from llm_fp8.data.tokenise import Document
-from llm_fp8.models.build import auto_class, build_model, is_multimodal, read_by_kernels
+from llm_fp8.models.build import auto_class, is_multimodal, read_by_kernels
 from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
@@ -29,11 +29,10 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import stored_parts
-from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.precision.convert import reason_to_leave
 from llm_fp8.utils.errors import UserError
 from tests.support.reference import mean_loss
-from tests.support.small import CARD, stored_weights
+from tests.support.small import CARD, built_model, stored_weights
 
 CPU = torch.device("cpu")
 NUM_STEPS, LENGTHS, ROW = 3, (11, 14), 32
@@ -182,7 +181,7 @@ def examine(name: str, folder: Path) -> Row:
     rows = documents()
     collate = PackedCollate(1, ROW, 2) if packing == "yes" else PaddedCollate(len(rows), ROW, 2)
     batch = collate([rows] if packing == "yes" else [[document] for document in rows])
-    training_model = TrainingModel(_build(options), ROW, torch.float32, form).eval()
+    training_model = TrainingModel(built_model(options.model_name), ROW, torch.float32, form).eval()
     model = training_model.model
     whole = _whole(source)
     losses = _train(model, lambda: training_model(batch)[0] / batch.num_supervised_tokens)
@@ -212,7 +211,7 @@ def examine(name: str, folder: Path) -> Row:
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
     """Adapters on all linear layers, exported, read by PEFT beside the source: the same loss."""
-    model, lora = _build(options), LoraConfig(lora_rank=4)
+    model, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
     note = without_adapter(model, lora) or ""
     add_adapters(model, lora, torch.float32)
     initialize_adapters_(model, 0)
@@ -237,13 +236,6 @@ def documents() -> list[Document]:
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 1024, (length,), generator=generator).numpy() for length in LENGTHS]
     return [Document(one, one > -1, row_id=number) for number, one in enumerate(ids)]
-
-
-def _build(options: ModelConfig) -> PreTrainedModel:
-    source = resolve_source(options)
-    hf_config = load_config(source)
-    shared: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
-    return build_model(options, hf_config, checkpoint_of(source, hf_config), **shared)
 
 
 def _whole(folder: Path) -> PreTrainedModel:

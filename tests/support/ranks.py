@@ -72,12 +72,10 @@ class CountedAllGather:
                 module.set_custom_all_gather(self)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Gather."""
         self.sent_bytes.append(input_tensor.nbytes)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.models.build import build_model
+from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
+from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.train.loop import RunResults
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.json_files import read_jsonl
@@ -53,11 +56,28 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
     return str(folder)
 
 
+def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> PreTrainedModel:
+    """The model that --model_name `name` gives to a run of one process, with parameters of this dtype."""
+    config = ModelConfig(model_name=name, **options)
+    source = resolve_source(config)
+    hf_config = load_config(source)
+    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
+    device = torch.device("cpu")
+    return build_model(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=device, seed=seed)
+
+
 def write_rows(path: Path, num_rows: int) -> str:
     """The first so many short rows of the embedded dataset as a jsonl file; returns its path."""
     lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
     path.write_text("".join(line + "\n" for line in [line for line in lines if len(line) < 400][:num_rows]))
     return str(path)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of these rows, in a folder that need not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def forget_accelerator() -> None:
@@ -86,12 +106,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_json(folder: Path) -> dict[str, Any]:
-    """The contents of run.json."""
     return json.loads((Path(folder) / "run.json").read_text())
 
 
 def summary_json(folder: Path) -> dict[str, Any]:
-    """The contents of summary.json."""
     return json.loads((Path(folder) / "summary.json").read_text())
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.tools.hf_trainer_callback import certify_step
-from tests.support.gpu_training import ROOT
+from tests.support.gpu_training import ROOT, certificate_of
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +37,6 @@ def example(
     # With several GPUs to see the Trainer would take nn.DataParallel.
     variables["CUDA_VISIBLE_DEVICES"] = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
-
-
-def certificate_of(folder: Path) -> dict:
-    return json.loads((folder / "certificate.json").read_text())
 
 
 def losses(folder: Path) -> list[float]:
@@ -166,7 +162,7 @@ def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
 
 
 def test_transformer_engine_takes_of_fp8_config_what_the_table_says(monkeypatch):
-    """The keys that only its recipe decides about; `tests/config/test_accelerate_fp8_keys.py` has the others."""
+    """The keys that only its recipe decides about; `tests/config/test_accelerate_launch.py` has the others."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes

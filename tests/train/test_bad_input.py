@@ -1,4 +1,4 @@
-"""A hundred everyday mistakes: each ends with exit code 2 and one line that names the flag or the file, and leaves
+"""Everyday mistakes: each ends with exit code 2 and one line that names the flag or the file, and leaves
 everything on the disk as it was. They run what train_fp8.py runs, down to the exit, in this process.
 """
 
@@ -24,8 +24,6 @@ from llm_fp8.train import run_dir
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.utils.errors import run_script
 from tests.support.small import records, steps, train, write_model
-
-GOOD_ROW = '{"problem": "1 + 1?", "generated_solution": "2"}\n'
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
@@ -58,34 +56,12 @@ def refuse(capfd, common, tmp_path) -> Callable[..., str]:
 
 
 OPTIONS = [
-    # words -> what the line names
+    # words -> what the line names; test_parser.py and test_validation.py have the other mistakes
     ("--batch_sise 3", "--batch_size"),
-    ("--lora_rnk=8", "--lora_rank"),
-    ("--report_to=wandb", "--use_wandb"),
-    ("--push_to_hub", "hf upload"),
-    ("--warmup_ratio=0.1", "--num_warmup_steps"),
     ("--bf16", "--mixed_precision bf16"),
-    ("--sharding_mode=ddp", "train_multi_gpu.py"),
-    ("--batch_size=eight", "--batch_size"),
-    ("--learning_rate=-1", "--learning_rate"),
     ("--validation_fraction=1", "--validation_fraction"),
     ("--mixed_precision=fp4", "--mixed_precision"),
-    ("--fp8_scenario=dealyed", "delayed"),
-    ("--lr_scheduler=cosin", "--lr_scheduler"),
     ("--config=/no/such.yaml", "/no/such.yaml"),
-    ("--streaming", "--max_steps"),
-    ("--keep_best", "--eval_every"),
-    ("--early_stopping_patience=3", "--eval_every"),
-    ("--lora_rank=4 --lora_targets=q_prj", "q_prj"),
-    ("--fp8_format=E4M3 --mixed_precision=bf16", "--fp8_format"),
-    ("--cuda_graphs", "--use_te"),
-    ("--use_te --attn_implementation=sdpa", "--attn_implementation"),
-    ("--mixed_precision=fp8 --fp8_backend=torchao --use_te", "--fp8_backend torchao"),
-    ("--mixed_precision=fp8 --fp8_scenario=rowwise", "--fp8_scenario rowwise"),
-    ("--max_seq_length=100 --batch_size=3 --packing", "--max_seq_length"),
-    ("--output_dir=", "--output_dir"),
-    ("--offload_optimizer=2", "--offload_optimizer"),
-    ("--dataset_weights=a,b", "--dataset_weights"),
     # what only a look at the model, the data or the machine shows
     ("--model_name=/no/such/folder", "--model_name /no/such/folder"),
     ("--model_name=nobody/no-such-model", "--model_name nobody/no-such-model"),
@@ -116,34 +92,15 @@ def test_a_mistake_in_an_option(refuse, words, named):
 @pytest.mark.parametrize(
     "words",
     [
-        "--use_te",
-        "--mixed_precision=fp8 --use_te",
         "--mixed_precision=fp8",
         "--mixed_precision=fp16",
         "--optimizer=adamw_8bit",
-        "--offload_optimizer=1",
         "--certify",
         "--batch_size=auto",
     ],
 )
 def test_what_needs_a_gpu(refuse, words):
     assert words.split()[0].partition("=")[0] in refuse(*words.split())
-
-
-LAUNCHES: list[tuple[dict[str, str], str, str]] = [
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "--mixed_precision=no", "--mixed_precision no"),
-    ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "MSAMP"}, "", "MSAMP"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", "dynamo_backend"),
-    ({"ACCELERATE_USE_FSDP": "true"}, "", "train_multi_gpu.py"),
-    ({"WORLD_SIZE": "2", "RANK": "0"}, "", "train_multi_gpu.py"),
-]
-
-
-@pytest.mark.parametrize(("environment", "words", "named"), LAUNCHES, ids=lambda value: str(value))
-def test_a_launcher_that_asks_for_something_else(monkeypatch, refuse, environment, words, named):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert named in refuse(*words.split())
 
 
 FILES = [
@@ -154,16 +111,11 @@ FILES = [
     ("--config", "run.yaml", "batch_size: eight\n", "batch_size"),
     ("--config", "run.yaml", "batch_size: [1, 2]\n", "batch_size"),
     ("--config", "run.yaml", "no_export: true\n", "no_export"),
-    # a dataset
+    # a dataset; test_load.py and test_prepare.py have the others
     ("--dataset_name", "rows.jsonl", "", "rows.jsonl"),
     ("--dataset_name", "rows.jsonl", '{"text_of_a_kind": "a"}\n', "text_of_a_kind"),
-    ("--dataset_name", "rows.jsonl", GOOD_ROW + '{"problem": "2 + \n', "rows.jsonl"),
     ("--dataset_name", "rows.jsonl", '{"problem": "1 + 1?", "generated_solution": ""}\n', "rows.jsonl"),
-    ("--dataset_name", "rows.jsonl", '{"messages": "hello"}\n', "messages"),
     ("--dataset_name", "rows.csv", "a,b\n1,2\n", "rows.csv"),
-    ("--dataset_name", "rows.parquet", "no parquet", "rows.parquet"),
-    ("--dataset_name", "rows.txt", "text\n", "rows.txt"),
-    ("--dataset_name", "empty/README.md", "", "empty"),
     ("--output_dir", "file", "precious", "file"),
 ]
 
@@ -173,9 +125,8 @@ FILES = [
 )
 def test_a_file_that_cannot_be_used(tmp_path, refuse, flag, name, content, named):
     path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
     path.write_text(content)
-    line = refuse(flag, path.parent if path.name == "README.md" else path)
+    line = refuse(flag, path)
     assert named in line and (flag in line or str(path) in line)
 
 
@@ -183,8 +134,8 @@ def edit_json(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def edit_weights(path: Path, lost: str = "", **added: torch.Tensor) -> None:
-    tensors = {name: tensor for name, tensor in load_file(path).items() if name != lost}
+def edit_weights(path: Path, **added: torch.Tensor) -> None:
+    tensors = load_file(path)
     save_file({**tensors, **{name.replace("__", "."): each for name, each in added.items()}}, path, {"format": "pt"})
 
 
@@ -207,14 +158,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config"),
     "unknown architecture": (lambda f: edit_json(f / "config.json", model_type="nonesuch"), "nonesuch"),
-    "gptq": (lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "cut weights": (lambda f: os.truncate(f / "model.safetensors", 1000), "model.safetensors"),
-    "lost tensor": (lambda f: edit_weights(f / "model.safetensors", lost="model.norm.weight"), "model.norm.weight"),
-    "further tensor": (lambda f: edit_weights(f / "model.safetensors", x=torch.zeros(4)), "'x'"),
-    "wrong shape": (lambda f: edit_weights(f / "model.safetensors", model__norm__weight=torch.zeros(33)), "[33]"),
     "int8": (lambda f: store_as(f, torch.int8), "I8"),
-    "uint8": (lambda f: store_as(f, torch.uint8), "U8"),
     "float8": (lambda f: store_as(f, torch.float8_e4m3fn), "F8_E4M3"),
     "index without weights": (lambda f: index_of(f), "empty index"),
     "index that names missing files": (lambda f: index_of(f, x="model-7.safetensors"), "model-7.safetensors"),
@@ -232,12 +178,6 @@ def test_a_broken_model_folder(tmp_path, refuse, how):
     breaks(folder)
     line = refuse(f"--model_name={folder}")
     assert named in line and str(folder) in line
-
-
-def test_a_shard_that_is_missing(tmp_path, refuse):
-    folder = Path(write_model(tmp_path / "broken", max_shard_size="40KB"))
-    sorted(folder.glob("model-*.safetensors"))[1].unlink()
-    assert "model-00002" in refuse(f"--model_name={folder}")
 
 
 def test_quantised_weights_of_a_mixture_of_experts(tmp_path, refuse):

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.processes import exit_code, start_ranks
-from tests.support.small import final_weights, train, write_model
+from tests.support.small import assert_same_bits, final_weights, stored_weights, train, write_model
 
 pytestmark = pytest.mark.slow
 
 SHORT = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--log_every=1"]
 IN_BF16 = ["--mixed_precision=bf16", "--optimizer=adamw_master"]
-
-
-def stored_weights(folder) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, None), (torch.float16, "fsdp_full")], ids=str)

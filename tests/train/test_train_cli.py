@@ -20,7 +20,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.optim.optimizers import learning_rate_factor
 from tests.support.documented_commands import ON_ONE_GPU, RUN, config_of, words_for_a_cpu, write_dataset
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
 
@@ -36,21 +35,6 @@ try:
 finally:
     open("modules", "w").write(" ".join(sys.modules))
 """
-
-
-@pytest.mark.parametrize("words", ["--help", "--batch_size=x"])
-def test_help_and_mistakes_are_answered_without_torch_and_transformers(words):
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = ['train_fp8.py', {words!r}]\n"
-        f"try: runpy.run_path({str(ROOT / 'train_fp8.py')!r}, run_name='__main__')\n"
-        "except SystemExit as ended: print('code', ended.code)\n"
-        "print(*sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    *_, ended, loaded = done.stdout.splitlines()
-    assert ended == ("code 0" if words == "--help" else "code 2"), done.stderr
-    assert not {"torch", "transformers", "datasets", "wandb"} & set(loaded.split())
 
 
 # Whole runs
@@ -181,13 +165,7 @@ def run(new_run):
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step."""
     return [step["loss"] for step in steps(folder)]
-
-
-def learning_rates(folder: Path) -> list[float]:
-    """The learning rate of every step."""
-    return [step["learning_rate"] for step in steps(folder)]
 
 
 def test_the_same_options_give_the_same_bits_and_another_seed_does_not(run, new_run):
@@ -203,33 +181,6 @@ def test_mixed_precision_bf16_rounds_and_no_does_not(run):
     assert bf16 == pytest.approx(fp32, rel=1e-2)
 
 
-def test_num_of_samples_and_batch_size_and_accumulation(run):
-    few = run("--num_of_samples=20", "--validation_fraction=0", "--batch_size=4", "--gradient_accumulation_steps=2")
-    recorded = run_json(few)
-    assert recorded["data"]["num_rows_read"] == 20
-    assert recorded["effective"]["global_batch_size"] == 8
-    used = recorded["data"]["num_rows_used"]
-    assert steps(few)[0]["epoch"] == pytest.approx(8 / used)
-
-
-@pytest.mark.parametrize(("scheduler", "asked", "warmup"), [("linear", 1000, 3), ("cosine", 2, 2)])
-def test_the_learning_rate_warms_up_over_a_tenth_at_most(run, scheduler, asked, warmup):
-    words = [f"--lr_scheduler={scheduler}", f"--num_warmup_steps={asked}", "--num_of_samples=16", "--batch_size=1"]
-    folder = run("--max_steps=30", "--no_export", *words)
-    expected = [1e-2 * learning_rate_factor(step, 30, warmup, scheduler) for step in range(30)]
-    assert learning_rates(folder) == pytest.approx(expected, rel=1e-6, abs=1e-12)
-    assert run_json(folder)["effective"]["num_warmup_steps"] == warmup
-
-
-def test_eval_every_and_eval_batches(run):
-    folder = run("--eval_every=2", "--validation_fraction=0.5", "--batch_size=4", "--eval_batches=1")
-    evaluations = [record for record in records(folder) if "eval_loss" in record]
-    assert [record["step"] for record in evaluations] == [2, 4]
-    whole = [record for record in records(run("--validation_fraction=0.5", "--batch_size=4")) if "eval_loss" in record]
-    assert [record["step"] for record in whole] == [4]
-    assert evaluations[-1]["eval_num_supervised_tokens"] < whole[-1]["eval_num_supervised_tokens"]
-
-
 def test_an_evaluation_changes_nothing(run):
     assert losses(run("--eval_every=1", "--no_export")) == losses(run("--no_export"))
 
@@ -242,17 +193,6 @@ def test_gradient_checkpointing_and_attention_are_recorded_and_change_no_result(
     assert losses(eager) == pytest.approx(losses(plain), rel=1e-5)
     assert run_json(eager)["effective"]["attn_implementation"] == "eager"
     assert run_json(plain)["effective"]["attn_implementation"] == "sdpa"
-
-
-def test_a_run_from_a_yaml_file_is_the_run_from_flags(run, tmp_path):
-    file = tmp_path / "options.yaml"
-    file.write_text("batch_size: 4\nlearning_rate: 3e-3\npacking: true\n")
-    flags = run("--batch_size=4", "--learning_rate=3e-3", "--packing")
-    folder = tmp_path / "yaml"
-    common = run_json(flags)["config"]
-    options = [f"--model_name={common['model']['model_name']}", f"--dataset_name={common['data']['dataset_name']}"]
-    train("--config", file, *options, "--max_seq_length=128", "--max_steps=4", f"--output_dir={folder}")
-    assert losses(folder) == losses(flags)
 
 
 def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):

@@ -18,7 +18,6 @@ TRAIN = "--use_te --max_steps 40 --eval_every 20 --batch_size 8 --max_seq_length
 
 
 def compared(folder: Path, *options: str) -> dict[str, Any]:
-    """comparison.json."""
     command = [sys.executable, str(SCRIPT), "--train", TRAIN, "--output", "out", "--seeds", "1", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -127,13 +127,6 @@ def test_one_run_has_no_interval():
     assert rate_interval([1.0, 2.0, 3.0]).low > 0, "a rate is never negative"
 
 
-def test_pairing_takes_what_a_seed_does_to_both_variants_out_of_the_ratio():
-    base, fast = [700.0, 1000.0, 1300.0], [1.3 * 701, 1.3 * 1000, 1.3 * 1299]
-    paired, unpaired = ratio_interval(fast, base, paired=True), ratio_interval(fast, base, paired=False)
-    assert paired.value == pytest.approx(unpaired.value) == pytest.approx(1.3, abs=0.01)
-    assert paired.high - paired.low < 0.02 < 0.3 < unpaired.high - unpaired.low
-
-
 def test_a_problem_is_one_trial_however_many_seeds_answer_it():
     reference = [{"a": True, "b": True, "c": False, "only here": True}, {"a": True, "b": False}, {"b": False}]
     other = [{"a": True, "b": False, "c": False}, {"a": True, "b": True}, {"b": True}]

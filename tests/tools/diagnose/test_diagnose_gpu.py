@@ -75,9 +75,3 @@ def test_swapped_layers_and_a_trace(model, tmp_path):
     assert found["certificate"]["verdict"] == "certified"
     assert found["coverage"]["converted"]["model.layers.*.mlp.up_proj"] == NUM_LAYERS - 1
     assert any("nvjet" in str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
-
-
-def test_unfused_attention_is_a_problem(model, tmp_path):
-    off = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
-    found = diagnose(model, tmp_path, "--use_te", "--mixed_precision=fp8", code=1, **off)
-    assert found["attention"] == "unfused" and any("unfused" in problem for problem in found["problems"])
