@@ -100,6 +100,9 @@ has_transformer_engine() {
     "$venv_python" -c 'import importlib.metadata as m; m.version("transformer-engine-torch")' >/dev/null 2>&1
 }
 
+# torch first, which brings the NCCL that Transformer Engine is linked with.
+loads_transformer_engine() { "$venv_python" -c 'import torch, transformer_engine.pytorch' </dev/null; }
+
 # Runs the command after $1 (a log file, which gets its output too) and says every minute that it goes on: pip is silent while it compiles.
 with_heartbeat() {
     local log=$1 beat status=0 minutes=0
@@ -156,7 +159,7 @@ print(os.pathsep.join(sorted(glob.glob(os.path.join(sysconfig.get_paths()["purel
             with_heartbeat "$log" pip_install --no-build-isolation -r "$file"; then
         warn "Transformer Engine could not be installed, so no fp8 for now (all of pip's words: $log)."
         [[ ! -e $log ]] || warn "$(explain_te_failure "$log")"
-    elif ! "$venv_python" -c 'import transformer_engine.pytorch' >"$log" 2>&1 </dev/null; then
+    elif ! loads_transformer_engine >"$log" 2>&1; then
         warn "Transformer Engine is installed and does not load ($(tail -n 1 "$log")); a wheel in pip's cache may be of another torch:" \
             "$venv_python -m pip cache remove transformer_engine_torch; $venv_python -m pip uninstall -y transformer_engine_torch;" \
             "rm $venv/installed-$file && $this_command"

@@ -11,7 +11,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 if [[ ${1:-} == --gpu ]]; then
     setup_environment --gpu
-    has_transformer_engine || fail "$venv has no Transformer Engine; see the warning above."
+    loads_transformer_engine || fail "Transformer Engine does not load in $venv; see the message above."
     say "$venv is ready for GPUs"
     exit
 fi
