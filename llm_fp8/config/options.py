@@ -314,7 +314,10 @@ class ParallelConfig:
         1,
         "GPUs that share the tokens of a sequence.",
         needs=("use_te", "sharding_mode=fsdp_*"),
-        excludes={"mixed_precision=auto": "what is measured is one GPU's work"},
+        excludes={
+            "mixed_precision=auto": "what is measured is one GPU's work",
+            "cuda_graphs": "a graph cannot take turns in a ring",
+        },
         at_least=1,
     )
     deepspeed_config: str | None = option(

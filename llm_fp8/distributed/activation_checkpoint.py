@@ -29,7 +29,9 @@ def recomputed_layers(asked: float | Literal["auto"], num_layers: int) -> range:
     """
     if asked == "auto":
         return range(num_layers)
-    return range(0, num_layers, int(asked)) if asked > 1 else range(round(asked * num_layers))
+    if asked > 1:
+        return range(0, num_layers, int(asked))
+    return range(max(round(asked * num_layers), 1 if asked else 0))
 
 
 def enable_gradient_checkpointing(

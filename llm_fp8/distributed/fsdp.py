@@ -73,6 +73,7 @@ class FsdpStrategy(DistributedStrategy):
         shard(model, reshard_after_forward=False)
         from_backward_stream = on_gpu and not offloads and self.mesh.ndim == 1
         self._notes_stream = from_backward_stream
+        self._stream = torch.cuda.current_stream() if from_backward_stream else None
         for unit in units_of(model):
             unit.set_custom_reduce_scatter(MemorySavingReduceScatter(unit, lambda: self._stream))  # type: ignore[arg-type]
         if self.caches_weight_casts:

@@ -238,6 +238,8 @@ class RunSize:
         beside = 0.0
         if self.sharded:
             beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
+            if graphs:
+                beside += activations + head  # of an eager micro-batch beside those of the graphs
             if one_micro_batch:
                 beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
         elif mode == "ddp":

@@ -30,6 +30,7 @@ from torch.nn import Parameter
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.fsdp_internals import forget_pass
 from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.utils.te_internals import forget_recomputation
 from llm_fp8.utils.torch_internals import local_of
 
 BUCKETS = (32, 64, 128, 256, 512)
@@ -55,13 +56,16 @@ class Capture:
     def __call__(self, work: Callable[[], None]) -> Graph:
         """The kernels that `work` launches; they do not run yet."""
         gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
-        graph, random = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 work()
-        except BaseException:
+        except BaseException:  # what torch and Transformer Engine leave behind then
+            torch.cuda.set_stream(stream)
+            random = torch.cuda.default_generators[torch.cuda.current_device()]
             random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured
+            forget_recomputation()
             raise
         return graph
 
@@ -133,7 +137,7 @@ class MicroBatchGraphs:
         try:
             return self._capture(work), None
         except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
-            return None, str(error).partition("\n")[0]
+            return None, str(error.__context__ or error).partition("\n")[0]  # the first one; another ends the capture
 
     def _make_gradients(self) -> list[Tensor]:
         return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._parameters]

@@ -47,8 +47,8 @@ from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.start import PhaseClock
 
 STEPS_BEFORE_PROFILE = 4
-WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
+WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
 
 
 class StepClock:
@@ -212,9 +212,6 @@ class TrainingLoop:
                 stamp = self.take_step(batches, stamp)
             if self.step == first and config.model.use_te:
                 self._note_attention()
-            if self._graphs is not None and self._graphs.failure is not None:
-                self._note_graphs(f"WARNING: no CUDA graph could be captured ({self._graphs.failure}); none is used")
-                self._graphs = None
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
             if self.step == self.fp8_steps < self.total_steps:
@@ -228,6 +225,7 @@ class TrainingLoop:
             saves = stopping or self._due(options.save_every) or (logs and not done and self._checkpoint_due())
             if logs or evaluates or saves or done:
                 self.read_pending()
+                self._leave_failed_graphs()
             if evaluates:
                 saves = self.evaluate() or saves
                 done = self.history.stops_early
@@ -358,22 +356,23 @@ class TrainingLoop:
         if not self.precision.has_ended:
             self.results.recorded = profile
         if self._may_take_graphs:
-            self._may_take_graphs = False
             self._take_graphs_if_idle(profile, num_micro_batches)
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Run micro-batches as CUDA graphs from the next step on, where that shortens steps and fits. Collective."""
-        device, taken = self.accelerator.device, torch.cuda.memory_allocated()
+        taken = torch.cuda.memory_allocated()
         # A graph keeps memory for its activations, and other micro-batches run eagerly beside it.
         needed = (2 * torch.cuda.max_memory_allocated() - taken) / GIB + RESERVE_GIB
-        spare = torch.cuda.get_device_properties(device).total_memory / GIB - needed
-        idle = gpu_idle(profile, self.reporter.own_steps())  # None but on the main rank
-        found = gathered((0.0 if idle is None else idle["share"], min(spare, 0.0)))
-        share, lacking = found[0][0], -min(spare for _, spare in found)
-        if share < WORTH_GRAPHS or (self.strategy.shards_parameters and num_micro_batches > 1):
+        lacking = max(0.0, needed - torch.cuda.get_device_properties(self.accelerator.device).total_memory / GIB)
+        found = gathered((gpu_idle(profile, self.reporter.own_steps()), lacking))
+        idle, lacking = found[0][0], max(lacking for _, lacking in found)  # the main rank knows the times of steps
+        if idle is None or self.step == self.total_steps:
             return
-        note = f"the GPU computes nothing during {share:.0%} of a step: "
+        self._may_take_graphs = False
+        if idle["share"] < WORTH_GRAPHS or (self.strategy.shards_parameters and num_micro_batches > 1):
+            return
+        note = f"the GPU is idle during {idle['share']:.0%} of a step: "
         if lacking:
             self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
             return
@@ -384,6 +383,16 @@ class TrainingLoop:
     def _begin_graphs(self) -> None:
         self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)
         self._graphs = self._build_graphs()
+
+    def _leave_failed_graphs(self) -> None:
+        """Go on without graphs on every rank where one rank could not capture one. Collective."""
+        if self._graphs is not None and (failures := [each for each in gathered(self._graphs.failure) if each]):
+            self._graphs = None
+            self._note_graphs(f"WARNING: no CUDA graph could be captured ({failures[0]}); none is used")
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self._graphs is not None
 
     def _note_graphs(self, note: str) -> None:
         self.results.graph_notes.append(note)

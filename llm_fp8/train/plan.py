@@ -119,7 +119,8 @@ class RunPlan:
     @property
     def takes_graphs(self) -> bool:
         """Whether micro-batches run as CUDA graphs, or may where the GPU is found idle (--cuda_graphs)."""
-        config, mode = self.config.with_options(cuda_graphs=True), self.strategy.mode
+        # What of fp8's options is idle in a bf16 run of --mixed_precision auto is no matter.
+        config, mode = self.config.with_options(cuda_graphs=True, mixed_precision="auto"), self.strategy.mode
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:

@@ -142,7 +142,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": idle,
-        "cuda_graphs": results.graph_notes,
+        "cuda_graphs": {"used": loop.uses_graphs, "notes": results.graph_notes},
         **_certificates_of(loop),
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,

@@ -56,7 +56,7 @@ def test_graphs_begin_by_themselves_where_the_gpu_is_idle(more, model_folder, tm
     eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")
     graphs = run(model_folder, tmp_path / "auto", *options)
     assert_equal_runs(eager, graphs)
-    [note] = summary_json(graphs)["cuda_graphs"]
+    [note] = summary_json(graphs)["cuda_graphs"]["notes"]
     assert "run as CUDA graphs from step 6 on" in note
     assert figures(graphs, "num_gemm_kernels")[0] == figures(graphs, "num_gemm_kernels")[1] > 0, "steps 5 and 10"
 

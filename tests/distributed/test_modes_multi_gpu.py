@@ -145,7 +145,7 @@ def test_where_no_graph_can_be_captured_steps_go_on(mode, models, tmp_path, monk
         2, tmp_path / "failing", models["llama3_rope_gqa"], *options, "--cuda_graphs", first=synchronise_in_captures
     )
     assert [record["loss"] for record in failing] == [record["loss"] for record in eager]
-    [note] = summary["cuda_graphs"]
+    [note] = summary["cuda_graphs"]["notes"]
     assert "no CUDA graph could be captured" in note and note in said
 
 

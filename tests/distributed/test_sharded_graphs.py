@@ -7,16 +7,18 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from llm_fp8.distributed import micro_batch_graphs
+from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.train import loop
 from tests.support.processes import run_ranks
-from tests.support.small import assert_same_bits, final_weights, steps
+from tests.support.small import assert_same_bits, final_weights, steps, summary_json
 from tests.support.stand_in_te import install_stand_in
 
 pytestmark = pytest.mark.slow
@@ -57,10 +59,6 @@ def without_a_gpu(capture: object = Repeated) -> None:
     patch.setattr(micro_batch_graphs, "BUCKETS", (4, 8, 16))
 
 
-def losses(folder: Path) -> list[tuple[float, float]]:
-    return [(step["loss"], step["grad_norm"]) for step in steps(folder) if "loss" in step]
-
-
 @pytest.fixture(scope="module")
 def unequal_rows(tmp_path_factory) -> str:
     draw, path = random.Random(0), tmp_path_factory.mktemp("rows") / "rows.jsonl"
@@ -69,51 +67,69 @@ def unequal_rows(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
-def test_a_run_with_graphs_is_the_run_without_and_that_whose_captures_fail(mode, tmp_path, tiny_model, unequal_rows):
-    options = [f"--model_name={tiny_model}", f"--dataset_name={unequal_rows}", "--validation_fraction=0", "--use_te"]
-    options += ["--packing", "--max_seq_length=128", "--batch_size=2", "--max_steps=10", "--learning_rate=1e-3"]
-    options += ["--mixed_precision=bf16", f"--sharding_mode={mode}", "--log_every=1"]
-    found: dict[str, Path] = {}
-    failing = functools.partial(without_a_gpu, fail_in_the_backward_pass)
-    for name, more, first in (
-        ("eager", "--no_cuda_graphs", without_a_gpu),
-        ("graphs", "--cuda_graphs", without_a_gpu),
-        ("failed", "--cuda_graphs", failing),
-    ):
-        found[name] = tmp_path / name
-        said = run_ranks(2, found[name], *options, more, f"--output_dir={found[name]}", first=first)
-        assert ("replayed a graph" in said) == (name == "graphs")
-        assert ("not permitted while capturing" in said) == (name == "failed")
-    eager = losses(found["eager"])
-    assert losses(found["graphs"]) == losses(found["failed"]) == eager and eager[-1] < eager[0]
-    assert_same_bits(final_weights(found["graphs"]), final_weights(found["eager"]))
-    assert_same_bits(final_weights(found["failed"]), final_weights(found["eager"]))
-
-
 def begin_after_the_first_step() -> None:
     """As where the GPU is found idle."""
     without_a_gpu()
     pytest.MonkeyPatch().setattr(loop.TrainingLoop, "_note_attention", loop.TrainingLoop._begin_graphs)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_graphs_that_begin_within_a_run_leave_it_as_it_is(mode, tmp_path, tiny_model, unequal_rows):
+def fail_on_one_rank(work: Callable[[], None]) -> Repeated:
+    if dist.get_rank() == 1:
+        raise RuntimeError("not permitted while capturing")
+    return Repeated(work)
+
+
+WITH_GRAPHS: dict[str, tuple[str, Callable[[], None]]] = {
+    "asked for": ("--cuda_graphs", without_a_gpu),
+    "begun within": ("--seed=42", begin_after_the_first_step),
+    "failed": ("--cuda_graphs", functools.partial(without_a_gpu, fail_in_the_backward_pass)),
+    "failed on one": ("--cuda_graphs", functools.partial(without_a_gpu, fail_on_one_rank)),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "ways"),
+    [("fsdp_full", [*WITH_GRAPHS]), ("fsdp_grad", ["asked for"]), ("ddp", ["begun within", "failed on one"])],
+)
+def test_a_run_with_graphs_is_the_run_without(mode, ways, tmp_path, tiny_model, unequal_rows):
     options = [f"--model_name={tiny_model}", f"--dataset_name={unequal_rows}", "--validation_fraction=0.2", "--use_te"]
     options += ["--packing", "--max_seq_length=128", "--batch_size=2", "--max_steps=8", "--learning_rate=1e-3"]
-    options += [
-        "--mixed_precision=bf16",
-        f"--sharding_mode={mode}",
-        "--log_every=1",
-        "--eval_every=3",
-        "--save_every=4",
-    ]
-    found = {}
-    for name, first in (("eager", without_a_gpu), ("graphs", begin_after_the_first_step)):
-        found[name] = tmp_path / name
-        said = run_ranks(2, found[name], *options, f"--output_dir={found[name]}", first=first)
-        assert ("replayed a graph" in said) == (name == "graphs")
-    assert len(losses(found["eager"])) == 8
-    for eager, graphs in zip(losses(found["eager"]), losses(found["graphs"]), strict=True):
-        # The stand-in's GEMMs round otherwise than autograd, which DDP needs.
-        assert graphs == (pytest.approx(eager, rel=2e-3) if mode == "ddp" else eager)
+    options += ["--mixed_precision=bf16", f"--sharding_mode={mode}", "--log_every=1", "--eval_every=3"]
+    # The stand-in's GEMMs round otherwise than autograd, which DDP needs.
+    rounding = 2e-3 if mode == "ddp" else 0
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, (more, first) in {"eager": ("--no_cuda_graphs", without_a_gpu), **WITH_GRAPHS}.items():
+        if name not in ("eager", *ways):
+            continue
+        folder = tmp_path / name
+        said = run_ranks(2, folder, *options, more, f"--output_dir={folder}", first=first)
+        found[name] = [(step["loss"], step["grad_norm"]) for step in steps(folder) if "loss" in step]
+        assert len(found[name]) == 8 and found[name] == [pytest.approx(each, rel=rounding) for each in found["eager"]]
+        if mode != "ddp":
+            assert_same_bits(final_weights(folder), final_weights(tmp_path / "eager"))
+        graphs = summary_json(folder)["cuda_graphs"]
+        assert graphs["used"] == (name in ("asked for", "begun within"))
+        assert ("replayed a graph" in said) == (
+            name in ("asked for", "begun within") or (mode, name) == ("ddp", "failed on one")
+        )
+        assert len(graphs["notes"]) == name.startswith("failed")
+        assert ("not permitted while capturing" in said) == name.startswith("failed")
+
+
+@pytest.mark.parametrize(("work_s", "peak_gib", "begins"), [(0.5, 30.0, True), (0.8, 30.0, False), (0.5, 50.0, False)])
+def test_graphs_begin_where_the_gpu_is_idle_and_memory_allows(work_s, peak_gib, begins, monkeypatch):
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 10 * 2**30)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak_gib * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    taken = [{"step_time_s": 1.0, "fp8_linear_flop_share": 0.8} for _ in range(4)]
+    run, begun, notes = SimpleNamespace(), [], []
+    run.accelerator, run.reporter = SimpleNamespace(device="cuda"), SimpleNamespace(own_steps=lambda: taken)
+    run.strategy, run.step, run.total_steps = SimpleNamespace(shards_parameters=False), 5, 50
+    run._begin_graphs, run._next_profile_step = lambda: begun.append(run.step), lambda: 10
+    run._note_graphs = notes.append
+    profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.1)
+    loop.TrainingLoop._take_graphs_if_idle(run, profile, num_micro_batches=4)
+    assert bool(begun) == begins and bool(notes) == (work_s == 0.5)
+    if notes:
+        assert "idle during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
+        assert begins or "12.0 GiB more" in notes[0]
