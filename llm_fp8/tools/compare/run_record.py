@@ -164,4 +164,5 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         stored |= {"config": options, "effective": effective, "provenance": config["provenance"]}
         if verdict := summary.get("certificate/verdict"):
             summary["certificate"] = {"verdict": verdict, "reasons": literal_eval(summary["certificate/reasons"])}
+        summary["cuda_graphs"] = {"used": summary.get("cuda_graphs/used")}
         return _record(path, stored, with_floats([metrics[step] for step in sorted(metrics)]), summary)
