@@ -249,8 +249,14 @@ def _render(
         if "strftime_now(" in template:
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
         given = {**tokenizer.special_tokens_map, **conversation.template_kwargs, **options}
+        # Reasoning under the names that templates read, as transformers 5.23 does by itself and 5.17 does not.
+        said = [next((m[key] for key in REASONING if m.get(key) is not None), None) for m in conversation.messages]
+        messages = [
+            m if reasoning is None else {"thinking": reasoning, **m, "reasoning_content": reasoning}
+            for m, reasoning in zip(conversation.messages, said, strict=True)
+        ]
         texts, marked = cast(Any, render_jinja_template)(
-            [conversation.messages], tools=conversation.tools, chat_template=template, **given
+            [messages], tools=conversation.tools, chat_template=template, **given
         )
         return texts[0], marked[0] if marked else []
 

@@ -53,7 +53,7 @@ ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "t
 FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
 """Entries of a turn -> the value with which it is supervised."""
 SYSTEM = ("system", "developer")
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 Unused = Counter[str]
 
 
