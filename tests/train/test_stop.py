@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import pty
@@ -13,6 +14,7 @@ import pytest
 
 from llm_fp8.train import loop as loop_module
 from llm_fp8.train.graceful_stop import SIGNALS, GracefulStop
+from llm_fp8.train.run_dir import explained_failures
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, run_ranks, start_training, wait_until
 from tests.support.small import assert_same_bits, final_weights, run_json, steps, summary_json, train
@@ -133,3 +135,8 @@ def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num
     more = ["--batch_size=4", "--max_steps=5", AT_ONCE, "--sharding_mode=fsdp_full", f"--output_dir={tmp_path / 'run'}"]
     said = run_ranks(2, tmp_path / "run", *options, *more, first=functools.partial(_clock_stands_on_rank, rank))
     assert len(saves(said)) == num_saves, said
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="No space"), explained_failures(lambda: tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
