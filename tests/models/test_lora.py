@@ -49,22 +49,17 @@ def stand_in(monkeypatch):
     install_stand_in(monkeypatch)
 
 
-def started_by_peft(model_folder: str, targets: tuple[str, ...] | str) -> peft.PeftModel:
-    """PEFT's own model, whose A and B have the values with which our runs start."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    targets = list(targets) if isinstance(targets, tuple) else targets
-    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, settings)
-    initialize_adapters_(adapted.base_model.model, SEED)
-    return adapted.train()
-
-
 @functools.cache
 def lora_reference(
     model_folder: str, rows: str, targets: tuple[str, ...] | str
 ) -> tuple[list[float], list[float], dict]:
     """Losses and gradient norms of PEFT in a plain loop, and the adapters that it ends with, by PEFT's names."""
-    model = started_by_peft(model_folder, targets)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    targets = list(targets) if isinstance(targets, tuple) else targets
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(plain, settings)
+    initialize_adapters_(model.base_model.model, SEED)  # the values with which our runs start
+    model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (0.9, OPTIONS["--adam_beta2"])
     optimizer = torch.optim.AdamW(trained, weight_decay=OPTIONS["--weight_decay"], betas=betas)

@@ -46,11 +46,6 @@ def test_intervals_of_speed_cover_the_truth_95_times_in_100(num_seeds):
     assert all(930 <= covered <= 971 for covered in (rates, pairs)) and 930 <= apart <= 990
 
 
-def gap_of(differences: np.ndarray) -> LossGap:
-    found = t_interval(differences)
-    return LossGap(found.value, found.low, found.high, dict(enumerate(differences.tolist())))
-
-
 REFERENCE = variant_figures("bf16", [made_up_run("bf16", seed, 100_000, 1.0) for seed in (1, 2, 3)], [])
 FASTER = variant_figures(
     "delayed",
@@ -64,7 +59,9 @@ def conclusions(num_seeds: int, truth: float, deviation: float = 0.003) -> dict[
     world = np.random.default_rng(num_seeds)
     counted: dict[str, int] = {}
     for differences in world.normal(truth, deviation, (NUM_COMPARISONS, num_seeds)):
-        own = dataclasses.replace(FASTER, loss_gap=gap_of(differences), answers=None)
+        found = t_interval(differences)
+        gap = LossGap(found.value, found.low, found.high, dict(enumerate(differences.tolist())))
+        own = dataclasses.replace(FASTER, loss_gap=gap, answers=None)
         conclusion = judge(own, REFERENCE, []).conclusion
         counted[conclusion] = counted.get(conclusion, 0) + 1
     return {conclusion: count / NUM_COMPARISONS for conclusion, count in counted.items()}
