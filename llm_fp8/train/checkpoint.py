@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
@@ -192,7 +192,7 @@ class CheckpointManager:
 
         def complete() -> None:
             write_json_atomic(temporary / _META, {**meta, "step": step})
-            write_json_atomic(temporary / _MANIFEST, _build_manifest(temporary, metadata))
+            write_json_atomic(temporary / _MANIFEST, _build_manifest(temporary))
             self._publish(temporary, final)
             self._prune(final, None if best_step is None else self.of_step(best_step))
 
@@ -200,7 +200,7 @@ class CheckpointManager:
             decided_by_main(prepare, group)
             writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
             detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-            metadata = dcp.save(detached, storage_writer=writer, process_group=group)
+            dcp.save(detached, storage_writer=writer, process_group=group)
             if strategy is not None:
                 strategy.save_state(temporary / STRATEGY_STATE)
             decided_by_main(complete, group)
@@ -285,8 +285,9 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return sharded_like(copied, tensor) if isinstance(tensor, DTensor) else copied
 
 
-def _build_manifest(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    written = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
+def _build_manifest(folder: Path) -> dict[str, Any]:
+    # From the file: what `dcp.save` of torch 2.11 returns names no files.
+    written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
         raise UserError(f"--output_dir must be a shared folder: {listed(missing)} of other hosts are missing.")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
