@@ -91,6 +91,7 @@ class ModelConfig:
             "lora_rank": "frozen weights are cast to fp8 once",
             "fp8_recast_weights": "gradients begin anew only where casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
+            "fp8_params": "no graph was tried that gathers weights in fp8",
         },
     )
 

@@ -10,7 +10,7 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
     weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
                                 place by every later one that is first
     scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
-                                values for it, and one may replay a graph where another runs eagerly (not under fsdp)
+                                values for it, and one may replay a graph where another runs eagerly
 
 So a first and a later micro-batch have a graph each; one that is alone in its step is a first one. Eager micro-batches
 do the same at the same addresses, so both kinds may follow each other in a step, with the same bits.
@@ -175,21 +175,21 @@ class MicroBatchGraphs:
 
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
-    """The same under fsdp_grad and fsdp_full, for steps of one micro-batch.
+    """The same under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
 
-    FSDP2's collectives are in the graphs, and delayed scaling's, since weights are cast again in the backward pass, by
-    new scales. All ranks replay the graph of one bucket, the largest of theirs, or none does. FSDP2 makes a step's
-    gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
+    All ranks replay the graph of one bucket, the largest of theirs, or none does. FSDP2 makes a step's gradients anew:
+    those of the first graph are kept, and the other graphs copy theirs to them.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[[Batch, Tensor], Tensor],
+        run: RunMicroBatch,
         parameters: Sequence[Parameter],
         capture: Callable[[Callable[[], None]], Graph],
+        after_each: Callable[[], None],
     ) -> None:
-        super().__init__(lambda batch, num, first: run(batch, num), parameters, (), capture, lambda: None)
+        super().__init__(run, parameters, (), capture, after_each)
         self._model = model
 
     def _make_gradients(self) -> list[Tensor]:

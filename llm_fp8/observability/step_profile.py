@@ -104,12 +104,12 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     """The entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
     work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps, since
-    recording slows the host. share: of the step in which neither they nor communication run.
+    recording slows the host. share: of the step in which no such kernel runs.
     """
     step_time_s = throughput_summary(steps).get("median_step_time_s")
     if not profile.work_s or not step_time_s:
         return None
-    share = max(0.0, 1 - (profile.work_s + profile.exposed_communication_s) / step_time_s)
+    share = max(0.0, 1 - profile.work_s / step_time_s)
     return {"work_s": profile.work_s, "step_time_s": step_time_s, "share": share}
 
 
@@ -118,5 +118,5 @@ def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
     if idle is None or idle["share"] < WORTH_A_WORD:
         return None
     more = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"
-    share = f"the GPU is idle during {idle['share']:.0%} of a step, which fp8 cannot shorten"
+    share = f"the GPU computes nothing during {idle['share']:.0%} of a step, which fp8 cannot shorten"
     return f"{share}: raise --batch_size or --max_seq_length, recompute less{more}"

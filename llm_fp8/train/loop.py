@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -175,14 +174,15 @@ class TrainingLoop:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def _build_graphs(self) -> Any:
-        if self.strategy.shards_parameters:
-            run_sharded = functools.partial(self.micro_batch, first=None)
-            return ShardedMicroBatchGraphs(self.model, run_sharded, self._parameters, Capture())
+        sharded = self.strategy.shards_parameters
 
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
             with self.precision.put_off_scale_updates():
-                return self.micro_batch(batch, num_supervised, first)
+                return self.micro_batch(batch, num_supervised, None if sharded else first)
 
+        if sharded:
+            update = self.precision.update_scales
+            return ShardedMicroBatchGraphs(self.model, run, self._parameters, Capture(), update)
         assert self.strategy.wgrad_accumulation is not None
         overwritten = self.strategy.wgrad_accumulation.weights()
         return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), self.precision.update_scales)
@@ -258,7 +258,12 @@ class TrainingLoop:
                 losses += graphs(batch, num_supervised, first)
             else:
                 reuse = first if caches_casts else None
-                losses += self.micro_batch(batch, num_supervised, reuse, last)
+                # FSDP casts weights again in the backward pass: by the scales of the forward pass.
+                puts_off = strategy.shards_parameters
+                with self.precision.put_off_scale_updates() if puts_off else contextlib.nullcontext():
+                    losses += self.micro_batch(batch, num_supervised, reuse, last)
+                if puts_off:
+                    self.precision.update_scales()
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = strategy.step(self.optimizer, self._parameters, self.setup.plan.config.optim.max_grad_norm)
         self.scheduler.step()
@@ -369,10 +374,12 @@ class TrainingLoop:
         idle, lacking = found[0][0], max(lacking for _, lacking in found)  # the main rank knows the times of steps
         if idle is None or self.step == self.total_steps:
             return
-        self._may_take_graphs = False
-        if idle["share"] < WORTH_GRAPHS or (self.strategy.shards_parameters and num_micro_batches > 1):
+        self._may_take_graphs, sharded, share = False, self.strategy.shards_parameters, idle["share"]
+        if not sharded:  # whose communication mostly waits for hosts, and is in the graphs
+            share -= profile.exposed_communication_s / idle["step_time_s"]
+        if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return
-        note = f"the GPU is idle during {idle['share']:.0%} of a step: "
+        note = f"the GPU computes nothing during {share:.0%} of a step: "
         if lacking:
             self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
             return

@@ -131,5 +131,5 @@ def test_graphs_begin_where_the_gpu_is_idle_and_memory_allows(work_s, peak_gib, 
     loop.TrainingLoop._take_graphs_if_idle(run, profile, num_micro_batches=4)
     assert bool(begun) == begins and bool(notes) == (work_s == 0.5)
     if notes:
-        assert "idle during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
+        assert "computes nothing during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
         assert begins or "12.0 GiB more" in notes[0]
