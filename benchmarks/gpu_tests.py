@@ -57,11 +57,11 @@ class Outcomes:
         if time.monotonic() > self._written_s + WRITE_EVERY_S:  # in case this process is killed
             self.write(exit_code=None)
 
-    def files(self, commit: str | None) -> dict[str, Entry]:
-        """File -> numbers of outcomes, commit, duration and reasons of failures, for this run and kept entries."""
+    def files(self, commit: str | None, gpu: str | None) -> dict[str, Entry]:
+        """File -> numbers of outcomes, commit, GPU, duration and reasons of failures, of this run and kept entries."""
         found: dict[str, Entry] = {}
         for name, test in self._tests.items():
-            new: Entry = {"outcomes": Counter(), "commit": commit, "duration_s": 0.0, "failures": {}}
+            new: Entry = {"outcomes": Counter(), "commit": commit, "gpu": gpu, "duration_s": 0.0, "failures": {}}
             entry = found.setdefault(name.partition("::")[0], new)
             entry["outcomes"][test["outcome"]] += 1
             entry["duration_s"] = round(entry["duration_s"] + test["duration_s"], 1)
@@ -75,7 +75,8 @@ class Outcomes:
         """Write the record; `exit_code` is pytest's, None while tests are running."""
         self._written_s = time.monotonic()
         provenance = collect_provenance(sys.argv)
-        files = self.files(provenance["git"]["commit"])
+        gpu = next((gpu["name"] for gpu in provenance["gpus"]), None)
+        files = self.files(provenance["git"]["commit"], gpu)
         counts: Counter[str] = Counter()
         for entry in files.values():
             counts.update(entry["outcomes"])
