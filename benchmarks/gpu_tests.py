@@ -57,7 +57,7 @@ class Outcomes:
         if time.monotonic() > self._written_s + WRITE_EVERY_S:  # in case this process is killed
             self.write(exit_code=None)
 
-    def files(self, commit: str | None, gpu: str | None) -> dict[str, Entry]:
+    def files(self, commit: str | None, gpu: str | None = None) -> dict[str, Entry]:
         """File -> numbers of outcomes, commit, GPU, duration and reasons of failures, of this run and kept entries."""
         found: dict[str, Entry] = {}
         for name, test in self._tests.items():
