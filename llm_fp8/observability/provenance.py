@@ -21,7 +21,7 @@ from llm_fp8.utils.packages import REPOSITORY, package_version
 
 PACKAGES = (
     "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
-    "huggingface_hub safetensors flash-attn peft torchao wandb"
+    "huggingface-hub safetensors flash-attn peft torchao wandb"
 ).split()
 ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
