@@ -48,7 +48,7 @@ class Graph(Protocol):
 
 
 class Capture:
-    """Makes graphs, which share one pool of memory: they never run at the same time, and keep nothing in it."""
+    """Makes graphs, which share one pool of memory: they never run at the same time, and keep gradients alone in it."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
