@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,14 +83,15 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences of documents -> `Batch`. `context_size` ranks take a slice of every sequence."""
+    """Sequences of documents -> `Batch`, of one document each unless `packed`. `context_size` ranks take a slice of
+    every sequence.
+    """
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
+    packed: bool
     context_size: int = 1
-
-    packed: ClassVar[bool]
 
     def width(self, longest: Any) -> Any:
         """Positions of a sequence, for the longest document of a batch or of each of several."""
@@ -137,15 +138,3 @@ class Layout:
             sum_squared_lengths=int((lengths**2).sum()),
             row_ids=tuple(document.row_id for document in documents),
         )
-
-
-class PackedCollate(Layout):
-    """`Batch` [1, batch_size * max_seq_length]."""
-
-    packed = True
-
-
-class PaddedCollate(Layout):
-    """Sequences of one document each -> `Batch` [batch_size, S]."""
-
-    packed = False

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
-from llm_fp8.data.collate import Batch, Collate, Layout, PackedCollate, PaddedCollate, document_multiple
+from llm_fp8.data.collate import Batch, Collate, Layout, document_multiple
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
@@ -83,8 +83,8 @@ def prepare_data(
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
     """
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
-    kind = PackedCollate if config.packing else PaddedCollate
-    layout = kind(config.data.batch_size, config.data.max_seq_length, pad, config.parallel.context_parallel_size)
+    context_size = config.parallel.context_parallel_size
+    layout = Layout(config.data.batch_size, config.data.max_seq_length, pad, config.packing, context_size)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
         batch = layout(sequences)

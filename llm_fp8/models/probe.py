@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llm_fp8.config.options import Config
-from llm_fp8.data.collate import PackedCollate
+from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
 from llm_fp8.models.build import choose_attention, decoder_layers, model_from_config, text_decoder
 from llm_fp8.models.loss_model import PackedForm, TrainingModel
@@ -56,7 +56,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             raise UserError(f"{flag} {words}; take another.")
         if not config.packing:
             return None
-        collate = PackedCollate(1, sum(LENGTHS), pad_token_id=0)
+        collate = Layout(1, sum(LENGTHS), pad_token_id=0, packed=True)
         batch = collate([[Document(ids, ids > -1, row_id=0) for ids in documents]]).to(device)
         for form in ("flash", "line") if attention == "flash_attention_2" else ("rows", "line"):
             training_model.packed_form = form

@@ -117,7 +117,6 @@ class Certificate:
     """Share of the time of all GEMM kernels; None where none was recorded."""
     fp8_linear_flop_share: float
     attention: str | None
-    recipe_inside_modules: str | None
     modules: ModuleState
     num_micro_batches: int
     rank: int = 0
@@ -152,17 +151,16 @@ def certify(
     state: ModuleState,
     *,
     num_micro_batches: int,
-    recipe_inside_modules: str | None = None,
     attention: str | None = None,
     rank: int = 0,
 ) -> Certificate:
     """Compare what should have run on one GPU in a recorded step of `num_micro_batches` with the kernels that ran.
 
     `state` is of the modules expected in fp8; in a run without fp8 of all linear modules of Transformer Engine or
-    torchao. `attention`: the kernels that attention runs on. `recipe_inside_modules`: as `Precision` has it.
+    torchao. `attention`: the kernels that attention runs on.
     """
     seen = _Evidence(expected, kernels, state, num_micro_batches)
-    (seen.judge_fp8 if expected.scenario else seen.judge_without_fp8)(recipe_inside_modules)
+    (seen.judge_fp8 if expected.scenario else seen.judge_without_fp8)()
     if attention is not None and "unfused" in attention:
         seen.remarks.append("attention is unfused, several times slower")
     return Certificate(
@@ -181,7 +179,6 @@ def certify(
         fp8_gemm_time_share=seen.low_share,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
         attention=attention,
-        recipe_inside_modules=recipe_inside_modules,
         modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,
@@ -236,7 +233,7 @@ class _Evidence:
             f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say they {said}{recipes}"
         )
 
-    def judge_fp8(self, recipe_inside: str | None) -> None:
+    def judge_fp8(self) -> None:
         """Judge a run in fp8."""
         expected, state, row = self.expected, self.state, RECIPES[self.expected.scenario or ""]
         num_expected = expected.num_fp8_gemms(self.num_micro_batches)
@@ -258,8 +255,7 @@ class _Evidence:
             self.remarks.append(self.describe_unrecognised())
 
         known = {recipe.quantizer for recipe in RECIPES.values() if recipe.quantizer is not None}
-        inside = {} if recipe_inside is None else {recipe_inside: 1}
-        if others := [name for name in state.recipes | inside if name != row.recipe_class]:
+        if others := [name for name in state.recipes if name != row.recipe_class]:
             self.failures.append(f"expected the recipe {row.recipe_class}, and modules had {', '.join(others)}")
         if others := [name for name in state.quantizers if name in known - {row.quantizer}]:
             self.failures.append(f"expected quantizers of the class {row.quantizer}, and there are {', '.join(others)}")
@@ -271,13 +267,12 @@ class _Evidence:
         if state.num_recipe_unreadable:
             self.remarks.append(f"{state.num_recipe_unreadable} {modules} by which recipe they computed")
 
-    def judge_without_fp8(self, recipe_inside: str | None) -> None:
+    def judge_without_fp8(self) -> None:
         """Judge a run in bf16, fp16 or fp32."""
         if self.num_low:
             self.failures.append(f"expected no fp8 GEMM kernel, and {self.num_low} ran ({self.gemm_words})")
-        if self.state.num_in_fp8 or recipe_inside not in (None, "none"):
-            inside = "" if recipe_inside is None else f"; recipe {recipe_inside}"
-            self.failures.append(f"expected no module in fp8, and {self.state_words}{inside}")
+        if self.state.num_in_fp8:
+            self.failures.append(f"expected no module in fp8, and {self.state_words}")
         if self.num_gemms == 0:
             self.doubts.append(self.describe_nothing())
         elif not self.by_type.get(self.expected.compute):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,12 +25,8 @@ from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision.convert import bf16_modules
-from llm_fp8.precision.module_state import ModuleState, note_recipe_inside, read_te_state
-from llm_fp8.precision.modules import (
-    linear_weights,
-    size_misfit,
-    te_linears,
-)
+from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.modules import linear_weights, size_misfit, te_linears
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import converted_modules, read_state
 from llm_fp8.utils.errors import UserError
@@ -53,12 +48,9 @@ class Precision:
         self._torchao_linears: dict[str, nn.Module] = {}
         self.misfits: dict[str, str] = {}
         """Name of a TE module that stays in bf16 -> why the recipe cannot compute it."""
-        self._unseen: nn.Module | None = None
         self._num_casts_to_come: int | None = None
         self.has_ended = False
         """Whether `end_fp8` was called."""
-        self.recipe_inside_modules: str | None = None
-        """Class of the recipe in force in a TE module's first forward pass, or 'none'."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8. From now on
@@ -71,7 +63,6 @@ class Precision:
         self._te_linears = te_linears(model)
         self._torchao_linears = converted_modules(model)
         if self.plan.recipe is None:
-            self._unseen = next(iter(self._caching_modules), None)
             return
         if self.plan.backend == "torchao":
             self._fp8_modules = self._torchao_linears
@@ -99,7 +90,6 @@ class Precision:
                 wrap_forward(module, self.without_fp8)
             else:
                 self._fp8_modules[name] = module
-        self._unseen = next(iter(self._fp8_modules.values()), None)
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
 
@@ -121,7 +111,6 @@ class Precision:
                 module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
             torch.compiler.reset()  # compiled layers have fp8 in them
         else:
-            self._unseen = next(iter(self._fp8_modules.values()), None)
             forget_weight_casts(self._fp8_modules.values())
 
     @property
@@ -191,9 +180,6 @@ class Precision:
         if self._num_casts_to_come is not None and torch.is_grad_enabled():
             first_microbatch = self._num_casts_to_come > 0
             self._num_casts_to_come = max(0, self._num_casts_to_come - 1)
-        if self._unseen is not None and "transformer_engine" in sys.modules:
-            note_recipe_inside(self._unseen, functools.partial(setattr, self, "recipe_inside_modules"))
-            self._unseen = None
         for module in self._caching_modules:
             module.is_first_microbatch = first_microbatch  # type: ignore[assignment]
         with contextlib.ExitStack() as stack:

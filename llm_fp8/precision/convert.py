@@ -71,11 +71,9 @@ def swap_linears(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
         def forward(self, inputs: Any) -> Any:
             return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
-    left, head, by_kind = dict[str, str](), lm_head_of(model), _left_by_kind(model)
-    for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
-        reason = by_kind.get(linear) or reason_to_leave(name, linear, head, size_multiple)
-        if reason:
-            left[name] = reason
+    left = linears_left(model, size_multiple)
+    for name, linear in plain_linears(model).items():
+        if name in left:
             continue
         swapped = SwappedLinear(
             linear.in_features,
@@ -98,28 +96,15 @@ def convert_with_torchao(model: nn.Module, config: Any, left_in_bf16: Iterable[n
     """
     from torchao.float8 import convert_to_float8_training
 
-    left, head, by_kind = dict[str, str](), lm_head_of(model), _left_by_kind(model)
     kept = {inner for module in left_in_bf16 for inner in module.modules()}
-
-    def converts(module: nn.Module, name: str) -> bool:
-        if type(module) is not nn.Linear:
-            return False
-        reason = by_kind.get(module) or reason_to_leave(name, module, head)
-        if reason := reason or ("kept in bf16" if module in kept else None):
-            left[name] = reason
-        return reason is None
-
-    convert_to_float8_training(model, config=config, module_filter_fn=converts)
+    linears = plain_linears(model)
+    left = {name: "kept in bf16" for name, linear in linears.items() if linear in kept} | linears_left(model)
+    chosen = linears.keys() - left.keys()
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
     if config.emulate:
         for module in converted_modules(model).values():
             module.register_forward_pre_hook(_cast_input)
     return left
-
-
-def _left_by_kind(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules that an fp8 run leaves alone for what they do -> why."""
-    reasons = {module: routed.reason for module, routed in routed_modules(model).items()}
-    return reasons | dict.fromkeys(read_by_kernels(model).values(), "weight is read by Mamba's kernel")
 
 
 def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -130,12 +115,19 @@ def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] |
     return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])
 
 
-def reason_to_leave(
-    name: str, linear: nn.Linear, head: nn.Module | None, size_multiple: int = FP8_SIZE_MULTIPLE
-) -> str | None:
-    """Why an fp8 run leaves this layer as it is; None where it is swapped. `head`: of `lm_head_of`."""
-    if is_adapter(name):
-        return "adapter"
-    if linear is head or name.rpartition(".")[2] in HEAD_NAMES:
-        return "lm_head"
-    return size_misfit(linear, size_multiple)
+def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Name -> `nn.Linear`; a subclass returns something else, as a router does."""
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:
+    """Name of each `nn.Linear` that an fp8 run leaves as it is -> why."""
+    by_kind = {module: routed.reason for module, routed in routed_modules(model).items()}
+    by_kind |= dict.fromkeys(read_by_kernels(model).values(), "weight is read by Mamba's kernel")
+    head, left = lm_head_of(model), dict[str, str]()
+    for name, linear in plain_linears(model).items():
+        is_head = linear is head or name.rpartition(".")[2] in HEAD_NAMES
+        named = "adapter" if is_adapter(name) else "lm_head" if is_head else None
+        if reason := by_kind.get(linear) or named or size_misfit(linear, size_multiple):
+            left[name] = reason
+    return left

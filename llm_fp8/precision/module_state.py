@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-
-
-def note_recipe_inside(module: nn.Module, note: Callable[[str], None]) -> None:
-    """Call `note` in the module's next forward pass with the class of the recipe in force there, or 'none'."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    def look(*_: object) -> None:
-        handle.remove()
-        enabled = FP8GlobalStateManager.is_fp8_enabled()
-        note(type(FP8GlobalStateManager.get_fp8_recipe()).__name__ if enabled else "none")
-
-    handle = module.register_forward_pre_hook(look)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -35,10 +34,10 @@ from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_j
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
-from llm_fp8.precision.convert import reason_to_leave
+from llm_fp8.precision.convert import linears_left, plain_linears
 from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.module_state import ModuleState, note_recipe_inside, read_te_state
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, lm_head_of, te_linears
+from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, te_linears
 from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, UserError
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -74,7 +73,6 @@ class CertificateCallback(TrainerCallback):
         self._num_micro_batches = 0
         self._recording: contextlib.ExitStack | None = None
         self._profile: Any = None
-        self._recipe_inside: str | None = None
         self._begin_j = math.nan
         self._begin_step = 0
         self.certificate: Certificate | None = None
@@ -98,7 +96,7 @@ class CertificateCallback(TrainerCallback):
             return
         self._num_micro_batches = 1
         self._recording = contextlib.ExitStack()
-        self._recording.enter_context(self._recorded(kwargs["model"]))
+        self._profile = self._recording.enter_context(record_kernels())
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._num_micro_batches += 1
@@ -140,14 +138,6 @@ class CertificateCallback(TrainerCallback):
             line = f"energy: {total_j:,.0f} J in {num_steps} steps, {total_j / num_steps:,.1f} J a step"
             _print_line(line, sys.stdout)
 
-    @contextlib.contextmanager
-    def _recorded(self, model: nn.Module) -> Iterator[None]:
-        """Record the step of the block."""
-        for layer in te_linears(model)[:1]:
-            note_recipe_inside(layer, functools.partial(setattr, self, "_recipe_inside"))
-        with record_kernels() as self._profile:
-            yield
-
     def _judge(
         self, model: nn.Module, optimizer: optim.Optimizer | None, requested: str, recipe: str | None = None
     ) -> Certificate:
@@ -183,7 +173,6 @@ class CertificateCallback(TrainerCallback):
             kernels,
             state,
             num_micro_batches=self._num_micro_batches,
-            recipe_inside_modules=self._recipe_inside,
             attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
             rank=distributed.get_rank() if distributed.is_initialized() else 0,
         )
@@ -215,7 +204,7 @@ def certify_step(
     if not can_record():
         raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
     own._num_micro_batches = num_micro_batches
-    with own._recorded(model):
+    with record_kernels() as own._profile:
         step()
     return worst(gathered(own._judge(model, optimizer, precision, recipe)))
 
@@ -240,9 +229,8 @@ def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], arg
 
 def _convertible(model: nn.Module) -> list[str]:
     """Names of torch's linear layers that fp8 could compute; lm_head is not among them."""
-    head = lm_head_of(model)
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    return [name for name, module in linears.items() if reason_to_leave(name, module, head) is None]
+    left = linears_left(model)
+    return [name for name in plain_linears(model) if name not in left]
 
 
 def _expected_in_fp8(

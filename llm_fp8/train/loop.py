@@ -420,7 +420,6 @@ class TrainingLoop:
             profile.kernels,
             self.precision.module_state(),
             num_micro_batches=num_micro_batches,
-            recipe_inside_modules=self.precision.recipe_inside_modules,
             attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
             rank=self.accelerator.process_index,
         )

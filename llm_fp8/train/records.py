@@ -130,14 +130,13 @@ def _certificates_of(loop: TrainingLoop) -> dict[str, Any]:
 def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     setup, results, history = loop.setup, loop.results, loop.history
-    recorded, certificate, idle = results.recorded, results.certificates.get("certificate"), None
+    recorded, idle = results.recorded, None
     if recorded is not None:
         own = loop.reporter.own_steps()
         in_fp8 = [step for step in own if step["fp8_linear_flop_share"]]
         idle = gpu_idle(recorded, in_fp8 or own)  # the recorded step is in fp8 where some are
     summary = {
         "precision": _precision_record(setup, results),
-        "recipe_inside_modules": (certificate or setup.precision).recipe_inside_modules,
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),

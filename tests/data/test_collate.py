@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
+from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.softmax import IGNORE_INDEX
@@ -24,7 +24,7 @@ def _document(length: int, row_id: int, prompt: int = 0) -> Document:
 
 def test_packed_layout() -> None:
     rows = [[_document(5, 7), _document(3, 8)], [_document(4, 9, prompt=2)]]
-    batch = PackedCollate(batch_size=3, max_seq_length=8, pad_token_id=PAD)(rows)
+    batch = Layout(batch_size=3, max_seq_length=8, pad_token_id=PAD, packed=True)(rows)
     assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (1, 24)
     assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
     assert batch.attention_mask is None
@@ -43,7 +43,7 @@ def test_packed_layout() -> None:
 
 def test_padded_layout() -> None:
     rows = [[_document(130, 1)], [_document(4, 2, prompt=2)]]
-    batch = PaddedCollate(batch_size=3, max_seq_length=1024, pad_token_id=PAD)(rows)
+    batch = Layout(batch_size=3, max_seq_length=1024, pad_token_id=PAD, packed=False)(rows)
     assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (3, 256)
     assert batch.cu_seqlens is None
     assert batch.attention_mask is not None and batch.attention_mask.dtype == torch.bool
@@ -57,8 +57,8 @@ def test_padded_layout() -> None:
     assert batch.row_ids == (1, 2)
 
 
-@pytest.mark.parametrize("collate", [PackedCollate(2, 128, PAD), PaddedCollate(2, 128, PAD)])
-def test_a_batch_without_sequences_teaches_nothing(collate: PackedCollate | PaddedCollate) -> None:
+@pytest.mark.parametrize("collate", [Layout(2, 128, PAD, packed=True), Layout(2, 128, PAD, packed=False)])
+def test_a_batch_without_sequences_teaches_nothing(collate: Layout) -> None:
     batch = collate([])
     assert batch.num_tokens == 256 and batch.num_real_tokens == 0 and batch.num_supervised_tokens == 0
     assert (batch.labels == IGNORE_INDEX).all() and batch.row_ids == ()
@@ -92,8 +92,8 @@ def test_a_model_learns_the_same_from_packed_and_padded(missing_sequences: int) 
     plan = pack(lengths, 64)
     rows = [[documents[i] for i in plan[row]] for row in range(len(plan))]
     batch_size = len(rows) + missing_sequences
-    packed = PackedCollate(batch_size, 64, PAD)(rows)
-    padded = PaddedCollate(8 + missing_sequences, 64, PAD)([[d] for d in documents])
+    packed = Layout(batch_size, 64, PAD, packed=True)(rows)
+    padded = Layout(8 + missing_sequences, 64, PAD, packed=False)([[d] for d in documents])
     packed_loss, packed_grads = _loss_and_gradients(packed, (batch_size, 64))
     padded_loss, padded_grads = _loss_and_gradients(padded, (8 + missing_sequences, 64))
     torch.testing.assert_close(packed_loss, padded_loss, rtol=1e-5, atol=1e-5)

@@ -94,7 +94,7 @@ def assert_in_fp8(folder: Path) -> None:
     )  # fused QKV, attention's output, fc1 and fc2
     assert told["certificate"]["verdict"] == "certified", told["certificate"]["reasons"]
     assert told["certificate"]["num_expected_fp8_gemm_kernels"] == gemms <= told["recorded_step"]["gemm_kernels"]["fp8"]
-    assert told["recipe_inside_modules"] == "DelayedScaling"
+    assert list(told["certificate"]["modules"]["recipes"]) == ["DelayedScaling"]
 
 
 @pytest.mark.parametrize("layout", ROWS_PER_GPU)

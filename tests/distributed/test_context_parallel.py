@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate, document_multiple
+from llm_fp8.data.collate import Batch, Layout, document_multiple
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
@@ -42,11 +42,11 @@ def _packed(size: int, capacity: int = 96) -> Batch:
     """The documents in rows of `capacity` tokens, and one row more than they need."""
     plan = pack(LENGTHS, capacity, document_multiple(size))
     rows = [[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))]
-    return PackedCollate(6, capacity, PAD, size)([*rows])
+    return Layout(6, capacity, PAD, packed=True, context_size=size)([*rows])
 
 
 def _padded(size: int) -> Batch:
-    return PaddedCollate(10, 96, PAD, context_size=size)([[document] for document in DOCUMENTS])
+    return Layout(10, 96, PAD, packed=False, context_size=size)([[document] for document in DOCUMENTS])
 
 
 BATCHES = {"packed": _packed, "padded": _padded}

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
-from llm_fp8.data.collate import Batch, PackedCollate
+from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.distributed import micro_batch_graphs
 from llm_fp8.distributed.micro_batch_graphs import MicroBatchGraphs, bucket_of
 from llm_fp8.distributed.strategy import PlainCopiesStrategy
@@ -41,7 +41,7 @@ def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary:
         count = num_documents // num_rows + (row < num_documents % num_rows)
         bounds = [0, *sorted(draw.sample(range(1, length), count - 1)), length]
         lengths.append([stop - start for start, stop in itertools.pairwise(bounds)])
-    batch = PackedCollate(num_rows, length, pad_token_id=0)(random_rows(lengths, vocabulary, seed))
+    batch = Layout(num_rows, length, pad_token_id=0, packed=True)(random_rows(lengths, vocabulary, seed))
     assert batch.cu_seqlens is not None and len(batch.cu_seqlens) - 1 == num_documents
     return batch
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForMultimodalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.data.collate import PackedCollate, PaddedCollate
+from llm_fp8.data.collate import Layout
 from llm_fp8.models.build import model_from_config
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
@@ -105,8 +105,8 @@ def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
     torch.manual_seed(0)
     model = model_from_config(hf_config)
     rows = [documents(), documents()[::-1]]
-    packed = PackedCollate(2, 32, 2)(rows)
-    padded = PaddedCollate(4, 32, 2)([[document] for row in rows for document in row])
+    packed = Layout(2, 32, 2, packed=True)(rows)
+    padded = Layout(4, 32, 2, packed=False)([[document] for row in rows for document in row])
     losses = [TrainingModel(model, 32, torch.float32, form)(batch)[0] for batch in (packed, padded)]
     torch.testing.assert_close(*losses)
     weight = model.get_input_embeddings().weight

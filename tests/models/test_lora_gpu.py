@@ -76,7 +76,6 @@ def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> 
         recorded_step(model, precision, device),
         precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
-        recipe_inside_modules=precision.recipe_inside_modules,
     )
 
 

@@ -65,13 +65,12 @@ FP4_STEP = {"nvjet_sm100_ootst_128x128_256x7_4x1_2cta_v_bx_Avec16UE4M3_Bvec16UE4
 """As cuBLAS on a B200 names GEMMs of NVFP4."""
 
 
-def judge(expected=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, recipe_inside_modules=None, **more):
-    more["recipe_inside_modules"] = recipe_inside_modules
+def judge(expected=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, **more):
     return certify(expected, kernels, state, num_micro_batches=num_micro_batches, **more)
 
 
 def test_a_step_that_is_what_was_asked_for():
-    certificate = judge(recipe_inside_modules="DelayedScaling", attention="fused (cuDNN)")
+    certificate = judge(attention="fused (cuDNN)")
     assert certificate.verdict == "certified" and not certificate.reasons and not certificate.remarks
     assert (certificate.num_fp8_gemm_kernels, certificate.num_expected_fp8_gemm_kernels) == (384, 384)
     assert certificate.fp8_gemm_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
@@ -82,7 +81,7 @@ def test_a_step_that_is_what_was_asked_for():
 
 
 def test_a_bf16_step():
-    certificate = judge(BF16, BF16_STEP, NOT_IN_FP8, recipe_inside_modules="none", attention="fused (cuDNN)")
+    certificate = judge(BF16, BF16_STEP, NOT_IN_FP8, attention="fused (cuDNN)")
     assert certificate.verdict == "certified"
     assert "none of 390" in certificate.describe()
     plain = judge(BF16, BF16_STEP, ModuleState(), attention="sdpa (cuDNN)")
@@ -104,7 +103,6 @@ FAILURES = {
     "unknown kernels, and no module to ask": dict(kernels=NO_RULE, state=ModuleState()),
     "unknown kernels, too short to be the missing ones": dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
     "another recipe": dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
-    "another recipe inside": dict(recipe_inside_modules="none"),
     "quantizers of another recipe": dict(state=dataclasses.replace(IN_FP8, quantizers={"MXFP8Quantizer": 320})),
     "an empty amax history": dict(state=dataclasses.replace(IN_FP8, num_without_amax=3)),
     "fp8 left on in a bf16 run": dict(expected=BF16, kernels=FP8_STEP, state=IN_FP8),

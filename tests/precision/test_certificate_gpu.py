@@ -29,7 +29,6 @@ def certified(model, precision, coverage, device, recomputed=()) -> Certificate:
         kernels,
         precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
-        recipe_inside_modules=precision.recipe_inside_modules,
         attention=te_llama.attention_backend(),
     )
 
@@ -142,7 +141,7 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
     assert done.returncode == 0, done.stderr
     stored = certificate_of(tmp_path / "run")
     # Three layers of four weights in two micro-batches.
-    assert stored["num_fp8_gemm_kernels"] == 72 and stored["recipe_inside_modules"] == "DelayedScaling"
+    assert stored["num_fp8_gemm_kernels"] == 72 and list(stored["modules"]["recipes"]) == ["DelayedScaling"]
     assert (stored["verdict"], stored["precision"]) == ("certified", "fp8 delayed")
     assert stored["attention"] == "fused (cuDNN)" and "certificate: fp8 delayed" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm_fp8.data.collate import Batch, PackedCollate, PaddedCollate
+from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.tokenise import Document
 
 S = 128
@@ -23,13 +23,13 @@ def random_rows(lengths: list[list[int]], vocabulary: int, seed: int) -> list[li
 def packed_batch(device) -> Batch:
     """Three rows of S tokens as one row of 3 S."""
     rows = random_rows(LENGTHS, 1024, seed=1)
-    return PackedCollate(len(rows), S, pad_token_id=0)(rows).to(device)
+    return Layout(len(rows), S, pad_token_id=0, packed=True)(rows).to(device)
 
 
 def padded_batch(device) -> Batch:
     """The same documents, one a row."""
     rows = [[document] for row in random_rows(LENGTHS, 1024, seed=1) for document in row]
-    return PaddedCollate(len(rows), S, pad_token_id=0)(rows).to(device)
+    return Layout(len(rows), S, pad_token_id=0, packed=False)(rows).to(device)
 
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch}

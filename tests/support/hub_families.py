@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 import te_llama
 from llm_fp8.config.options import LoraConfig, ModelConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.data.collate import PackedCollate, PaddedCollate
+from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
 from llm_fp8.models.build import auto_class, is_multimodal, read_by_kernels
 from llm_fp8.models.experts import routed_modules
@@ -29,7 +29,7 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import stored_parts
-from llm_fp8.precision.convert import reason_to_leave
+from llm_fp8.precision.convert import linears_left
 from llm_fp8.utils.errors import UserError
 from tests.support.reference import mean_loss
 from tests.support.small import CARD, built_model, stored_weights
@@ -179,7 +179,7 @@ def examine(name: str, folder: Path) -> Row:
         assert probe(parse_config([f"--model_name={source}"]), hf_config, CPU, torch.float32) is None
 
     rows = documents()
-    collate = PackedCollate(1, ROW, 2) if packing == "yes" else PaddedCollate(len(rows), ROW, 2)
+    collate = Layout(1 if packing == "yes" else len(rows), ROW, 2, packed=packing == "yes")
     batch = collate([rows] if packing == "yes" else [[document] for document in rows])
     training_model = TrainingModel(built_model(options.model_name), ROW, torch.float32, form).eval()
     model = training_model.model
@@ -197,7 +197,7 @@ def examine(name: str, folder: Path) -> Row:
         towers = [key for key, tensor in before.items() if torch.equal(tensor, after[key])]
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
     linears, experts = _linears(model), any("grouped" in one.reason for one in routed_modules(model).values())
-    assert all(reason_to_leave(key, linear, None, 1) is None for key, linear in linears.items())
+    assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
     sharded = "yes" if stored_parts(model) is not None else "no: files hold other tensors than the model"
     return Row(
         family=name,
@@ -219,7 +219,7 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
         adapter.b.data.normal_(0, 0.1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "source")
     export_adapter(model, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
-    batch = PaddedCollate(len(LENGTHS), ROW, 2)([[document] for document in documents()])
+    batch = Layout(len(LENGTHS), ROW, 2, packed=False)([[document] for document in documents()])
     own = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():
         read = _loss(PeftModel.from_pretrained(_whole(folder / "source"), str(folder / "adapter")))

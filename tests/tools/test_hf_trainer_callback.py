@@ -87,18 +87,6 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
         _IN_FORCE.pop()
 
 
-class FP8GlobalStateManager:
-    """What is in force."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return bool(_IN_FORCE) and _IN_FORCE[-1] is not None
-
-    @staticmethod
-    def get_fp8_recipe() -> Any:
-        return _IN_FORCE[-1]
-
-
 def install_made_up_te(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Accelerate find it."""
     contents: dict[str, dict[str, Any]] = {
@@ -116,7 +104,6 @@ def install_made_up_te(monkeypatch: pytest.MonkeyPatch) -> None:
             "fp8_autocast": fp8_autocast,
         },
         "transformer_engine.pytorch.fp8": {"check_mxfp8_support": lambda: (True, "")},
-        "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
     install_modules(monkeypatch, contents)
     for module in (accelerate.accelerator, accelerate.utils.dataclasses, accelerate.utils.transformer_engine):
@@ -205,7 +192,7 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     stored = certificate_of(tmp_path)
     assert (stored["verdict"], stored["remarks"]) == ("certified", [])
     assert stored["num_expected_fp8_gemm_kernels"] == stored["num_fp8_gemm_kernels"] == EXPECTED
-    assert stored["modules"]["num_in_fp8"] == NUM_LINEARS and stored["recipe_inside_modules"] == "DelayedScaling"
+    assert stored["modules"]["num_in_fp8"] == NUM_LINEARS and list(stored["modules"]["recipes"]) == ["DelayedScaling"]
     assert stored["fp8_linear_flop_share"] == 1 and stored["num_micro_batches"] == MICRO_BATCHES
     assert (
         capsys.readouterr().out.count(f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8")

@@ -68,7 +68,7 @@ def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_fold
     assert fp8["num_micro_batches"] == MICRO_BATCHES and fp8["num_unknown_gemm_kernels"] == 0
     assert fp8["num_fp8_gemm_kernels"] >= fp8["num_expected_fp8_gemm_kernels"] > 0
     assert fp8["modules"]["num_in_fp8"] == fp8["modules"]["num_modules"]
-    assert fp8["recipe_inside_modules"] == "DelayedScaling"
+    assert list(fp8["modules"]["recipes"]) == ["DelayedScaling"]
     assert bf16["num_fp8_gemm_kernels"] == 0 and bf16["gemm_kernels_by_type"]["bf16"] > 0
     assert "certificate: fp8 delayed" in done["fp8"].stdout and "certificate: bf16, none of" in done["bf16"].stdout
     ours, theirs = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
@@ -157,7 +157,7 @@ def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
     step()
     found = certify_step(step, model, "fp8", recipe="current", optimizer=optimizer)
     assert (found.verdict, found.num_expected_fp8_gemm_kernels) == ("certified", 6), found.reasons
-    assert found.recipe_inside_modules == "Float8CurrentScaling"
+    assert list(found.modules.recipes) == ["Float8CurrentScaling"]
     assert certify_step(step, model, "bf16").verdict == certify_step(step, model, "fp8", "delayed").verdict == "failed"
 
 

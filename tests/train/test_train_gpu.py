@@ -70,7 +70,7 @@ def test_the_last_steps_are_bf16s_proven_and_resumed_bit_for_bit(precision, grap
     fp8, bf16 = certificate_of(whole), json.loads((whole / "certificate_after_fp8.json").read_text())
     assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
     assert fp8["num_fp8_gemm_kernels"] > 0 and "fp8" not in bf16["gemm_kernels_by_type"]
-    assert bf16["recipe_inside_modules"] == "none"
+    assert bf16["modules"]["num_modules"] > bf16["modules"]["num_in_fp8"] == 0
     for step in (6, 12):
         more = ["--eval_every=4", f"--resume_from={whole / 'checkpoints' / f'step-{step:08}'}"]
         done = train(*common(model_folder, resumed / str(step), *options, *more), environment=environment)
@@ -93,7 +93,8 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
         assert "FELL BACK to delayed" in done.stdout
         assert (run["requested_scenario"], run["effective_scenario"]) == ("mxfp8", "delayed")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["recipe_inside_modules"] == ("DelayedScaling" if run["fallback_reason"] else "MXFP8BlockScaling")
+    recipe = "DelayedScaling" if run["fallback_reason"] else "MXFP8BlockScaling"
+    assert list(summary["certificate"]["modules"]["recipes"]) == [recipe]
     assert summary["gpu_idle"]["work_s"] > 0 and 0 <= summary["gpu_idle"]["share"] < 1
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -116,7 +116,6 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         kernels,
         setup.precision.module_state(),
         num_micro_batches=len(batches),
-        recipe_inside_modules=setup.precision.recipe_inside_modules,
         attention=attention,
     )
     size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
