@@ -12,7 +12,7 @@ from llm_fp8.utils.start import importing
 
 PROGRAMS = {
     "train": ("train_fp8", "fine-tune; in a process that torchrun or accelerate launch started, on several GPUs"),
-    "verify": ("llm_fp8.tools.verify.cli", "whether this machine is fit to train in fp8"),
+    "verify": ("llm_fp8.tools.verify.cli", "whether this machine, or each host of a launch, is fit to train"),
     "memory": ("llm_fp8.tools.memory", "whether a model fits a GPU, and with which options; no GPU needed"),
     "compare": ("llm_fp8.tools.compare.cli", "bf16 and fp8 runs that differ in nothing else"),
     "diagnose": ("llm_fp8.tools.diagnose.cli", "where a step's precision, time and memory go"),

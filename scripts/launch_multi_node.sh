@@ -12,7 +12,7 @@
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME
 #                   network interface for the traffic between hosts, where the libraries choose the wrong one
 #   PYTHON          the interpreter (default: the one in .venv of the repository, or in VENV_DIR, else python3)
-#   TRAIN_SCRIPT    the script to start (default: train_multi_gpu.py)
+#   TRAIN_SCRIPT    the script to start (default: train_multi_gpu.py; scripts/verify_fp8.py checks the hosts)
 #
 # --dry_run, as the first word, prints the torchrun command instead of running it.
 

@@ -5,6 +5,7 @@
     python scripts/verify_fp8.py --quick              without GEMM rates, torchao's recipes and the run on all GPUs
     python scripts/verify_fp8.py --model_name Qwen/Qwen2.5-14B --max_seq_length 4096 --batch_size 4 --output verify.json
     python scripts/verify_fp8.py --only packages,variables
+    torchrun --nnodes 2 ... scripts/verify_fp8.py [options of the run]         all hosts of a launch together
 
 Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was
 checked. docs/tools.md

@@ -52,10 +52,11 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def end_process_group(accelerator: Accelerator) -> None:
+def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
+    """Let go of what a run prepared, and end the group unless the run was started in it."""
     # DDP goes first. As the last owner of the group it would hold the GIL and wait for gloo's threads, which need it.
     accelerator.free_memory()
-    if dist.is_initialized():
+    if is_own and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -100,6 +100,7 @@ class RunResults:
     certificates: dict[str, Certificate] = field(default_factory=dict)
     """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
     summary: dict[str, Any] = field(default_factory=dict)  # of summary.json, once it is written
+    last_loss: float | None = None  # of the last step that was read, on every rank
 
 
 @dataclass
@@ -324,6 +325,7 @@ class TrainingLoop:
         fp8 = in_fp8 and self.precision.plan.has_fp8_peak
         for taken, (loss, *weighted), grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
             self._require_finite(taken, loss, grad_norm)
+            self.results.last_loss = loss
             aux = {name: value / coefficients[name] for name, value in zip(coefficients, weighted, strict=True)}
             tokens, seconds = StepTokens(*count), self._clock.seconds(taken.start, taken.end)
             self.tokens_seen += tokens.num_real_tokens

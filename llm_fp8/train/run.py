@@ -71,6 +71,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             print(f"WARNING: {sentence}", flush=True)
     if config.run.dry_run:
         return dry_run(config, ranks)
+    is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
     config = with_output_dir(config, ranks)
     resumed = find_checkpoint(config, ranks)
@@ -129,7 +130,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
                 finish(loop, stop, tokenizer)
     exit_code, accelerator = 0 if loop.is_complete else stop.exit_code, plan.accelerator
     del plan, setup, state, loop  # the model goes before the process group
-    end_process_group(accelerator)
+    end_process_group(accelerator, is_own_group)
     return exit_code
 
 

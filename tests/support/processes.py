@@ -103,10 +103,15 @@ def begin(log: str, environment: dict[str, str], first: Callable[[], None] | Non
 
 
 def _train(
-    options: list[str], log: str, inherited: dict[str, str], launch: dict[str, str], first: Callable[[], None] | None
+    options: list[str],
+    log: str,
+    inherited: dict[str, str],
+    launch: dict[str, str],
+    first: Callable[[], None] | None,
+    program: Callable[[list[str]], int] | None = None,
 ) -> None:
     begin(log, inherited | launch, first)
-    run_script(lambda: _run(options, parallel=bool(launch)))
+    run_script(lambda: _run(options, parallel=bool(launch)) if program is None else program(options))
 
 
 def _run_file(words: list[str], log: str, environment: dict[str, str]) -> None:
@@ -146,10 +151,10 @@ def train_as_a_rank(options: list[str]) -> None:
             raise
 
 
-def _start(log: Path, options: Sequence[object], launch: dict[str, str], first: Callable[[], None] | None) -> Any:
+def _start(log: Path, options: Sequence[object], launch: dict[str, str], *how: Callable[..., Any] | None) -> Any:
     log.touch()
     words = [str(option) for option in options]
-    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, first), daemon=True)
+    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, *how), daemon=True)
     process.start()
     return process
 
@@ -174,14 +179,16 @@ def start_ranks(
     *options: object,
     first: Callable[[], None] | None = None,
     hosts: int = 1,
+    program: Callable[[list[str]], int] | None = None,
 ) -> list[BaseProcess]:
     """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
-    `first` before it trains. `hosts`: how many they seem to be spread over.
+    `first` before it trains. `hosts`: how many they seem to be spread over. `program`: what they do instead.
     """
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
     return [
-        _start(log, options, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}, first) for rank in range(num_ranks)
+        _start(log, options, {**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}, first, program)
+        for rank in range(num_ranks)
     ]
 
 

@@ -28,6 +28,7 @@ from llm_fp8.tools.verify.versions import check_packages
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import require_writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
+from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.start import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
@@ -81,6 +82,14 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
+    ranks = LaunchRanks.from_environment(os.environ)
+    if ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell's WORLD_SIZE, which is left over
+        from llm_fp8.tools.verify.hosts import check_hosts
+
+        results = check_hosts(sys.argv[1:] if argv is None else argv, ranks)
+        if ranks.rank == 0:
+            print_table(results, wide_console())
+        return EXIT_FAILED_CHECK if any(result.failures for result in results) else 0
     options = parse(argv, description)
     environ = dict(os.environ)
     for name in filter(is_left_over, environ):

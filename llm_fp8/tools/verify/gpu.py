@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llm_fp8.observability.provenance import output_of
 from llm_fp8.tools.verify.result import Result, Setup
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ LEAST_SHARE = 0.85
 def check_gpu(setup: Setup) -> Result:
     """Skip a machine without a GPU; fail if torch cannot use a GPU of the driver."""
     import torch
+
+    from llm_fp8.observability.provenance import output_of
 
     listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout_s=60)
     gpus = (listed or "").splitlines()

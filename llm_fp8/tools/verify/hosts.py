@@ -1,0 +1,159 @@
+"""The hosts of a launch, checked together before a run, with the run's own options.
+
+Every check is collective and has the same result on every rank. What one rank alone meets ends the launch with the name
+of its host, and so does a check that takes longer than `LIMIT_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import shlex
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from llm_fp8.config.parser import parse_config, parse_launch
+from llm_fp8.distributed.process_group import decided_by_main, gathered, own_device, start_process_group
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.verify.result import Result
+from llm_fp8.train.loop import RunResults
+from llm_fp8.train.run import run_training
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, listed, reading
+from llm_fp8.utils.packages import VERIFY
+from llm_fp8.utils.ranks import LaunchRanks, first_to_say
+
+LIMIT_S = 120.0  # of a check
+STEP = shlex.split(
+    "--model_name embedded --max_seq_length 256 --batch_size 1 --max_steps 1 --mixed_precision bf16 "
+    "--sharding_mode fsdp_full --validation_fraction 0 --save_every 1 --no_export --no_certify"
+)
+NETWORK = (
+    "export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0   # the hosts' network, as 'ip address' names it; "
+    "and let the firewall open all ports between them"
+)
+
+
+def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
+    """The results, up to the first failed one, of the checks for a run with the options `argv`. Collective."""
+    output_dir = Path(parse_launch(list(argv), os.environ, parallel=True)[0].run.output_dir or "runs")
+    checks = {
+        "versions": lambda: check_versions(ranks),
+        "network": check_network,
+        "step": lambda: check_step(output_dir),
+    }
+    results: list[Result] = []
+    for name, check in checks.items():
+        if ranks.rank == 0:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+        results.append(_within_limit(name, check))
+        if results[-1].failures:
+            break
+    dist.destroy_process_group()
+    return results
+
+
+def _within_limit(name: str, check: Callable[[], Result]) -> Result:
+    late = f"not done after {LIMIT_S:.0f} s: the hosts wait for each other. What may help: {NETWORK}"
+    timer = threading.Timer(LIMIT_S, _end, (name, late))
+    timer.daemon = True
+    timer.start()
+    began = time.perf_counter()
+    try:
+        result = check()
+    except Exception as error:
+        _end(name, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+    timer.cancel()
+    result.name = name
+    result.wall_s = time.perf_counter() - began
+    return result
+
+
+def _end(name: str, why: str) -> NoReturn:
+    """End this process, whose collectives may hang; the first rank of the launch to end says why."""
+    try:
+        if first_to_say("a check of the hosts failed"):
+            print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(EXIT_FAILED_CHECK)
+
+
+def check_versions(ranks: LaunchRanks) -> Result:
+    """Join the other processes, and compare packages, code, GPUs and drivers of the hosts."""
+    start_process_group(ranks)
+    found = collect_provenance(sys.argv)
+    gpus = Counter(gpu["name"] for gpu in found["gpus"])
+    own = found["packages"] | {name: found[name] for name in ("python", "cuda", "cudnn", "driver")}
+    own["commit"] = (found["git"] or {}).get("commit")
+    own["GPUs"] = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or "none"
+    result = Result(f"torch {own['torch']}, GPUs {own['GPUs']}, driver {own['driver']}")
+    ranks_found = gathered((platform.node(), own))
+    for name in own:
+        places: dict[str | None, dict[str, None]] = {}
+        for host, versions in ranks_found:
+            places.setdefault(versions.get(name), {})[host] = None
+        if len(places) > 1:
+            report = result.warn if name == "driver" else result.fail
+            told = "; ".join(f"{version} on {listed(hosts)}" for version, hosts in places.items())
+            report(f"{name}: {told}", "share one clone, with its .venv, between the hosts")
+    if not gpus:
+        result.warn("torch finds no GPU", f"{VERIFY}   # on a host, without a launcher")
+    return result
+
+
+def check_network() -> Result:
+    """Sum a tensor over all ranks, by NCCL where they have GPUs and by gloo elsewhere."""
+    device = own_device()
+    size = dist.get_world_size()
+    tensor = torch.full((2**26 if device.type == "cuda" else 2**16,), float(dist.get_rank()), device=device)
+    dist.all_reduce(tensor)
+    if (tensor != size * (size - 1) / 2).any():
+        raise ArithmeticError("an all-reduce gave a wrong sum")
+    if device.type != "cuda":
+        return Result(f"gloo sums over {size} processes on CPUs")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(5):
+        dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    # As nccl-tests count it: so much passes through the slowest link, whatever the number of GPUs.
+    gb_per_s = 5 * tensor.nbytes * 2 * (size - 1) / size / (time.perf_counter() - began) / 1e9
+    return Result(f"NCCL sums 256 MiB over {size} GPUs at {gb_per_s:.1f} GB/s (bus bandwidth)")
+
+
+def check_step(output_dir: Path) -> Result:
+    """Train the embedded model for a step and save it, in a folder below the output folder that all ranks see."""
+    with contextlib.ExitStack() as stack:
+        with reading("--output_dir", output_dir, "the folder"):
+            output_dir.mkdir(parents=True, exist_ok=True)
+        place = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
+        folder = decided_by_main(lambda: stack.enter_context(place))
+        with contextlib.suppress(OSError):
+            Path(folder, str(dist.get_rank())).touch()
+        hosts = gathered(platform.node())
+        seen = gathered([os.path.exists(f"{folder}/{rank}") for rank in range(len(hosts))])
+        result = Result()
+        # A rank's file that the main one does not see, or that does not see the main one's.
+        apart = dict.fromkeys(host for rank, host in enumerate(hosts) if not (seen[0][rank] and seen[rank][0]))
+        if apart:
+            sentence = f"--output_dir {output_dir} on {listed(apart)} is not the folder that {hosts[0]} writes to"
+            result.fail(sentence, "give an --output_dir on a file system that all hosts share and may write")
+            return result
+        found = RunResults()
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_training(parse_config([*STEP, f"--output_dir={folder}/run"], parallel=True), found)
+        losses = gathered(found.last_loss)
+        if len(set(losses)) > 1:
+            result.fail(f"the loss of a step differs between ranks: {losses}", NETWORK)
+        result.summary = f"fsdp_full over {len(hosts)} ranks: loss {losses[0]:.3f}, saved in {output_dir}"
+    return result
