@@ -136,8 +136,11 @@ def check_step(output_dir: Path) -> Result:
     with contextlib.ExitStack() as stack:
         with reading("--output_dir", output_dir, "the folder"):
             output_dir.mkdir(parents=True, exist_ok=True)
-        place = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
-        folder = decided_by_main(lambda: stack.enter_context(place))
+        folder = decided_by_main(
+            lambda: stack.enter_context(
+                TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
+            )
+        )
         with contextlib.suppress(OSError):
             Path(folder, str(dist.get_rank())).touch()
         hosts = gathered(platform.node())
