@@ -32,7 +32,7 @@ from llm_fp8.models.weight_shards import stored_parts
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.errors import UserError, listed
-from llm_fp8.utils.hf_internals import chosen_attention, supports_attention
+from llm_fp8.utils.hf_internals import chosen_attention, supports_flash_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
 from llm_fp8.utils.te_internals import require_te
 from llm_fp8.utils.torch_internals import materialize_
@@ -42,23 +42,20 @@ HOPPER = 9  # major compute capability on which they were compared with cuDNN's
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
-def choose_attention(requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention of the Hugging Face decoder; `auto` is the fastest. `UserError` where another is missing."""
-
-    def has(implementation: str) -> bool:
-        return supports_attention(auto_class(hf_config), hf_config, implementation)
-
+def choose_attention(
+    requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """The attention of the Hugging Face decoder; None is transformers' choice. `auto` takes flash-attn on a GPU where
+    it is installed and the model has it.
+    """
     if requested == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if requested != "auto":
-        if not has(requested):
-            kind = f"models of type '{hf_config.model_type}'"
-            raise UserError(f"--attn_implementation {requested}: transformers has none for {kind}; leave it at auto.")
         return requested
+    installed = package_version(FLASH_ATTENTION_2.name) is not None
     on_gpu = device.type == "cuda" and dtype != torch.float32
-    if on_gpu and package_version(FLASH_ATTENTION_2.name) is not None and has("flash_attention_2"):
-        return "flash_attention_2"
-    return "sdpa" if has("sdpa") else "eager"
+    has_flash = on_gpu and installed and supports_flash_attention(auto_class(hf_config), hf_config)
+    return "flash_attention_2" if has_flash else None
 
 
 def build_model(

@@ -34,7 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
-from llm_fp8.models.left_out import LeftOut, left_out_of
+from llm_fp8.models.left_out import left_out_of, left_out_tensors, source_names
 from llm_fp8.models.lora import adapters_of, config_for_loading, with_adapter
 from llm_fp8.models.side_files import Origin, edit_json, save_side_files
 from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_parts
@@ -121,7 +121,7 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.named_parameters() if is_adapter(name))
     trained = sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts)
-    return trained * dtype.itemsize + LeftOut(model).num_bytes
+    return trained * dtype.itemsize + sum(tensor.nbytes for tensor in left_out_tensors(model).values())
 
 
 @contextlib.contextmanager
@@ -172,7 +172,7 @@ def _write_weights(
     model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_file_size: str
 ) -> None:
     """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
-    layout, left_out = stored_parts(model), LeftOut(model)
+    layout, left_out, source_name = stored_parts(model), left_out_tensors(model), source_names(model)
     # In the order of gathering, so that files are completed one after the other.
     parameters, tensors = dict(model.named_parameters()), saved_tensors(model)
     planned = {
@@ -185,13 +185,15 @@ def _write_weights(
         gathered = iter(revert_weight_conversion(model, dict(gathered)).items())
     for name in ignored_on_save(model):
         planned.pop(name, None)
-    planned = {left_out.source_name(name): tensor for name, tensor in planned.items()} | left_out.empty
-    trained = ((left_out.source_name(name), tensor) for name, tensor in gathered)
+    planned = {source_name(name): tensor for name, tensor in planned.items()} | left_out
+    trained = ((source_name(name), tensor) for name, tensor in gathered)
+    stored: Any = getattr(model, "stored", None)
+    taken_over = ((name, stored.read(name, torch.device("cpu")).contiguous()) for name in left_out)
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
-    for name, tensor in itertools.chain(trained, left_out.tensors()):
+    for name, tensor in itertools.chain(trained, taken_over):
         if name not in planned:
             continue
         file_name = split.tensor_to_filename[name]

@@ -27,6 +27,7 @@ from llm_fp8.models.build import choose_attention, decoder_layers, model_from_co
 from llm_fp8.models.loss_model import PackedForm, TrainingModel
 from llm_fp8.models.source import text_config
 from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
+from llm_fp8.utils.hf_internals import chosen_attention
 
 LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
 MOST_LAYERS = 16
@@ -69,13 +70,13 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
                 continue
             if not _differs(packed, torch.cat(alone, dim=1), dtype):
                 return form
-    kind = f"a model of type '{text_config(hf_config).model_type}' with {attention} attention"
+    kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     why = f" ({reasons[0]})" if reasons else ""
     raise UserError(f"{flag}: {kind} does not keep the documents of a packed sequence apart{why}; drop --packing.")
 
 
 def small_model(
-    hf_config: PretrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+    hf_config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     """The first layers of the model of `hf_config`, at least one of each kind, with random weights."""
     hf_config = copy.deepcopy(hf_config)

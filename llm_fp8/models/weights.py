@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 import te_llama
 from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, scales_of
@@ -28,12 +26,10 @@ from llm_fp8.models.weight_shards import (
     te_filler,
 )
 from llm_fp8.optim.adamw_master import give_remainder_
-from llm_fp8.utils.errors import UserError, listed, reading
-from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.errors import UserError, reading
 
 _FETCH = "Fetch or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")
-_QUANTISED = ("I8", "U8", "I16", "I32", "F4")
 
 
 def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
@@ -45,22 +41,12 @@ def weight_files(source: ModelSource) -> list[Path]:
     """Local paths of the model's safetensors files, downloaded from the hub where needed. As in transformers,
     model.safetensors is taken before an index.
     """
-
-    def fetch(file_name: str) -> Path:
-        if source.is_local:
-            return Path(source.location) / file_name
-        with contextlib.suppress(EntryNotFoundError):  # where the hub cannot be asked too
-            return Path(hf_hub_download(source.location, file_name))
-        return Path(os.devnull) / file_name  # which is nowhere, and not in the current folder
-
-    with reading_model("safetensors", source.name):
-        files = [fetch(SAFE_WEIGHTS_NAME)]
-        if not files[0].is_file() and (index := fetch(SAFE_WEIGHTS_INDEX_NAME)).is_file():
-            files = [fetch(name) for name in sorted(set(read_json(index)["weight_map"].values()))]
-    if missing := [path.name for path in files if not path.is_file()] or ([] if files else ["any of an empty index"]):
-        words = f"there is no {listed(missing)}; weights must be safetensors, or random ones (--random_init)"
-        raise UserError(f"--model_name {source.name}: {words}.")
-    return files
+    with reading_model("weights as safetensors", source.name):
+        with contextlib.suppress(OSError):  # there is none of this name
+            return [Path(str(cached_file(source.location, SAFE_WEIGHTS_NAME)))]
+        index = cached_file(source.location, SAFE_WEIGHTS_INDEX_NAME)
+        files, _ = get_checkpoint_shard_files(source.location, index)
+    return [Path(file) for file in files]
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
@@ -122,16 +108,14 @@ def fill_weights(
     for path in stored.files:
         with open_weights(path, place) as tensors:
             for name in tensors.offset_keys():
-                if stored.fp8 is None or not stored.fp8.is_surplus(name):
+                if name in stored.stored:
                     filler.fill_rows(name, stored.stored[name].shape, stored.rows(name, tensors, place))
-    with reading("--model_name", stored.files[0].parent, "the weights", _FETCH):
+    with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
         filler.finish()
 
 
 class StoredCheckpoint:
-    """The safetensors `files` of a model; fp8 tensors are read as fp32. Raises `UserError` for tensors in integers, and
-    as `scales_of`.
-    """
+    """The safetensors `files` of a model; fp8 tensors are read as fp32. Raises `UserError` as `scales_of`."""
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, fp8_format(hf_config)
@@ -141,13 +125,10 @@ class StoredCheckpoint:
                 for name in tensors.keys():
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
-        for name, (path, dtype, shape) in self.stored.items():
-            if dtype in _QUANTISED and len(shape) in (2, 3):
-                kind = f"'{name}' is {dtype} {list(shape)}"
-                raise UserError(f"{path}: {kind}, quantised in a way that is not known here; give unquantised weights.")
-        self._scales: dict[str, str] = {}
-        if self.fp8 is not None or any(entry.dtype.startswith("F8") for entry in self.stored.values()):
-            self._scales = scales_of(self.fp8, self.stored)
+        found = scales_of(self.fp8, self.stored)
+        self._scales = {name: (self.stored[scale].path, scale) for name, scale in found.items()}
+        if self.fp8 is not None:
+            self.stored = {name: entry for name, entry in self.stored.items() if not self.fp8.is_surplus(name)}
 
     def read(self, name: str, device: torch.device) -> Any:
         """Tensor `name`, whole."""
@@ -160,11 +141,13 @@ class StoredCheckpoint:
         rows = tensors.get_slice(name)
         if self.fp8 is None or name not in self._scales:
             return rows
-        return DequantisedRows(rows, self.fp8, lambda: self._scale(self._scales[name], device))
+        path, scale = self._scales[name]
 
-    def _scale(self, name: str, device: torch.device) -> torch.Tensor:
-        with open_weights(self.stored[name].path, device) as tensors:
-            return tensors.get_tensor(name)
+        def read_scale() -> torch.Tensor:
+            with open_weights(path, device) as file:
+                return file.get_tensor(scale)
+
+        return DequantisedRows(rows, self.fp8, read_scale)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ class Precision:
         self._torch_autocast = parameter_dtype != plan.compute_dtype
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
-        self._te_linears: list[nn.Module] = []
+        self._te_linears: dict[str, nn.Module] = {}
         self._torchao_linears: dict[str, nn.Module] = {}
         self.misfits: dict[str, str] = {}
         """Name of a TE module that stays in bf16 -> why the recipe cannot compute it."""
@@ -75,15 +75,13 @@ class Precision:
             raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
 
     def _find_te_modules(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-
         kept: set[nn.Module] = set()
         for module in bf16_modules(self._options, model, decoder_layers):
             kept.update(module.modules())
             wrap_forward(module, self.without_fp8)
         multiple = size_multiple(self.plan.effective_scenario)
-        for name, module in model.named_modules():
-            if not isinstance(module, TransformerEngineBaseModule) or not linear_weights(module) or module in kept:
+        for name, module in self._te_linears.items():
+            if module in kept:
                 continue
             if misfit := size_misfit(module, multiple):
                 self.misfits[name] = misfit
@@ -135,7 +133,7 @@ class Precision:
         """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
         if self._torchao_linears:
             return read_state(self._torchao_linears.values())
-        return read_te_state(self._fp8_modules.values() if self.in_fp8 else self._te_linears)
+        return read_te_state((self._fp8_modules if self.in_fp8 else self._te_linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
         """From now on frozen weights are cast to fp8 once; under delayed scaling again after the first pass."""

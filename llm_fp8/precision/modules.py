@@ -35,6 +35,6 @@ def size_misfit(module: nn.Module, multiple: int) -> str | None:
     return None
 
 
-def te_linears(model: nn.Module) -> list[nn.Module]:
-    """The linear modules of Transformer Engine in `model`, fused ones among them."""
-    return [module for module in model.modules() if hasattr(module, "fp8_meta") and linear_weights(module)]
+def te_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> linear module of Transformer Engine in `model`, fused ones among them."""
+    return {name: part for name, part in model.named_modules() if hasattr(part, "fp8_meta") and linear_weights(part)}

@@ -149,7 +149,7 @@ class CertificateCallback(TrainerCallback):
         differs from the recipe in force is a failure too.
         """
         kernels = kernel_times(self._profile)
-        te_layers = te_linears(model)
+        te_layers = list(te_linears(model).values())
         torchao_layers = list(converted_modules(model).values())
         state = read_te_state(te_layers) if te_layers or not torchao_layers else read_state(torchao_layers)
         config = getattr(extract_model_from_parallel(model), "config", None)

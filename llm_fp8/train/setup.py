@@ -17,7 +17,7 @@ from llm_fp8.config.recipes import size_multiple
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.grouped_experts import use_grouped_experts
-from llm_fp8.models.left_out import LeftOut, left_out_of
+from llm_fp8.models.left_out import describe_left_out, left_out_of
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter
@@ -82,7 +82,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     if plan.context_group is not None:
         plan.context_group.attach(layers)
     if left_out_of(model):
-        plan.say(LeftOut(model).describe(model))
+        plan.say(describe_left_out(model))
     if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan, model))
     if plan.precision.backend == "torchao" and not plan.precision.emulated:

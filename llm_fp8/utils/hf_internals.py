@@ -2,7 +2,7 @@
 
 name                                                          noticed by (else AttributeError)
 config._attn_implementation                                   tests/models/test_build.py
-model_class._supports_sdpa, ._supports_flash_attn             tests/models/test_build.py
+model_class._supports_flash_attn                              tests/models/test_build.py
 auto_class._model_mapping                                     tests/models/test_build.py
 get_model_conversion_mapping, WeightRenaming.rename_source_key tests/models/test_families.py
 experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_grouped_experts.py
@@ -28,11 +28,10 @@ def chosen_attention(config: PretrainedConfig) -> str:
     return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
-def supports_attention(auto_class: Any, config: PretrainedConfig, implementation: str) -> bool:
-    """Whether the model class of `config` has 'sdpa' or 'flash_attention_2'; others it has in any case."""
+def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
+    """Whether the model class of `config` has 'flash_attention_2'."""
     model_class = auto_class._model_mapping.get(type(config), None)
-    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(implementation)
-    return flag is None or model_class is None or bool(getattr(model_class, flag))  # None: building will fail
+    return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:

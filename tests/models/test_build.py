@@ -22,14 +22,22 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
-from llm_fp8.models import bundled_architectures
-from llm_fp8.models.build import build_model, build_structure, choose_attention, decoder_layers, decoder_size
+from llm_fp8.models import build, bundled_architectures
+from llm_fp8.models.build import (
+    build_model,
+    build_structure,
+    choose_attention,
+    decoder_layers,
+    decoder_size,
+    model_from_config,
+)
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
 from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import chosen_attention
 from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
 
@@ -118,10 +126,14 @@ def test_a_bundled_architecture_needs_no_hub(name):
     assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
 
 
-def test_the_attention_implementation_is_the_one_asked_for(tiny_model):
+def test_the_attention_implementation_is_the_one_asked_for(tiny_model, monkeypatch):
     assert built_model(tiny_model, attn_implementation="eager").config._attn_implementation == "eager"
     assert built_model(tiny_model).config._attn_implementation == "sdpa"
-    assert choose_attention("auto", another_family("bloom"), CPU, torch.float32) == "eager", "it has no other"
+    bloom, gpu = another_family("bloom"), torch.device("cuda")
+    assert chosen_attention(model_from_config(bloom).config) == "eager", "it has no other"
+    monkeypatch.setattr(build, "package_version", lambda name: "2.8.3")
+    assert choose_attention("auto", bloom, gpu, torch.bfloat16) is None
+    assert choose_attention("auto", another_family("llama"), gpu, torch.bfloat16) == "flash_attention_2"
 
 
 def another_family(model_type: str, **changes: object) -> PretrainedConfig:
