@@ -34,8 +34,8 @@ class Recipe:
     """The tokens of a micro-batch must be a multiple of this: the wgrad GEMM runs along the tokens."""
     size_multiple: int = FP8_SIZE_MULTIPLE
     """Both sizes of a weight must be multiples of this; a layer with another one stays in bf16."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options that it takes -> keyword of its class."""
+    options: tuple[str, ...] = ()
+    """Options that it takes, as its class calls them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keyword -> value where the option is not given, whatever a version of the class has for a default."""
     quantizer: str | None = None
@@ -58,8 +58,6 @@ class Recipe:
     """LayerNormMLP saves both layouts of the input of its second GEMM, not one."""
 
 
-_FORMAT = {"fp8_format": "fp8_format"}
-
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -68,7 +66,7 @@ RECIPES: dict[str, Recipe] = {
             "te",
             "one scale per tensor from the amax history of past steps; fastest, a spike beyond it is clipped",
             "DelayedScaling",
-            options={**_FORMAT, "amax_history_len": "amax_history_len", "amax_compute_algo": "amax_compute_algo"},
+            options=("fp8_format", "amax_history_len", "amax_compute_algo"),
             defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
             quantizer="Float8Quantizer",
             scales_lag=True,
@@ -80,7 +78,7 @@ RECIPES: dict[str, Recipe] = {
             "te",
             "one scale per tensor from the tensor itself, for one more pass over it",
             "Float8CurrentScaling",
-            options=_FORMAT,
+            options=("fp8_format",),
             quantizer="Float8CurrentScalingQuantizer",
             one_scale_per_weight=True,
             saved_bytes_per_element=1,
@@ -91,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
             "one scale per 128 values (128 x 128 for weights); Hopper with CUDA 12.9 or later",
             "Float8BlockScaling",
             token_multiple=128,
-            options=_FORMAT,
+            options=("fp8_format",),
             quantizer="Float8BlockQuantizer",
             availability="is_fp8_block_scaling_available",
             fp32_scales_on_hopper=True,
@@ -105,7 +103,7 @@ RECIPES: dict[str, Recipe] = {
             "MXFP8BlockScaling",
             token_multiple=32,
             size_multiple=32,
-            options=_FORMAT,
+            options=("fp8_format",),
             quantizer="MXFP8Quantizer",
             availability="is_mxfp8_available",
         ),

@@ -1,12 +1,11 @@
 """What the options must satisfy: `check_options` looks at them alone, before torch is imported: at what each declares
-on its field, then at rules that no field can declare; `check_machine` and `check_decoder` at the machine and the model.
+on its field, then at rules that no field can declare; `check_machine` at the machine.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
@@ -94,12 +93,13 @@ def _check_recipe(config: Config) -> None:
         if getattr(precision, name) is not None and name not in recipe.options:
             raise UserError(f"--{name} has no effect with --fp8_scenario {recipe.name}; drop one of them.")
     if config.parallel.fp8_params:
-        _check_fp8_params(recipe.name)
+        check_fp8_params(recipe.name)
         if not (config.model.use_te or backend == "torchao"):
             raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one.")
 
 
-def _check_fp8_params(scenario: str | None) -> None:
+def check_fp8_params(scenario: str | None) -> None:
+    """Raise `UserError` where the recipe cannot gather weights in fp8."""
     able = [name for name, recipe in RECIPES.items() if recipe.one_scale_per_weight]
     if scenario not in able:
         raise UserError(f"--fp8_params cannot go with --fp8_scenario {scenario}, only with {', '.join(able)}.")
@@ -185,25 +185,3 @@ def check_machine(
         raise UserError(f"--cuda_graphs under --sharding_mode {mode} takes steps of one micro-batch; drop it.")
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")
-
-
-def check_decoder(
-    config: Config,
-    *,
-    scenario: str | None,
-    windows: Iterable[int | None],
-    attention_dropout: float,
-    weights: Iterable[tuple[int, int]],
-    num_shards: int,
-) -> None:
-    """Raise `UserError` where options cannot take effect with a TE decoder of these sliding `windows` (in tokens, None
-    where a layer has none), this dropout and these `weights` [rows, columns] of a layer, split over `num_shards` GPUs.
-    """
-    if config.parallel.context_parallel_size > 1 and any(window is not None for window in windows):
-        raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
-    if config.model.cuda_graphs and attention_dropout > 0:
-        raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")
-    if config.parallel.fp8_params:
-        _check_fp8_params(scenario)  # it may be one that was fallen back to
-        if rows := [rows for rows, _ in weights if rows % num_shards != 0]:
-            raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")

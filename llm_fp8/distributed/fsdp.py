@@ -50,8 +50,8 @@ class FsdpStrategy(DistributedStrategy):
         self.compute_dtype = dtype
         # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
-        self._notes_stream = False
-        self._stream: torch.cuda.Stream | None = None  # of the backward pass, in whose memory gradients are reduced
+        self._stream: torch.cuda.Stream | None = None
+        """Of the backward pass, in whose memory gradients are reduced, where they can be."""
         self.kept_in_fp8: Precision | None = None
         """Set before `shard`, it lets `prepare` turn the weights of its fp8 modules into fp8 parameters."""
         num_ranks = accelerator.num_processes
@@ -71,9 +71,8 @@ class FsdpStrategy(DistributedStrategy):
         for layer in layers:
             shard(layer, reshard_after_forward=self.mode != "fsdp_grad")
         shard(model, reshard_after_forward=False)
-        from_backward_stream = on_gpu and not offloads and self.mesh.ndim == 1
-        self._notes_stream = from_backward_stream
-        self._stream = torch.cuda.current_stream() if from_backward_stream else None
+        if on_gpu and not offloads and self.mesh.ndim == 1:
+            self._stream = torch.cuda.current_stream()
         for unit in units_of(model):
             unit.set_custom_reduce_scatter(MemorySavingReduceScatter(unit, lambda: self._stream))  # type: ignore[arg-type]
         if self.caches_weight_casts:
@@ -92,7 +91,7 @@ class FsdpStrategy(DistributedStrategy):
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
-        if self._notes_stream:  # a CUDA graph is captured on another stream
+        if self._stream is not None:  # a CUDA graph is captured on another stream
             self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
         # Weights change between steps alone, so gathered ones serve all micro-batches.

@@ -157,7 +157,7 @@ def certify(
     """Compare what should have run on one GPU in a recorded step of `num_micro_batches` with the kernels that ran.
 
     `state` is of the modules expected in fp8; in a run without fp8 of all linear modules of Transformer Engine or
-    torchao. `attention`: the kernels that attention runs on.
+    torchao. `attention`: the implementation that attention has.
     """
     seen = _Evidence(expected, kernels, state, num_micro_batches)
     (seen.judge_fp8 if expected.scenario else seen.judge_without_fp8)()
@@ -178,7 +178,7 @@ def certify(
         unrecognised_time_share=seen.unrecognised_share,
         fp8_gemm_time_share=seen.low_share,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
-        attention=attention,
+        attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
         modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,

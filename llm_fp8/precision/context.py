@@ -49,8 +49,8 @@ class Precision:
         self.misfits: dict[str, str] = {}
         """Name of a TE module that stays in bf16 -> why the recipe cannot compute it."""
         self._num_casts_to_come: int | None = None
-        self.has_ended = False
-        """Whether `end_fp8` was called."""
+        self.in_fp8 = plan.recipe is not None
+        """Whether passes compute in fp8 now."""
 
     def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
         """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8. From now on
@@ -97,13 +97,13 @@ class Precision:
         return frozenset(self._fp8_modules.values())
 
     @property
-    def in_fp8(self) -> bool:
-        """Whether passes compute in fp8 now."""
-        return self.plan.recipe is not None and not self.has_ended
+    def has_ended(self) -> bool:
+        """Whether `end_fp8` was called."""
+        return self.plan.recipe is not None and not self.in_fp8
 
     def end_fp8(self) -> None:
         """Compute in bf16 from now on, with the same modules and weights (--fp8_until)."""
-        self.has_ended, self._num_casts_to_come = True, None
+        self.in_fp8, self._num_casts_to_come = False, None
         if self.plan.backend == "torchao":
             for module in self._fp8_modules.values():
                 module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
@@ -189,13 +189,11 @@ class Precision:
 
     def put_off_scale_updates(self) -> contextlib.AbstractContextManager[None]:
         """Encloses forward and backward passes that update no scale of delayed scaling; `update_scales` does."""
-        if not self.scales_lag or self.has_ended:
-            return contextlib.nullcontext()
-        return put_off_scale_updates()
+        return put_off_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
 
     def update_scales(self) -> None:
         """Update the scales by what the passes since the last update have seen, on all ranks."""
-        if self.scales_lag and not self.has_ended:
+        if self.scales_lag and self.in_fp8:
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -207,7 +205,7 @@ class Precision:
         # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self._te_autocast(enabled=True):
             for name, module in self._fp8_modules.items():
-                if not self.has_ended:  # it would say that the module computes in fp8
+                if self.in_fp8:  # else it would say that the module computes in fp8
                     module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
                     meta = module.fp8_meta[direction]

@@ -124,10 +124,10 @@ def build_recipe(options: PrecisionConfig, recipe: Recipe, capability: tuple[int
     from transformer_engine.common import recipe as te_recipes
 
     keywords = dict(recipe.defaults)
-    for option, keyword in recipe.options.items():
-        value = getattr(options, option)
+    for name in recipe.options:
+        value = getattr(options, name)
         if value is not None:
-            keywords[keyword] = getattr(te_recipes.Format, value) if option == "fp8_format" else value
+            keywords[name] = getattr(te_recipes.Format, value) if name == "fp8_format" else value
     built = getattr(te_recipes, recipe.recipe_class)(**keywords)
     if recipe.fp32_scales_on_hopper and capability == (9, 0):  # later GPUs scale by powers of two, as in MXFP8
         for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):

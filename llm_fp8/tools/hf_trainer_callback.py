@@ -33,7 +33,7 @@ from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_j
 from llm_fp8.optim.optimizers import not_optimised
-from llm_fp8.precision.certificate import Certificate, ExpectedKernels, attention_library, certify, worst
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
 from llm_fp8.precision.convert import linears_left, plain_linears
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.module_state import ModuleState, read_te_state
@@ -153,7 +153,6 @@ class CertificateCallback(TrainerCallback):
         torchao_layers = list(converted_modules(model).values())
         state = read_te_state(te_layers) if te_layers or not torchao_layers else read_state(torchao_layers)
         config = getattr(extract_model_from_parallel(model), "config", None)
-        attention = chosen_attention(config) if isinstance(config, PretrainedConfig) else None
         failures = list[str]()
         remarks = list[str]()
         if requested == "fp8":
@@ -173,7 +172,7 @@ class CertificateCallback(TrainerCallback):
             kernels,
             state,
             num_micro_batches=self._num_micro_batches,
-            attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
+            attention=chosen_attention(config) if isinstance(config, PretrainedConfig) else None,
             rank=distributed.get_rank() if distributed.is_initialized() else 0,
         )
         return dataclasses.replace(

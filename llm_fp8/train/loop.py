@@ -35,9 +35,10 @@ from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.distributed.strategy import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
+from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, gpu_idle, profiled
-from llm_fp8.precision.certificate import Certificate, attention_library, certify, worst
+from llm_fp8.precision.certificate import Certificate, certify, worst
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.train.setup import TrainingSetup
 from llm_fp8.train.train_state import RunState
@@ -130,11 +131,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         plan, setup = self.setup.plan, self.setup
         self.accelerator, self.strategy, self.precision = plan.accelerator, plan.strategy, setup.precision
-        self.energy: Any = None
-        if plan.device.type == "cuda":
-            from llm_fp8.observability.nvml import EnergyMeter
-
-            self.energy = EnergyMeter(self.accelerator)
+        self.energy = EnergyMeter(self.accelerator)
         self.fp8_steps = self.total_steps
         """Steps of the run in fp8, if it is in fp8 (--fp8_until)."""
         if self.precision.in_fp8:
@@ -302,8 +299,7 @@ class TrainingLoop:
 
     def restart_clocks(self) -> Any:
         """Restart step time and energy while the GPU is idle; returns the stamp."""
-        if self.energy is not None:
-            self.energy.restart(self.step)
+        self.energy.restart(self.step)
         return self._clock.stamp()
 
     def _due(self, every: int) -> bool:
@@ -318,9 +314,8 @@ class TrainingLoop:
             torch.stack([getattr(p, name) for p in pending]).tolist() for name in ("losses", "grad_norm", "tokens")
         )
         coefficients = self.setup.training_model.coefficients
-        memory, energy = self._memory(), {}
-        if self.energy is not None:
-            energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
+        memory = self._memory()
+        energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
         fp8 = in_fp8 and self.precision.plan.has_fp8_peak
         for taken, (loss, *weighted), grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
@@ -356,8 +351,7 @@ class TrainingLoop:
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
         self._profile_figures[self.step] = profile.figures()
-        if self.energy is not None:
-            self.energy.restart(self.step)
+        self.energy.restart(self.step)
         self.read_pending()  # the certificate may end the run
         self._certify(profile, num_micro_batches)
         if not self.precision.has_ended:
@@ -416,13 +410,13 @@ class TrainingLoop:
         """Judge the step's kernels and keep the verdict, as a file too; `FailedCheck` on every rank where any rank's
         step failed.
         """
-        plan, attention = self.setup.plan, self.results.attention_backend or self.setup.attention
+        plan = self.setup.plan
         own = certify(
             self.setup.expected.without_fp8 if self.precision.has_ended else self.setup.expected,
             profile.kernels,
             self.precision.module_state(),
             num_micro_batches=num_micro_batches,
-            attention=f"sdpa ({attention_library(profile.kernels)})" if attention == "sdpa" else attention,
+            attention=self.results.attention_backend or self.setup.attention,
             rank=self.accelerator.process_index,
         )
         name = "certificate_after_fp8" if self.precision.has_ended else "certificate"

@@ -8,7 +8,7 @@ import pytest
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_declared, check_decoder, check_machine
+from llm_fp8.config.validation import check_declared, check_machine
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -131,19 +131,3 @@ def test_what_works_passes():
     check_machine(config("--use_te --context_parallel_size 4"), on_gpu=True, mode="fsdp_full", ranks=TWO_HOSTS)
     for more in ("--use_te", "--fp8_backend torchao"):
         assert config(FP8 + f"--fp8_params --sharding_mode fsdp_full {more}").parallel.fp8_params
-
-
-@pytest.mark.parametrize(
-    ("words", "decoder", "named"),
-    [
-        ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, "--context_parallel_size"),
-        (GRAPHS, {"attention_dropout": 0.1}, "--cuda_graphs"),
-        (FP8 + "--use_te --fp8_params", {"weights": [(30, 16)]}, "--fp8_params"),
-        (FP8 + "--use_te --fp8_params", {"scenario": "block"}, "--fp8_params"),
-    ],
-)
-def test_what_a_decoder_cannot_do(words, decoder, named):
-    able = {"scenario": "delayed", "windows": (None,), "attention_dropout": 0.0, "weights": [(32, 16)], "num_shards": 4}
-    check_decoder(config(words), **able)
-    with pytest.raises(UserError, match=named):
-        check_decoder(config(words), **{**able, **decoder})

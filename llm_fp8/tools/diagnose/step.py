@@ -32,7 +32,7 @@ from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, time_by
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, unwrap
-from llm_fp8.precision.certificate import attention_library, certify
+from llm_fp8.precision.certificate import certify
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.run import load_data
@@ -107,16 +107,12 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         take()
     kernels = profile.kernels
     busy_s = profile.work_s + profile.exposed_communication_s
-    if plan.config.model.use_te:
-        attention = te_llama.attention_backend()
-    else:
-        attention = f"{setup.attention} ({attention_library(kernels)})"
     certificate = certify(
         setup.expected,
         kernels,
         setup.precision.module_state(),
         num_micro_batches=len(batches),
-        attention=attention,
+        attention=te_llama.attention_backend() if plan.config.model.use_te else setup.attention,
     )
     size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
     peak = device_peak_tflops(plan.device)
@@ -126,7 +122,7 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         "precision": plan.precision.to_dict(),
         "coverage": setup.coverage.to_dict(),
         "certificate": certificate.to_dict(),
-        "attention": attention,
+        "attention": certificate.attention,
         "step": speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
         "classes": classes,
         "gemms": _figures(gemm_kernels(kernels)),
