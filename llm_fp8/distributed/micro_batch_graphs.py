@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,8 @@ RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool], Tensor]
 """Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
 the step's first -> its loss, detached.
 """
+Graph: TypeAlias = Callable[[], None]  # replays the kernels
 Key: TypeAlias = tuple[int, bool]  # bucket, and whether the micro-batch is the first of its step
-
-
-class Graph(Protocol):
-    def replay(self) -> None: ...
 
 
 class Capture:
@@ -67,7 +64,7 @@ class Capture:
             random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured
             forget_recomputation()
             raise
-        return graph
+        return graph.replay
 
 
 class MicroBatchGraphs:
@@ -149,7 +146,7 @@ class MicroBatchGraphs:
         self._eager(inputs, first)
 
     def _replay(self, graph: Graph) -> None:
-        graph.replay()
+        graph()
 
     def _eager(self, batch: Batch, first: bool) -> None:
         if first and self._summed:  # begin the gradients anew
@@ -221,7 +218,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
             parameter.grad = None
 
     def _replay(self, graph: Graph) -> None:
-        graph.replay()
+        graph()
         super()._lend_gradients()
 
 

@@ -255,11 +255,6 @@ class CheckpointManager:
         raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.")
 
 
-def has_checkpoint(output_dir: str | os.PathLike[str]) -> bool:
-    """Whether a run left a complete checkpoint in its folder."""
-    return bool(CheckpointManager(output_dir, limit=1).newest_first())
-
-
 def _in_background(work: Callable[[], None]) -> Future[None]:
     """Run `work` in a daemon thread, which ends with a rank that fails elsewhere."""
     done: Future[None] = Future()

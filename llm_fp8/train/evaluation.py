@@ -69,10 +69,6 @@ class EvalHistory:
     def stops_early(self) -> bool:
         return 0 < self.patience <= self.num_without_improvement
 
-    def describe_stop(self) -> str:
-        """Why `stops_early` is true."""
-        return f"{self.num_without_improvement} evaluations in a row did not improve on {self.reference_loss}"
-
     def add(self, step: int, eval_loss: float) -> None:
         """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""
         if self.keeps_best and (self.best_loss is None or eval_loss < self.best_loss) and math.isfinite(eval_loss):

@@ -154,7 +154,8 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         checkpoint = str(loop.state.checkpoints.of_step(history.best_step))
         summary["best"] = {"step": history.best_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
     if loop.step < loop.total_steps and history.stops_early:
-        summary["stopped_early"] = history.describe_stop()
+        since = f"{history.num_without_improvement} evaluations in a row"
+        summary["stopped_early"] = f"{since} did not improve on {history.reference_loss}"
     return summary
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.train.checkpoint import LATEST, has_checkpoint
+from llm_fp8.train.checkpoint import LATEST, CheckpointManager
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.errors import UserError, existing_part, is_out_of_memory, listed, reading, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
@@ -51,7 +51,7 @@ def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None
         existing = existing_part(folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
-        if ranks.restart_count > 0 and has_checkpoint(folder):
+        if ranks.restart_count > 0 and CheckpointManager(folder, limit=1).newest_first():
             resume_from = LATEST
         if output_dir is not None and ranks.restart_count == 0:
             _refuse_other_run(folder, resume_from)

@@ -47,14 +47,14 @@ def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary:
 
 
 class EmulatedGraph:
-    """`replay` writes gradients where the parameters had them at the capture, and gives parameters none."""
+    """A replay writes gradients where the parameters had them at the capture, and gives parameters none."""
 
     def __init__(self, work: Callable[[], None], parameters: Sequence[Parameter]) -> None:
         self._work, self._parameters = work, parameters
         self._gradients = [parameter.grad for parameter in parameters]
         self.num_replays = 0
 
-    def replay(self) -> None:
+    def __call__(self) -> None:
         self.num_replays += 1
         found = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):

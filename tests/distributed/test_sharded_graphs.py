@@ -30,7 +30,7 @@ class Repeated:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
 
-    def replay(self) -> None:
+    def __call__(self) -> None:
         print("replayed a graph", flush=True)
         self._work()
 

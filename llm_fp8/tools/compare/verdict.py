@@ -119,9 +119,7 @@ def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality
         return "quality unknown"
     if gap.high is None or len(gap.by_seed) < MIN_SEEDS:
         return "too few seeds"
-    if quality == "not shown":
-        return "not shown"
-    return "slightly worse" if quality == "slightly worse" else "use it"
+    return "use it" if quality == "as good" else quality
 
 
 def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
