@@ -434,14 +434,18 @@ class TrainingLoop:
         self.results.certificates[name] = certificate
 
     def evaluate(self) -> bool:
-        """Evaluate and report; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
+        """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
         self.evaluated_step = self.step
         if self.eval_loader is None:
             return False
-        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.eval_loader)
-        self.reporter.evaluation({"step": self.step, **figures})
-        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # the main rank's, on all
+        self.history.add(self.step, self.eval_loss())
         return self.history.best_step == self.step
+
+    def eval_loss(self) -> float:
+        """Evaluate and report; returns the main rank's eval loss."""
+        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.eval_loader or ())
+        self.reporter.evaluation({"step": self.step, **figures})
+        return gathered(figures["eval_loss"])[0]
 
     def save(self) -> None:
         """Write a checkpoint, unless the weights are not finite."""
