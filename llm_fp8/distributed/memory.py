@@ -42,7 +42,7 @@ from transformers import PretrainedConfig
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
-from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, state_bytes
+from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, resolve_optimizer, state_bytes
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
@@ -110,7 +110,6 @@ class RunSize:
     config: Config
     hf_config: PretrainedConfig
     recipe: str  # or bf16, fp16, no
-    optimizer: OptimizerKind
     mode: str
     num_gpus: int
     num_parameters: int  # tied ones once, adapters left out
@@ -129,6 +128,11 @@ class RunSize:
         counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
+
+    @property
+    def optimizer(self) -> OptimizerKind:
+        compute = "fp32" if self.recipe in ("no", "fp16") else "bf16"
+        return resolve_optimizer(self.config.optim.optimizer, self.mode, compute)
 
     @property
     def sharded(self) -> bool:
@@ -153,10 +157,8 @@ class RunSize:
 
     def changed(self, **options: Any) -> RunSize:
         """The same run with other options, by their names."""
-        mode, optimizer = options.get("sharding_mode", self.mode), options.get("optimizer", self.optimizer)
-        if mode.startswith("fsdp") and not self.sharded and optimizer == "adamw_master":
-            optimizer = "adamw_fp32"
-        return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode, optimizer=optimizer)
+        mode = options.get("sharding_mode", self.mode)
+        return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
 
     def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
         """Count the memory by part; as an upper bound also where that of activations is not known exactly."""

@@ -46,7 +46,6 @@ class Row(NamedTuple):
     """A way of training in a sharding mode: `run` as requested, `fitted` with the longest micro-batch that fits."""
 
     way: str
-    mode: str
     run: RunSize
     fitted: RunSize | None
 
@@ -63,7 +62,7 @@ class Row(NamedTuple):
         words = ["python", "train_fp8.py"]
         if self.run.num_gpus > 1:
             words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
-            words.append(f"--sharding_mode={self.mode}")
+            words.append(f"--sharding_mode={self.run.mode}")
         default = Config().options
         options = {name: value for name, value in config.options.items() if value != default[name]}
         given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
@@ -73,7 +72,7 @@ class Row(NamedTuple):
         estimate = self.run.estimate()
         return {
             "training": self.way,
-            "sharding_mode": self.mode,
+            "sharding_mode": self.run.mode,
             "fits": self.fits,
             "parts_gib": estimate.parts,
             "total_gib": estimate.total_gib,
@@ -143,7 +142,6 @@ def rows_of(
 ) -> list[Row]:
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.distributed.memory import RunSize
-    from llm_fp8.distributed.sharding_mode import resolve_optimizer
     from llm_fp8.models.build import count_parameters
 
     sizes = {name: getattr(options, name) for name in SIZES}
@@ -154,16 +152,14 @@ def rows_of(
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
             if mode.startswith("fsdp") and way not in SHARDED_WAYS:
                 continue
-            optimizer = resolve_optimizer("auto", mode)
-            run = RunSize(config, hf_config, recipe, optimizer, mode, options.num_gpus, num_parameters)
-            run = run.changed(**changes)
+            run = RunSize(config, hf_config, recipe, mode, options.num_gpus, num_parameters).changed(**changes)
             if run.spec is None:  # without a TE decoder for this model its activations are not counted
                 if "gradient_checkpointing" in changes:
                     continue
                 run = run.changed(use_te=False)
             # Shorter micro-batches make several a step, and fsdp modes would keep whole gradients between them.
             reduced_at_once = run.changed(sync_every_micro_batch=True) if run.sharded else run
-            rows.append(Row(way, mode, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
+            rows.append(Row(way, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
     return sorted(rows, key=lambda row: (row.fitted is None, row.fits != "yes"))
 
 
@@ -191,7 +187,7 @@ def main() -> int:
     )
     for row in rows:
         estimate = row.run.estimate()
-        table.add_row(row.way, row.mode, f"{estimate.total_gib:.1f}", f"{estimate.needed_gib:.1f}", row.fits)
+        table.add_row(row.way, row.run.mode, f"{estimate.total_gib:.1f}", f"{estimate.needed_gib:.1f}", row.fits)
     console.print(table, soft_wrap=False)
     if not rows[0].run.estimate().is_whole:
         console.print("note: without a TE decoder for this model activations, logits and casts are not counted")

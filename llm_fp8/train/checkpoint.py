@@ -120,7 +120,7 @@ class CheckpointManager:
     def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
         self.folder, self.limit, self.is_main = Path(output_dir) / "checkpoints", limit, is_main
         self._background: Future[None] | None = None
-        self._background_group: Any = None
+        self._group: Any = None  # of saves, once one was in the background
 
     def clean_up(self) -> None:
         """Remove what a killed save or deletion left behind."""
@@ -150,11 +150,11 @@ class CheckpointManager:
         """
         self.finish()
         if in_background:
-            if self._background_group is None and dist.is_initialized():
+            if self._group is None and dist.is_initialized():
                 # The thread's collectives must not meet training's.
-                self._background_group = dist.new_group(backend="gloo")
+                self._group = dist.new_group(backend="gloo")
             tensors, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
-        save = functools.partial(self._save, step, tensors, meta, self._background_group, strategy, best_step)
+        save = functools.partial(self._save, step, tensors, meta, strategy, best_step)
         if in_background:
             self._background = _in_background(save)
         else:
@@ -176,9 +176,8 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        group: Any,
         strategy: DeepSpeedStrategy | None,
-        best_step: Any,
+        best_step: int | None,
     ) -> None:
         final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + own_bytes + _FREE_SPACE_MARGIN_BYTES
@@ -197,13 +196,13 @@ class CheckpointManager:
             self._prune(final, None if best_step is None else self.of_step(best_step))
 
         try:
-            decided_by_main(prepare, group)
+            decided_by_main(prepare, self._group)
             writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
             detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-            dcp.save(detached, storage_writer=writer, process_group=group)
+            dcp.save(detached, storage_writer=writer, process_group=self._group)
             if strategy is not None:
                 strategy.save_state(temporary / STRATEGY_STATE)
-            decided_by_main(complete, group)
+            decided_by_main(complete, self._group)
         except BaseException as error:
             cause = _cause_of(error)
             reason = reason_not_written(cause) if isinstance(cause, OSError) else None  # the disk as it is

@@ -16,12 +16,12 @@ from llm_fp8.config.recipes import chosen
 from llm_fp8.data import prepare_data
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
-from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
+from llm_fp8.distributed.sharding_mode import choose_mode
 from llm_fp8.models.build import count_parameters, model_on_meta
 from llm_fp8.models.lora import add_adapters
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
-from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.train.run_dir import find_checkpoint
 from llm_fp8.train.train_state import total_steps
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -42,9 +42,8 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     counts_memory = own_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
     is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
-    optimizer = resolve_optimizer(config.optim.optimizer, mode, "fp32" if recipe in ("no", "fp16") else "bf16")
-    run = RunSize(config, hf_config, recipe, optimizer, mode, num_gpus, num_parameters)
-    resumed = CheckpointManager(config.run.output_dir or "", limit=1).find(config.run.resume_from)
+    run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters)
+    resumed = find_checkpoint(config, ranks)
     lines: list[str] = []
     if counts_memory:
         config, lines = settle_memory(run, gpu_gib, None if resumed is None else resumed.micro_batch_rows)
@@ -67,8 +66,6 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if ranks.rank != 0:
         return 0
     said = [*([note] if note else []), data.description, *lines]
-    if config.run.resume_from is not None and resumed is None:
-        said.append(f"{config.run.output_dir} holds no checkpoint: the run begins anew")
     if counts_memory:
         found = dataclasses.replace(run, config=config).estimate()
         gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"

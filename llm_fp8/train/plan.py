@@ -168,7 +168,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
         recipe = precision.effective_scenario or precision.effective
         may_be_bf16 = measures_precision or config.precision.fp8_until < 1
-        run = RunSize(config, hf_config, recipe, optimizer_kind, mode, num_shards, num_parameters, may_be_bf16)
+        run = RunSize(config, hf_config, recipe, mode, num_shards, num_parameters, may_be_bf16)
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, resumed_rows))
     elif config.model.gradient_checkpointing == "auto":
         config = config.with_options(gradient_checkpointing=0)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
+from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.side_files import Origin, save_side_files
@@ -36,8 +36,8 @@ from llm_fp8.train.records import closing_words, export_final, record_run, recor
 from llm_fp8.train.run_dir import (
     check_free_space,
     explained_failures,
+    find_checkpoint,
     run_lock,
-    was_begun,
     with_default_folder,
     with_output_dir,
 )
@@ -52,7 +52,7 @@ from llm_fp8.train.train_state import (
     run_options,
     total_steps,
 )
-from llm_fp8.utils.console import quiet_libraries, say
+from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -132,17 +132,6 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     del plan, setup, state, loop  # the model goes before the process group
     end_process_group(accelerator, is_own_group)
     return exit_code
-
-
-def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
-    """The checkpoint to continue from, the same on every host, if any. Collective."""
-    folder = config.run.output_dir or "runs"
-    resumed = CheckpointManager(folder, limit=1).find(config.run.resume_from)
-    if len(set(gathered(None if resumed is None else resumed.step))) > 1:
-        raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
-    if resumed is None and ranks.rank == 0 and (config.run.resume_from is not None or was_begun(Path(folder))):
-        say(f"{folder} holds no checkpoint: the run begins anew")
-    return resumed
 
 
 def suited_to(plan: RunPlan, resumed: Checkpoint | None) -> RunPlan:

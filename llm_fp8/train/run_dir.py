@@ -16,8 +16,9 @@ from pathlib import Path
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.train.checkpoint import LATEST, CheckpointManager
+from llm_fp8.train.checkpoint import LATEST, Checkpoint, CheckpointManager
 from llm_fp8.train.plan import RunPlan
+from llm_fp8.utils.console import say
 from llm_fp8.utils.errors import UserError, existing_part, is_out_of_memory, listed, reading, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
@@ -68,7 +69,18 @@ def with_default_folder(plan: RunPlan) -> RunPlan:
     return dataclasses.replace(plan, config=plan.config.with_options(output_dir=output_dir))
 
 
-def was_begun(folder: Path) -> bool:
+def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
+    """The checkpoint to continue from, the same on every host, if any. Collective."""
+    folder = config.run.output_dir or "runs"
+    resumed = CheckpointManager(folder, limit=1).find(config.run.resume_from)
+    if len(set(gathered(None if resumed is None else resumed.step))) > 1:
+        raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
+    if resumed is None and ranks.rank == 0 and (config.run.resume_from is not None or _was_begun(Path(folder))):
+        say(f"{folder} holds no checkpoint: the run begins anew")
+    return resumed
+
+
+def _was_begun(folder: Path) -> bool:
     """Whether a run has held this folder."""
     return (folder / LOCK).is_file() and (folder / LOCK).stat().st_size > 0
 
@@ -80,7 +92,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
         return
     if resume_from not in (None, LATEST) and folder.resolve() in Path(str(resume_from)).resolve().parents:
         return
-    names = _SAVED if was_begun(folder) else (*_SAVED, *_WRITTEN)
+    names = _SAVED if _was_begun(folder) else (*_SAVED, *_WRITTEN)
     if found := next((path.name for name in names for path in folder.glob(name)), None):
         more = " or add --resume_from latest" if has_checkpoints else ""
         raise UserError(f"--output_dir {folder} holds another run ({found}); choose another{more}.")

@@ -32,7 +32,6 @@ from llm_fp8.distributed.memory import (
     saved_bytes,
     settle_memory,
 )
-from llm_fp8.distributed.sharding_mode import resolve_optimizer
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.utils.errors import UserError
@@ -51,11 +50,10 @@ def config_of(row: dict[str, Any]) -> Config:
     def of(kind: type, **more: Any) -> Any:
         return kind(**{name: row[name] for name in kind.__dataclass_fields__ if name in row}, **more)
 
-    optim = {name: row[name] for name in OptimConfig.__dataclass_fields__ if name in row and name != "optimizer"}
     return Config(
         model=of(ModelConfig, **({} if "use_te" in row else {"use_te": True})),
         data=of(DataConfig),
-        optim=OptimConfig(**optim),
+        optim=of(OptimConfig),
         precision=of(PrecisionConfig, mixed_precision="fp8"),
         parallel=of(ParallelConfig),
         lora=of(LoraConfig),
@@ -64,8 +62,8 @@ def config_of(row: dict[str, Any]) -> Config:
 
 def described(row: dict[str, Any]) -> dict[str, Any]:
     mode = row.get("mode", "single")
-    given = {name: row[name] for name in ("recipe", "optimizer", "num_gpus") if name in row}
-    return {"recipe": "delayed", "optimizer": resolve_optimizer("auto", mode), "mode": mode, "num_gpus": 1, **given}
+    given = {name: row[name] for name in ("recipe", "num_gpus") if name in row}
+    return {"recipe": "delayed", "mode": mode, "num_gpus": 1, **given}
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
