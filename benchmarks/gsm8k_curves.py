@@ -36,8 +36,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpus import visible_gpus
+from llm_fp8.config.recipes import precision_name
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.precision.plan import precision_name
 from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, reading, run_script
 from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic

@@ -256,8 +256,15 @@ class RunConfig:
     certify: bool | None = option(None, "Exit with 1 where kernels are not as asked for (default: on with a GPU).")
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
-    wandb_project: str = option("llm-fp8", "Project of the W&B run.")
-    wandb_run_name: str | None = option(None, "Name of the W&B run (default: W&B makes one up).")
+    report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")
+    wandb_project: str = option("llm-fp8", "Project of the run in W&B and other trackers.")
+    wandb_run_name: str | None = option(None, "Name of the run there (default: the tracker makes one up).")
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers in --report_to, and W&B with --use_wandb."""
+        asked = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
+        return tuple(name for name in asked if name != "none")
 
 
 @dataclass(frozen=True)
@@ -426,7 +433,6 @@ OTHER_MEANING = {
     "num_gpus": "use torchrun --nproc_per_node with train_multi_gpu.py",
     "per_device_eval_batch_size": "evaluation has the --batch_size of training",
     "push_to_hub": "upload final/ with 'hf upload'",
-    "report_to": "use --use_wandb; metrics.jsonl is always written",
     "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
     "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
     "warmup_steps": "use --num_warmup_steps",

@@ -148,6 +148,11 @@ def size_multiple(name: str | None) -> int:
     return RECIPES[name].size_multiple if name in RECIPES else FP8_SIZE_MULTIPLE
 
 
+def precision_name(mixed_precision: str, scenario: str | None) -> str:
+    """A --mixed_precision and --fp8_scenario in words: 'no' is 'fp32'."""
+    return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
+
+
 def describe_recipes() -> str:
     """The table in --help."""
     rows = (f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())

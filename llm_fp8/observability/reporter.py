@@ -1,36 +1,35 @@
-"""Where the numbers of a run go: metrics.jsonl, W&B, screen and summary.json.
+"""Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json.
 
 Only the main process writes.
 
     output_dir/
       metrics.jsonl      one line per optimizer step and per evaluation, keys of `metrics.METRICS`
       summary.json       written at the end: last values, medians, whatever the loop adds
-      wandb/             the W&B run's files (with --use_wandb)
-      wandb_run.json     its id, and the last step that it was given before a resume
+      wandb/             the W&B run's files (with --use_wandb); so tensorboard/
+      trackers.json      the ids of the trackers' runs, and the last step that they were given before a resume
 
 A metrics.jsonl that is moved or deleted meanwhile is written again, with run.json, from the open file (`is_lost`).
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
-On W&B it continues the same run, which cannot take back steps: those that it has are not sent again.
+In trackers it continues the same run, which cannot take back steps: those that it has are not sent again.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
-from llm_fp8.observability.tracker_labels import TAGS, flattened, run_labels
+from llm_fp8.observability.trackers import id_of, send_record, send_summary, start_tracker
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
 
@@ -49,17 +48,9 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     return steps[-1][0] if steps else 0
 
 
-def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
-    """The part of summary.json for W&B's summary: scalars, nested ones as `part/key`, without what W&B has already."""
-    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
-    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
-    flat = {key: value for key, value in flattened(parts, "/") if value is not None}
-    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
-
-
 class RunReporter:
     """Reports the numbers of one run; every rank makes one. A context manager that closes the files and, after a normal
-    end, the W&B run: after an error W&B's exit hook shows it as crashed.
+    end, the trackers' runs: after an error W&B's exit hook shows it as crashed.
     """
 
     def __init__(
@@ -74,7 +65,7 @@ class RunReporter:
         anew. `evaluates_again`: the evaluation after that step is repeated.
         """
         self._is_main = accelerator.is_main_process
-        self._wandb: Any = None  # the W&B run
+        self._trackers: dict[str, GeneralTracker] = {}
         self._config = config
         self._resume_step = self._last_step = resume_step
         self._folder = Path(str(config.run.output_dir))
@@ -95,54 +86,30 @@ class RunReporter:
         self._file = open(self._metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
-    def start_wandb(self, record: dict[str, Any]) -> None:
-        """Start W&B, if it is asked for, before the first step; `record` is what run.json holds of this start."""
-        options = self._config.run
-        if not self._is_main or not options.use_wandb:
+    def start_trackers(self, record: dict[str, Any]) -> None:
+        """Start the trackers that are asked for, before the first step; `record` is what run.json holds of this start.
+        A resumed run goes on in the runs of trackers.json.
+        """
+        options, path = self._config.run, self._folder / "trackers.json"
+        if not self._is_main or not options.trackers:
             return
-        effective = {**record["effective"], **{section: record[section] for section in ("precision", "model", "data")}}
-        labels = run_labels(record)
-        stored = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
-        tags = [str(labels[name])[:64] for name in TAGS]
-        logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
-        with reading("--use_wandb", options.wandb_project, "a W&B run", "WANDB_MODE=offline needs no network."):
-            import wandb
-
-            self._wandb = wandb.init(
-                project=options.wandb_project,
-                dir=str(self._folder),
-                name=options.wandb_run_name,
-                group=os.environ.get("WANDB_RUN_GROUP") or self._folder.resolve().name,
-                job_type="train",
-                tags=[*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *tags],
-                **self._identity(),
-            )
-            self._wandb.config.update(stored, allow_val_change=True)  # a resumed run may have other options
-            for axis in ("step", "tokens_seen"):
-                self._wandb.define_metric(axis)
-            self._wandb.define_metric("*", step_metric="step")
-
-    def _to_wandb(self, send: Callable[[Any], object]) -> None:
-        """Give the W&B run what `send` has for it; where that fails, as on a full disk, the run goes on without W&B."""
-        if self._wandb is None:
-            return
-        try:
-            send(self._wandb)
-        except Exception as error:
-            self._wandb = None
-            self.print(f"WARNING: W&B gets no more of this run ({type(error).__name__}: {error})")
-
-    def _identity(self) -> dict[str, Any]:
-        """Which W&B run this start belongs to: that of wandb_run.json where it is resumed, else a new one."""
-        path = self._folder / "wandb_run.json"
+        known: dict[str, Any] = {"last_step": 0, "runs": {}}
         if self._resume_step > 0 and path.exists():
             known = read_json(path)
-            self._known_step = max(known["last_step"], self._known_step)
-            run = {"id": known["id"], "resume": "allow"}
-        else:
-            run = {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)}
-        write_json_atomic(path, {"id": run["id"], "last_step": self._known_step})
-        return run
+        self._known_step = max(known["last_step"], self._known_step)
+        for name in options.trackers:
+            self._trackers[name] = start_tracker(name, options, record, known["runs"].get(name))
+        ids = {name: id_of(name, tracker) for name, tracker in self._trackers.items()}
+        write_json_atomic(path, {"last_step": self._known_step, "runs": known["runs"] | ids})
+
+    def _to_trackers(self, send: Callable[[str, GeneralTracker], object]) -> None:
+        """Give each tracker what `send` has for it; one that fails, as on a full disk, gets no more of the run."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                send(name, tracker)
+            except Exception as error:
+                del self._trackers[name]
+                self.print(f"WARNING: {name} gets no more of this run ({type(error).__name__}: {error})")
 
     def steps(self, records: list[dict[str, float]]) -> None:
         """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""
@@ -181,17 +148,19 @@ class RunReporter:
     def _write(self, record: dict[str, float]) -> None:
         assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"
         self._file.write(json_line(record))
-        # An evaluation is a row of its own on W&B; one that was put off, or is repeated, is of the checkpoint's step.
-        if record["step"] > self._known_step - ("eval_loss" in record):
-            self._to_wandb(lambda run: run.log(record))
+        step, is_evaluation = int(record["step"]), "eval_loss" in record
+        is_logged = is_evaluation or step % self._config.run.log_every == 0 or step == self._total_steps
+        # An evaluation is a record of its own; one that was put off, or is repeated, is of the checkpoint's step.
+        if step > self._known_step - is_evaluation:
+            self._to_trackers(lambda name, tracker: send_record(name, tracker, record, is_logged))
 
     def print(self, text: str) -> None:
         if self._is_main:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Put entries of the summary on W&B, where they survive if the run is killed."""
-        self._to_wandb(lambda run: run.summary.update(tracked_summary(summary)))
+        """Give trackers entries of the summary, which they keep if the run is killed."""
+        self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary, self._last_step))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
@@ -233,4 +202,4 @@ class RunReporter:
             self._display.close()
             self._file.close()
         if error_type is None:
-            self._to_wandb(lambda run: run.finish())
+            self._to_trackers(lambda name, tracker: tracker.finish())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, recipe_names
+from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, precision_name, recipe_names
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO, TRITON
@@ -69,11 +69,6 @@ class PrecisionPlan:
         """Plain values for run.json."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}
-
-
-def precision_name(mixed_precision: str, scenario: str | None) -> str:
-    """A --mixed_precision and --fp8_scenario in words: 'no' is 'fp32'."""
-    return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
 def resolve_precision(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:

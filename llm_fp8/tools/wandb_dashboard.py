@@ -20,7 +20,7 @@ from rich.table import Table
 
 from llm_fp8.config.options import RunConfig
 from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login, run_labels
+from llm_fp8.observability.trackers import LABELS, require_wandb_login, run_labels
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
@@ -30,8 +30,8 @@ MAX_RUNS = 50  # the number of runs that a panel shows; W&B's default is 10
 
 
 class Panel(NamedTuple):
-    """A line plot or a bar plot, according to `by`: "step" and "tokens_seen" draw a line of the history per run; "run"
-    and "precision" draw a bar of the summary per run, or of the mean over the runs of a precision.
+    """A line plot or a bar plot, according to `by`: "step", "tokens_seen" and "time" draw a line of the history per
+    run; "run" and "precision" draw a bar of the summary per run, or of the mean over the runs of a precision.
     """
 
     title: str
@@ -42,18 +42,16 @@ class Panel(NamedTuple):
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Throughput": (
         Panel("Tokens per second", "tokens_per_s"),
-        Panel("Median tokens per second, by run", "median_tokens_per_s", "run"),
         Panel("Median tokens per second, by precision", "median_tokens_per_s", "precision"),
-        Panel("Seconds per step", "step_time_s"),
     ),
     "Loss": (
         Panel("Loss by step", "loss"),
-        Panel("Loss by token", "loss", by="tokens_seen"),
+        Panel("Loss by time", "loss", by="time"),
         Panel("Gradient norm", "grad_norm"),
     ),
     "Evaluation": (
-        Panel("Eval loss by step", "eval_loss"),
         Panel("Eval loss by token", "eval_loss", by="tokens_seen"),
+        Panel("Eval loss by time", "eval_loss", by="time"),
         Panel("Eval loss at the end, by precision", "eval_loss", "precision"),
     ),
     "Memory": (
@@ -69,7 +67,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Energy": (
         Panel("Joules per million tokens", "energy_j_per_million_tokens"),
-        Panel("Median joules per million tokens, by run", "median_energy_j_per_million_tokens", "run"),
         Panel("Median joules per million tokens, by precision", "median_energy_j_per_million_tokens", "precision"),
         Panel("Watts per GPU", "gpu_power_w"),
         Panel("Joules of the run, all GPUs", "energy_j", "run"),
@@ -115,7 +112,7 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
         entity=entity,
         project=project,
         name=name,
-        sections=[ws.Section(name=title, panels=list(map(_panel, panels))) for title, panels in SECTIONS.items()],
+        sections=[ws.Section(title, list(map(_panel, panels)), is_open=True) for title, panels in SECTIONS.items()],
         settings=ws.WorkspaceSettings(max_runs=MAX_RUNS),
         runset_settings=ws.RunsetSettings(filters=expr.And(*filters), pinned_columns=columns),
     )
@@ -125,14 +122,16 @@ def _panel(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
     title, key, by = panel
+    legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
+    if by == "time":
+        return wr.LinePlot(title=title, x="RelativeTime(Process)", y=[key], legend_template=legend)
     if by in METRICS:
         axes: Any = {"title_x": METRICS[by].unit, "title_y": METRICS[key].unit}
-        legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
-        return wr.LinePlot(title=title, x="Step" if by == "step" else by, y=[key], legend_template=legend, **axes)
-    grouping: Any = {}
+        return wr.LinePlot(title=title, x=by, y=[key], legend_template=legend, **axes)
+    bars: Any = {"legend_template": legend}
     if by == "precision":
-        grouping = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-    return wr.BarPlot(title=title, metrics=[key], max_runs_to_show=MAX_RUNS, max_bars_to_show=MAX_RUNS, **grouping)
+        bars = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+    return wr.BarPlot(title=title, metrics=[key], max_runs_to_show=MAX_RUNS, max_bars_to_show=MAX_RUNS, **bars)
 
 
 def lay_out(options: argparse.Namespace) -> None:

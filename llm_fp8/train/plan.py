@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.recipes import precision_name
 from llm_fp8.config.validation import check_declared, check_fp8_params, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.context_parallel import ContextGroup
@@ -31,10 +32,10 @@ from llm_fp8.models.probe import probe
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.tracker_labels import require_wandb_login
+from llm_fp8.observability.trackers import require_trackers
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
-from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, precision_name, resolve_precision
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, resolve_precision
 from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TRITON
@@ -219,8 +220,8 @@ def _check_run(
         TRITON.require(f"--optimizer {kind}")
     if rank:
         require_peft(f"--lora_rank {rank}")
-    if config.run.use_wandb and ranks.rank == 0:  # the only process that talks to W&B
-        require_wandb_login("--use_wandb")
+    if ranks.rank == 0:  # the only process that talks to trackers
+        require_trackers(config.run.trackers)
     if share := config.optim.offload_optimizer:
         state_bytes = share * num_parameters * BYTES_PER_PARAMETER["adamw_master"].state
         needed_gib, free_gib = ranks.local_world_size * state_bytes / GIB, psutil.virtual_memory().available / GIB

@@ -36,7 +36,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(loop: TrainingLoop) -> None:
-    """Write run.json, to which a resumed run adds an entry in `resumes`, and start W&B with it."""
+    """Write run.json, to which a resumed run adds an entry in `resumes`, and start the trackers with it."""
     setup, plan, config = loop.setup, loop.setup.plan, loop.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
@@ -74,7 +74,7 @@ def record_run(loop: TrainingLoop) -> None:
         written["resumes"] = [*written.get("resumes", []), resume]
     write_json_atomic(path, written)
     loop.reporter.run_record = written
-    loop.reporter.start_wandb(record)
+    loop.reporter.start_trackers(record)
 
 
 def record_stream(loop: TrainingLoop) -> None:

@@ -14,14 +14,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import yaml
 from accelerate import Accelerator
+from accelerate.tracking import WandBTracker
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
+from llm_fp8.observability import trackers
 from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.reporter import RunReporter, truncate_metrics
-from llm_fp8.observability.tracker_labels import LABELS, require_wandb_login
+from llm_fp8.observability.trackers import LABELS, require_trackers, require_wandb_login
 from llm_fp8.utils.errors import UserError
 from tests.support.small import forget_accelerator, records
 from tests.support.wandb_file import the_wandb_run, wandb_runs
@@ -69,7 +72,7 @@ def a_config(folder: Path, *arguments: str) -> Config:
 def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     accelerator = Accelerator(cpu=True)
     reporter = RunReporter(accelerator, config, TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS)
-    reporter.start_wandb({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
+    reporter.start_trackers({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     return reporter
 
 
@@ -158,7 +161,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
     numbers = [{key: value for key, value in record.items() if not key.startswith("_")} for record in stored.history]
     assert numbers == records(folder)
 
-    assert (stored.project, stored.name, stored.group, stored.job_type) == ("project", "a name", "first", "train")
+    assert (stored.project, stored.name, stored.group, stored.job_type) == ("project", "a name", "", "train")
     options = json.loads(json.dumps(config.to_dict()))
     assert {section: stored.config[section] for section in options} == options
     assert stored.config["effective"] == {
@@ -215,25 +218,22 @@ def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.Ca
     """As on a full disk: neither the run fails nor does each line of W&B's log print a traceback."""
     import wandb
 
-    class Full:
-        def __getattr__(self, name: str):
-            logging.getLogger("full").info("words")
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(*_: object, **__: object) -> None:
+        logging.getLogger("full").info("words")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     handler = logging.FileHandler("/dev/full")
     logging.getLogger("full").addHandler(handler)
     logging.getLogger("full").setLevel("INFO")
-    reporter = a_reporter(a_config(tmp_path))
-    with mock.patch.object(wandb, "init", lambda **_: Full()), contextlib.suppress(UserError):
-        reporter._config = a_config(tmp_path, "--use_wandb")
-        reporter.start_wandb({"config": reporter._config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
-    reporter._wandb = Full()
+    started = mock.patch.object(wandb, "init", lambda **_: mock.MagicMock(id="abc", log=full))
+    with started, mock.patch.object(WandBTracker, "store_init_configuration"):
+        reporter = a_reporter(a_config(tmp_path, "--use_wandb"))
     with reporter:
         reporter.steps([a_step(1), a_step(2)])
         assert reporter.finish({})["steps"] == 2
     handler.stream = None
     said = capfd.readouterr()
-    assert said.out.count("W&B") == 1 and "Logging error" not in said.err and len(records(tmp_path)) == 2
+    assert said.out.count("wandb") == 1 and "Logging error" not in said.err and len(records(tmp_path)) == 2
 
 
 @pytest.mark.slow
@@ -253,6 +253,38 @@ def test_whether_wandb_can_work_is_known_before_anything_is_trained(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             require_wandb_login("--use_wandb")
+
+
+def test_other_trackers_get_options_logged_steps_evaluations_and_the_summary_in_one_run(tmp_path: Path) -> None:
+    """TensorBoard's own reader reads what Accelerate's class wrote, through a kill after step 6 and a resume."""
+    config = a_config(tmp_path, "--report_to", "tensorboard,none", "--log_every", "2")
+    for first, last in ((1, 6), (5, 9)):
+        forget_accelerator()
+        with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
+            reporter.steps([a_step(step) for step in range(first, last + 1)])
+            if last == 6:
+                raise KeyboardInterrupt
+            reporter.evaluation(an_evaluation(last))
+            reporter.finish({"certificate": {"verdict": "certified", "num_fp8_gemm_kernels": 7}})
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = tmp_path / "tensorboard" / "llm-fp8"
+    events = event_accumulator.EventAccumulator(str(folder)).Reload()
+    found = {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+    assert found["loss"] == [(step, pytest.approx(3.0 / step)) for step in (2, 4, 6, 8)], "each step once"
+    assert found["eval_loss"] == [(9, 2.0)] and found["certificate/num_fp8_gemm_kernels"] == [(9, 7.0)]
+    own = throughput_summary(records(tmp_path)[4:-1])
+    assert found["median_tokens_per_s"] == [(9, pytest.approx(own["median_tokens_per_s"]))]
+    assert "step" not in found and "certificate/verdict" not in found
+    options = yaml.safe_load(next(folder.glob("*/hparams.yml")).read_text())
+    assert options["run.log_every"] == 2 and options["precision_name"] == "fp8 delayed"
+
+
+def test_a_tracker_that_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--report_to: 'tensorbord' is not among .*tensorboard"):
+        require_trackers(("tensorbord",))
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
+    with pytest.raises(UserError, match="--report_to mlflow: .* pip install mlflow"):
+        require_trackers(("mlflow",))
 
 
 def test_a_log_file_gets_a_plain_line_every_log_every_steps() -> None:

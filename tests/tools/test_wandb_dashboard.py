@@ -14,7 +14,7 @@ import wandb
 import wandb_workspaces.workspaces as ws
 
 from llm_fp8.observability.metrics import MEDIANS, METRICS
-from llm_fp8.observability.tracker_labels import LABELS
+from llm_fp8.observability.trackers import LABELS
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.tools import wandb_dashboard
 from llm_fp8.tools.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, build_workspace
@@ -37,7 +37,10 @@ def test_every_panel_shows_a_key_that_runs_write() -> None:
     }
     panels = [panel for section in SECTIONS.values() for panel in section]
     for panel in panels:
-        assert {panel.key, panel.by} <= set(METRICS) or (panel.key in in_summary and panel.by in ("run", "precision"))
+        if panel.by in ("run", "precision"):
+            assert panel.key in in_summary
+        else:
+            assert {panel.key, panel.by} <= {*METRICS, "time"}
     assert set(COLUMNS) <= {*LABELS, *in_summary} and PRECISION in LABELS
     assert len({panel.title for panel in panels}) == len(panels)
 
@@ -48,14 +51,16 @@ def test_the_view_that_is_sent_draws_the_layout() -> None:
     assert [section["name"] for section in sections] == list(SECTIONS)
     assert [len(section["panels"]) for section in sections] == [len(panels) for panels in SECTIONS.values()]
     panels = {panel["config"]["chartTitle"]: panel for section in sections for panel in section["panels"]}
-    by_token, by_step = panels["Loss by token"], panels["Loss by step"]
-    assert by_token["viewType"] == "Run History Line Plot"
-    assert (by_token["config"]["xAxis"], by_step["config"]["xAxis"]) == ("tokens_seen", "_step")
-    assert by_token["config"]["metrics"] == by_step["config"]["metrics"] == ["loss"]
+    assert all(section["isOpen"] for section in sections)
+    axes = {"Loss by step": "step", "Eval loss by token": "tokens_seen", "Loss by time": "_runtime"}
+    assert {title: panels[title]["config"]["xAxis"] for title in axes} == axes, "W&B's own _step counts evaluations too"
+    assert panels["Loss by step"]["viewType"] == "Run History Line Plot"
+    assert panels["Loss by step"]["config"]["metrics"] == panels["Loss by time"]["config"]["metrics"] == ["loss"]
     by_precision = panels["Median tokens per second, by precision"]
     assert by_precision["viewType"] == "Bar Chart" and by_precision["config"]["groupAgg"] == "mean"
     assert by_precision["config"]["groupBy"] == "precision_name.value"
-    assert "groupBy" not in panels["Median tokens per second, by run"]["config"]
+    by_run = panels["Median model TFLOP/s per GPU"]["config"]
+    assert "groupBy" not in by_run and "${config:precision_name}" in by_run["legendTemplate"]
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
         for variant in variants:
             run_folder = folder / "runs" / f"{variant}-seed{seed}"
             options = [*variant_words(variant, words), "--seed", str(seed), "--output_dir", str(run_folder)]
-            if parse_config(options, parallel=num_gpus > 1).run.use_wandb:
+            if parse_config(options, parallel=num_gpus > 1).run.trackers:
                 options += ["--wandb_run_name", run_folder.name]
             runs.append(PlannedRun(variant, seed, run_folder, tuple(options)))
     plan = folder / "plan.json"

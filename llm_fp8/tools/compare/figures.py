@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llm_fp8.config.recipes import RECIPES
-from llm_fp8.observability.tracker_labels import flattened
-from llm_fp8.precision.plan import precision_name
+from llm_fp8.config.recipes import RECIPES, precision_name
+from llm_fp8.observability.trackers import flattened
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 from llm_fp8.tools.compare.statistics import (
     Interval,

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
-from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, Backend, chosen
-from llm_fp8.precision.plan import precision_name
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, Backend, chosen, precision_name
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 

@@ -1,0 +1,162 @@
+"""W&B and the other trackers of --report_to, through Accelerate's classes: which can be used here, how a run starts in
+each or goes on, and the labels (flat values of run.json) by which it is told from others.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+
+from llm_fp8.config.options import RunConfig
+from llm_fp8.config.recipes import precision_name
+from llm_fp8.utils.errors import UserError, reading
+
+LABELS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "precision_name": lambda run: _in_words(run["precision"], "effective"),
+    "precision_requested": lambda run: _in_words(run["precision"], "requested"),
+    "model_short_name": lambda run: Path(run["config"]["model"]["model_name"]).name,
+    "sharding_mode": lambda run: run["effective"]["sharding_mode"],
+    "gpu_name": lambda run: next((gpu["name"] for gpu in run["provenance"]["gpus"]), "CPU"),
+    "num_processes": lambda run: run["effective"]["num_processes"],
+    "optimizer_name": lambda run: run["precision"]["optimizer"],
+    "num_parameters": lambda run: run["model"]["num_parameters"],
+    "tokens_per_step": lambda run: run["effective"]["tokens_per_step"],
+    "git_commit": lambda run: (run["provenance"]["git"] or {}).get("commit"),
+    "torch_version": lambda run: run["provenance"]["packages"]["torch"],
+    "transformer_engine_version": lambda run: run["provenance"]["packages"]["transformer-engine"],
+}
+"""Every label, and what it is in a run.json."""
+TAGS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
+"""Those that are tags too."""
+
+RUN_NAMES = {"wandb": "name", "swanlab": "name", "trackio": "name", "mlflow": "run_name", "clearml": "task_name"}
+"""Tracker -> its argument for a run's name."""
+RUN_IDS = {
+    "wandb": ("id", "id"),
+    "swanlab": ("id", "id"),
+    "trackio": ("name", "name"),
+    "mlflow": ("run_id", "info.run_id"),
+    "comet_ml": ("experiment_key", "id"),
+    "aim": ("run_hash", "hash"),
+}
+"""Tracker that can go on with a run -> its argument for the run's id, and where the run has that."""
+
+
+def run_labels(record: dict[str, Any]) -> dict[str, Any]:
+    """The `LABELS` of a run, from its run.json."""
+    return {name: label(record) for name, label in LABELS.items()}
+
+
+def _in_words(precision: dict[str, Any], which: str) -> str:
+    return precision_name(precision[which], precision[f"{which}_scenario"])
+
+
+def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a nested dict, each with the keys that lead to it joined."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flattened(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def start_tracker(name: str, options: RunConfig, record: dict[str, Any], run_id: str | None) -> GeneralTracker:
+    """Start a run in the tracker, with the options in `record` (what run.json holds of this start) and its labels, or
+    go on with that of `run_id`.
+    """
+    folder, labels = Path(str(options.output_dir)), run_labels(record)
+    config = dict(flattened(record["config"])) | labels
+    arguments: dict[str, Any] = {}
+    if options.wandb_run_name and name in RUN_NAMES:
+        arguments[RUN_NAMES[name]] = options.wandb_run_name
+    if run_id:
+        arguments[RUN_IDS[name][0]] = run_id
+        if name in ("wandb", "swanlab", "trackio"):
+            arguments["resume"] = "allow"
+    if name == "wandb":
+        effective = record["effective"] | {section: record[section] for section in ("precision", "model", "data")}
+        config = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
+        tags = [*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *(str(labels[each])[:64] for each in TAGS)]
+        arguments |= {"dir": str(folder), "job_type": "train", "tags": tags}
+    logging.raiseExceptions = False  # on a full disk each line of a tracker's log would print a traceback
+    advice = "WANDB_MODE=offline needs no network." if name == "wandb" else ""
+    with reading(flag_of(name), options.wandb_project, f"a run of {name}", advice):
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        where = [folder / name] if kind.requires_logging_directory else []
+        tracker: GeneralTracker = kind(options.wandb_project, *where, **arguments)
+        tracker.start()
+        if not (run_id and name == "mlflow"):  # it refuses an option of a resumed run that has another value
+            tracker.store_init_configuration(config)
+        if name == "wandb":
+            for axis in ("step", "tokens_seen"):
+                tracker.tracker.define_metric(axis)
+            tracker.tracker.define_metric("*", step_metric="step")
+    return tracker
+
+
+def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
+    """Give W&B every record, and others, which the run waits for, those that `is_logged` is true of."""
+    if name == "wandb":  # it counts the records itself, and was told what to draw them by
+        tracker.log(record)
+    elif is_logged:
+        tracker.log({key: value for key, value in record.items() if key != "step"}, step=int(record["step"]))
+
+
+def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any], step: int) -> None:
+    """Put entries of the summary.json into W&B's summary; to others, which have none, its numbers are of `step`."""
+    entries = tracked_summary(summary)
+    if name == "wandb":
+        tracker.tracker.summary.update(entries)
+    else:
+        tracker.log({key: value for key, value in entries.items() if not isinstance(value, str)}, step=step)
+
+
+def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """The part of summary.json for trackers: scalars, nested ones as `part/key`, without what they have already."""
+    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
+    flat = {key: value for key, value in flattened(parts, "/") if value is not None}
+    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
+
+
+def id_of(name: str, tracker: GeneralTracker) -> str | None:
+    """The id by which a later start goes on with the tracker's run, where the tracker can."""
+    return operator.attrgetter(RUN_IDS[name][1])(tracker.tracker) if name in RUN_IDS else None
+
+
+def flag_of(name: str) -> str:
+    return "--use_wandb" if name == "wandb" else f"--report_to {name}"
+
+
+def require_trackers(names: tuple[str, ...]) -> None:
+    """Raise `UserError` for a tracker that does not exist or is not installed, and where W&B has no login."""
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"--report_to: '{name}' is not among {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
+        if name not in map(str, get_available_trackers()):
+            raise UserError(f"{flag_of(name)}: {name} is not installed; run: pip install {name}")
+        if name == "wandb":
+            require_wandb_login(flag_of(name))
+
+
+def require_wandb_login(asker: str) -> None:
+    """Raise `UserError`, beginning with the flag or script `asker`, where W&B cannot be used. It is asked without the
+    network: W&B itself tries the key when it is used.
+    """
+    with reading(asker, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
+        import wandb
+
+        # Silent: to greet a login by name W&B asks the server, and hangs without a network. The run sets up its own.
+        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
+        try:
+            if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+                return
+        finally:
+            wandb.teardown()
+    raise UserError(f"{asker}: there is no W&B login here; run 'wandb login', or set WANDB_MODE=offline.")
