@@ -98,20 +98,20 @@ def prepare_data(
         return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
 
 
+@dataclass
 class _Job:
     """What is asked for: the datasets' splits, their shares in what is trained on, and how batches are made."""
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        layout: Layout,
-        collate: Collate,
-        share: Share,
-        eval_batch_size: int,
-    ) -> None:
-        self.config, self.tokenizer = config, tokenizer
-        self.layout, self.collate, self.share, self.eval_batch_size = layout, collate, share, eval_batch_size
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    layout: Layout
+    collate: Collate
+    share: Share
+    eval_batch_size: int
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.multiple = document_multiple(config.parallel.context_parallel_size)
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
@@ -119,7 +119,6 @@ class _Job:
             given = f"{len(weights)} numbers for the {number} datasets"
             raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
-        self.eos_ids: tuple[int, ...] = ()
 
     def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[tuple[list[str], TokeniseOptions]]:
         """The columns of each dataset and how its rows are tokenised; --columns may be meant for one of them."""

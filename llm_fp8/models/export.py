@@ -27,7 +27,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -55,7 +55,6 @@ def export_hf(
     card: dict[str, Any],
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
-    max_file_size: str = MAX_FILE_SIZE,
     advice: str = _ADVICE,
     origin: Origin | None = None,
 ) -> None:
@@ -70,7 +69,7 @@ def export_hf(
         return
     try:
         with replaced_folder(folder, advice=advice) as temporary:
-            _write_weights(model, gathered, temporary, dtype, max_file_size)
+            _write_weights(model, gathered, temporary, dtype)
             save_side_files(model, tokenizer, temporary, dtype, origin)
             (temporary / "README.md").write_text(model_card(card, auto_class(model.config).__name__))
     finally:
@@ -150,11 +149,11 @@ def hf_tensors(
     adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
     part in the collectives.
     """
-    tensors, parameters = saved_tensors(model), dict(model.named_parameters())
+    tensors, own = saved_tensors(model), parts_of(model)
     adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
-    own = parts_of(model)
     for name, parts in (stored_parts(model) or own).items():
-        full = (full_tensor(parameters[name]) if name in parameters else tensors[name]).detach()
+        is_parameter = isinstance(tensors[name], nn.Parameter)
+        full = (full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
         if len(own[name]) == 1 and (adapter := adapters.get(own[name][0].hf_name)):
             full = with_adapter(full, adapter, full_tensor)
         for part in parts:
@@ -162,21 +161,22 @@ def hf_tensors(
             if len(own[name]) > 1 and (adapter := adapters.get(part.hf_name)):
                 tensor = with_adapter(tensor, adapter, full_tensor)
             if dtype is not None:
-                stored = dtype if name in parameters else tensor.dtype
+                stored = dtype if is_parameter else tensor.dtype
                 yield part.hf_name, tensor.to("cpu", stored, copy=True).contiguous()
             del tensor
         del full
 
 
 def _write_weights(
-    model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_file_size: str
+    model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype
 ) -> None:
     """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
     layout, left_out, source_name = stored_parts(model), left_out_tensors(model), source_names(model)
     # In the order of gathering, so that files are completed one after the other.
-    parameters, tensors = dict(model.named_parameters()), saved_tensors(model)
+    tensors = saved_tensors(model)
+    dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
     planned = {
-        part.hf_name: torch.empty(part.shape, dtype=dtype if name in parameters else tensors[name].dtype, device="meta")
+        part.hf_name: torch.empty(part.shape, dtype=dtypes[name], device="meta")
         for name, parts in (layout or parts_of(model)).items()
         for part in parts
     }
@@ -190,7 +190,7 @@ def _write_weights(
     stored: Any = getattr(model, "stored", None)
     taken_over = ((name, stored.read(name, torch.device("cpu")).contiguous()) for name in left_out)
     split = split_torch_state_dict_into_shards(
-        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
+        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_SIZE
     )
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
     for name, tensor in itertools.chain(trained, taken_over):

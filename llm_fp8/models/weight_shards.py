@@ -126,14 +126,6 @@ def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
     return Part(name, start, stop, tuple(view.shape), view.stride(), offset - start * row)
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter -> its first name, which differs for the second place of a tied matrix."""
-    seen: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    own = [(name_without_adapter(name), parameter) for name, parameter in named if not is_adapter(name)]
-    return {name: seen.setdefault(id(parameter), name) for name, parameter in own}
-
-
 def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights for every architecture, as Hugging Face draws them for the Llama family: normal, norms one, biases
     zero. Each parameter is drawn whole on the generator's device, and this rank takes its shard, so they do not depend
@@ -261,7 +253,8 @@ def hf_filler(
     for name, (part,) in own.items():
         if len(entries[name]) == 1:
             targets.setdefault(part.hf_name, entries[name][0].hf_name)
-    targets |= {name: targets[first] for name, first in _first_names(model).items() if first in targets}
+    tied: Mapping[str, str] = model.all_tied_weights_keys
+    targets |= {name: targets[first] for name, first in tied.items() if first in targets}
 
     def known(checkpoint_name: str) -> str:
         candidates = (checkpoint_name, *spellings(renamed(checkpoint_name)))

@@ -33,7 +33,6 @@ class Fp8Coverage:
     fp8_flops_per_token: float
     """FLOPs of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)."""
     linear_flops_per_token: float
-    num_head_weights: int = 0
 
     @property
     def fp8_linear_flop_share(self) -> float:
@@ -42,8 +41,8 @@ class Fp8Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
-        names = ("fp8_linear_flop_share", "num_fp8_weights", "num_linear_weights", "num_head_weights")
-        return {name: getattr(self, name) for name in (*names, "converted", "skipped")}
+        names = ("fp8_linear_flop_share", "num_fp8_weights", "num_linear_weights", "converted", "skipped")
+        return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
         """A few lines for the terminal; one where nothing is in fp8."""
@@ -71,7 +70,7 @@ def measure_coverage(
     in_fp8, head, routed = set(fp8_modules), lm_head_of(model), routed_modules(model)
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = num_head = fp8_gemm_elements = 0
+    num_fp8 = num_all = fp8_gemm_elements = 0
     all_gemm_elements = 0.0
     for name, module in model.named_modules():
         weights = linear_weights(module) or expert_weights(module)
@@ -82,7 +81,6 @@ def measure_coverage(
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
         is_head = module is head or name.rpartition(".")[2] in HEAD_NAMES
-        num_head += size * is_head
         num_gemms = gemms.get(module, GEMMS_PER_WEIGHT)
         all_gemm_elements += share * size * num_gemms
         if module in in_fp8:
@@ -95,7 +93,6 @@ def measure_coverage(
     return Fp8Coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
-        num_head_weights=num_head,
         fp8_flops_per_token=2.0 * fp8_gemm_elements,
         linear_flops_per_token=2.0 * all_gemm_elements,
         converted=dict(converted),

@@ -74,7 +74,9 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
 
 def export(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    export_hf(model, tokenizer, folder, dtype=dtype, card=CARD, max_file_size="40KB", **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_fp8.models.export, "MAX_FILE_SIZE", "40KB")
+        export_hf(model, tokenizer, folder, dtype=dtype, card=CARD, **more)
 
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
@@ -117,7 +119,7 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
 
 @pytest.mark.parametrize("max_file_size", ["1GB", "40KB"], ids=["one file", "several"])
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3_qk_norm_head_dim", "mixtral", "gpt_neox"])
-def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_file_size):
+def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_file_size, monkeypatch):
     if family in FAMILIES:
         config = family_config(family)
     else:
@@ -126,7 +128,8 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
         config = AutoConfig.for_model(family, **sizes, **more)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    export_hf(model, tokenizer, tmp_path / "ours", dtype=torch.bfloat16, card=CARD, max_file_size=max_file_size)
+    monkeypatch.setattr(llm_fp8.models.export, "MAX_FILE_SIZE", max_file_size)
+    export_hf(model, tokenizer, tmp_path / "ours", dtype=torch.bfloat16, card=CARD)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=max_file_size)
     ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
     assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
