@@ -29,7 +29,7 @@ from accelerate.tracking import GeneralTracker
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
-from llm_fp8.observability.trackers import id_of, send_record, send_summary, start_tracker
+from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
 
@@ -93,14 +93,12 @@ class RunReporter:
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return
-        known: dict[str, Any] = {"last_step": 0, "runs": {}}
-        if self._resume_step > 0 and path.exists():
-            known = read_json(path)
+        is_known = self._resume_step > 0 and path.exists()
+        known: dict[str, Any] = read_json(path) if is_known else {"last_step": 0, "runs": {}}
         self._known_step = max(known["last_step"], self._known_step)
         for name in options.trackers:
-            self._trackers[name] = start_tracker(name, options, record, known["runs"].get(name))
-        ids = {name: id_of(name, tracker) for name, tracker in self._trackers.items()}
-        write_json_atomic(path, {"last_step": self._known_step, "runs": known["runs"] | ids})
+            self._trackers[name], known["runs"][name] = start_tracker(name, options, record, known["runs"].get(name))
+        write_json_atomic(path, known | {"last_step": self._known_step})
 
     def _to_trackers(self, send: Callable[[str, GeneralTracker], object]) -> None:
         """Give each tracker what `send` has for it; one that fails, as on a full disk, gets no more of the run."""
@@ -148,7 +146,8 @@ class RunReporter:
     def _write(self, record: dict[str, float]) -> None:
         assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"
         self._file.write(json_line(record))
-        step, is_evaluation = int(record["step"]), "eval_loss" in record
+        step = record["step"]
+        is_evaluation = "eval_loss" in record
         is_logged = is_evaluation or step % self._config.run.log_every == 0 or step == self._total_steps
         # An evaluation is a record of its own; one that was put off, or is repeated, is of the checkpoint's step.
         if step > self._known_step - is_evaluation:

@@ -1,6 +1,4 @@
-"""W&B and the other trackers of --report_to, through Accelerate's classes: which can be used here, how a run starts in
-each or goes on, and the labels (flat values of run.json) by which it is told from others.
-"""
+"""W&B and the other trackers of --report_to, by Accelerate's classes, and the labels that tell runs apart there."""
 
 from __future__ import annotations
 
@@ -66,19 +64,19 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
             yield f"{prefix}{key}", value
 
 
-def start_tracker(name: str, options: RunConfig, record: dict[str, Any], run_id: str | None) -> GeneralTracker:
+def start_tracker(
+    name: str, options: RunConfig, record: dict[str, Any], run_id: str | None
+) -> tuple[GeneralTracker, str | None]:
     """Start a run in the tracker, with the options in `record` (what run.json holds of this start) and its labels, or
-    go on with that of `run_id`.
+    go on with that of `run_id`; returns the id by which a later start goes on with it too, where the tracker can.
     """
     folder, labels = Path(str(options.output_dir)), run_labels(record)
     config = dict(flattened(record["config"])) | labels
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"resume": "allow"} if run_id and name in ("wandb", "swanlab", "trackio") else {}
     if options.wandb_run_name and name in RUN_NAMES:
         arguments[RUN_NAMES[name]] = options.wandb_run_name
     if run_id:
         arguments[RUN_IDS[name][0]] = run_id
-        if name in ("wandb", "swanlab", "trackio"):
-            arguments["resume"] = "allow"
     if name == "wandb":
         effective = record["effective"] | {section: record[section] for section in ("precision", "model", "data")}
         config = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
@@ -86,7 +84,8 @@ def start_tracker(name: str, options: RunConfig, record: dict[str, Any], run_id:
         arguments |= {"dir": str(folder), "job_type": "train", "tags": tags}
     logging.raiseExceptions = False  # on a full disk each line of a tracker's log would print a traceback
     advice = "WANDB_MODE=offline needs no network." if name == "wandb" else ""
-    with reading(flag_of(name), options.wandb_project, f"a run of {name}", advice):
+    flag = "--use_wandb" if name == "wandb" else f"--report_to {name}"
+    with reading(flag, options.wandb_project, f"a run of {name}", advice):
         kind = LOGGER_TYPE_TO_CLASS[name]
         where = [folder / name] if kind.requires_logging_directory else []
         tracker: GeneralTracker = kind(options.wandb_project, *where, **arguments)
@@ -94,10 +93,9 @@ def start_tracker(name: str, options: RunConfig, record: dict[str, Any], run_id:
         if not (run_id and name == "mlflow"):  # it refuses an option of a resumed run that has another value
             tracker.store_init_configuration(config)
         if name == "wandb":
-            for axis in ("step", "tokens_seen"):
-                tracker.tracker.define_metric(axis)
-            tracker.tracker.define_metric("*", step_metric="step")
-    return tracker
+            for metric, axis in (("step", None), ("tokens_seen", None), ("*", "step")):
+                tracker.tracker.define_metric(metric, step_metric=axis)
+        return tracker, operator.attrgetter(RUN_IDS[name][1])(tracker.tracker) if name in RUN_IDS else None
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
@@ -125,24 +123,15 @@ def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
 
 
-def id_of(name: str, tracker: GeneralTracker) -> str | None:
-    """The id by which a later start goes on with the tracker's run, where the tracker can."""
-    return operator.attrgetter(RUN_IDS[name][1])(tracker.tracker) if name in RUN_IDS else None
-
-
-def flag_of(name: str) -> str:
-    return "--use_wandb" if name == "wandb" else f"--report_to {name}"
-
-
 def require_trackers(names: tuple[str, ...]) -> None:
     """Raise `UserError` for a tracker that does not exist or is not installed, and where W&B has no login."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"--report_to: '{name}' is not among {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
         if name not in map(str, get_available_trackers()):
-            raise UserError(f"{flag_of(name)}: {name} is not installed; run: pip install {name}")
+            raise UserError(f"--report_to: {name} is not installed; run: pip install {name}")
         if name == "wandb":
-            require_wandb_login(flag_of(name))
+            require_wandb_login("--use_wandb")
 
 
 def require_wandb_login(asker: str) -> None:

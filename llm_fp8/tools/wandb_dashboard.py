@@ -26,11 +26,12 @@ from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
 
 PRECISION = "precision_name"
+TIME = "_runtime"  # W&B's seconds since the run began
 MAX_RUNS = 50  # the number of runs that a panel shows; W&B's default is 10
 
 
 class Panel(NamedTuple):
-    """A line plot or a bar plot, according to `by`: "step", "tokens_seen" and "time" draw a line of the history per
+    """A line plot or a bar plot, according to `by`: "step", "tokens_seen" and `TIME` draw a line of the history per
     run; "run" and "precision" draw a bar of the summary per run, or of the mean over the runs of a precision.
     """
 
@@ -46,12 +47,12 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Loss": (
         Panel("Loss by step", "loss"),
-        Panel("Loss by time", "loss", by="time"),
+        Panel("Loss by time", "loss", by=TIME),
         Panel("Gradient norm", "grad_norm"),
     ),
     "Evaluation": (
         Panel("Eval loss by token", "eval_loss", by="tokens_seen"),
-        Panel("Eval loss by time", "eval_loss", by="time"),
+        Panel("Eval loss by time", "eval_loss", by=TIME),
         Panel("Eval loss at the end, by precision", "eval_loss", "precision"),
     ),
     "Memory": (
@@ -123,10 +124,8 @@ def _panel(panel: Panel) -> Any:
 
     title, key, by = panel
     legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
-    if by == "time":
-        return wr.LinePlot(title=title, x="RelativeTime(Process)", y=[key], legend_template=legend)
-    if by in METRICS:
-        axes: Any = {"title_x": METRICS[by].unit, "title_y": METRICS[key].unit}
+    if by in (*METRICS, TIME):
+        axes: Any = {"title_x": "s" if by == TIME else METRICS[by].unit, "title_y": METRICS[key].unit}
         return wr.LinePlot(title=title, x=by, y=[key], legend_template=legend, **axes)
     bars: Any = {"legend_template": legend}
     if by == "precision":

@@ -17,7 +17,7 @@ from llm_fp8.observability.metrics import MEDIANS, METRICS
 from llm_fp8.observability.trackers import LABELS
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.tools import wandb_dashboard
-from llm_fp8.tools.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, build_workspace
+from llm_fp8.tools.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, TIME, build_workspace
 from llm_fp8.utils.errors import UserError
 from tests.support.small import train
 from tests.support.wandb_file import the_wandb_run
@@ -40,7 +40,7 @@ def test_every_panel_shows_a_key_that_runs_write() -> None:
         if panel.by in ("run", "precision"):
             assert panel.key in in_summary
         else:
-            assert {panel.key, panel.by} <= {*METRICS, "time"}
+            assert {panel.key, panel.by} <= {*METRICS, TIME}
     assert set(COLUMNS) <= {*LABELS, *in_summary} and PRECISION in LABELS
     assert len({panel.title for panel in panels}) == len(panels)
 
