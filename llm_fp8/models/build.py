@@ -28,11 +28,10 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.source import reading_model, text_config
-from llm_fp8.models.weight_shards import stored_parts
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.observability.metrics import DecoderSize
-from llm_fp8.utils.errors import UserError, listed
-from llm_fp8.utils.hf_internals import chosen_attention, supports_flash_attention
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import supports_flash_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
 from llm_fp8.utils.te_internals import require_te
 from llm_fp8.utils.torch_internals import materialize_
@@ -77,8 +76,6 @@ def build_model(
     structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
     model = build_structure(options, hf_config, stored, **structure)
     if not options.use_te:
-        if stored is not None and stored_parts(model) is None:
-            return _load_by_transformers(model.config, stored, parameter_dtype, device)
         materialize_(model, device, device)
         model.tie_weights()  # undone by moving
     fill_weights(model, stored, device, seed, keep_lower_bits)
@@ -166,29 +163,6 @@ def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """The Hugging Face model of `hf_config` without memory."""
     with torch.device("meta"):
         return model_from_config(copy.deepcopy(hf_config))  # which building would change
-
-
-def _load_by_transformers(
-    built_config: PretrainedConfig, stored: StoredCheckpoint, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """A model whose files hold tensors that are more than views of its own (`stored_parts`)."""
-    with reading_model("weights", built_config.name_or_path):
-        if stored.fp8 is not None:
-            raise ValueError("a model of this layout is not dequantised here")
-        loaded: Any = auto_class(built_config).from_pretrained(
-            built_config.name_or_path,
-            dtype=dtype,
-            attn_implementation=chosen_attention(built_config),
-            device_map={"": device},
-            output_loading_info=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-        model, info = loaded
-        if wrong := [*info["missing_keys"], *info["unexpected_keys"]]:  # which transformers only warns of
-            raise ValueError(f"missing or unexpected: {listed(sorted(map(str, wrong)))}")
-    model.stored = stored
-    return without_towers(model) if is_multimodal(built_config) else model
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:

@@ -29,7 +29,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
@@ -119,7 +118,7 @@ def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_on
     """Approximate size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.named_parameters() if is_adapter(name))
-    trained = sum(math.prod(part.shape) for parts in parts_of(model).values() for part in parts)
+    trained = sum(math.prod(part.shape) for parts in stored_parts(model).values() for part in parts)
     return trained * dtype.itemsize + sum(tensor.nbytes for tensor in left_out_tensors(model).values())
 
 
@@ -151,7 +150,7 @@ def hf_tensors(
     """
     tensors, own = saved_tensors(model), parts_of(model)
     adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
-    for name, parts in (stored_parts(model) or own).items():
+    for name, parts in stored_parts(model).items():
         is_parameter = isinstance(tensors[name], nn.Parameter)
         full = (full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
         if len(own[name]) == 1 and (adapter := adapters.get(own[name][0].hf_name)):
@@ -171,18 +170,15 @@ def _write_weights(
     model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype
 ) -> None:
     """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
-    layout, left_out, source_name = stored_parts(model), left_out_tensors(model), source_names(model)
+    left_out, source_name = left_out_tensors(model), source_names(model)
     # In the order of gathering, so that files are completed one after the other.
     tensors = saved_tensors(model)
     dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
     planned = {
         part.hf_name: torch.empty(part.shape, dtype=dtypes[name], device="meta")
-        for name, parts in (layout or parts_of(model)).items()
+        for name, parts in stored_parts(model).items()
         for part in parts
     }
-    if layout is None:  # only transformers knows which of the tensors belong together in the files
-        planned = revert_weight_conversion(model, planned)
-        gathered = iter(revert_weight_conversion(model, dict(gathered)).items())
     for name in ignored_on_save(model):
         planned.pop(name, None)
     planned = {source_name(name): tensor for name, tensor in planned.items()} | left_out

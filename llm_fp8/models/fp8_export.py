@@ -80,13 +80,13 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     checkpoint = StoredCheckpoint(weight_files(source), hf_config)
     unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
     model, files = model_on_meta(hf_config), checkpoint.files
-    layout, layers = stored_parts(model) or {}, {f"{name}.weight" for name in linear_layers(model)}
+    layout, layers = stored_parts(model), {f"{name}.weight" for name in linear_layers(model)}
     stored = {part: name for name, parts in layout.items() for part in parts}
-    if not stored or any(part.strides for part in stored) or not layers:
+    if any(part.strides for part in stored) or not layers:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
     weights = {part.hf_name for part, name in stored.items() if name in layers}
     # On the meta device: it checks names, shapes and dtypes, and copies nothing.
-    filler, index = hf_filler(model, layout, checkpoint.stored), dict[str, str]()
+    filler, index = hf_filler(model, checkpoint.stored), dict[str, str]()
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         for path in files:
             contents = dict(_in_fp8(path, weights, filler))

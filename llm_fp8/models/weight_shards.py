@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
-from llm_fp8.models.source import text_config
+from llm_fp8.models.source import reading_model, text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
@@ -90,9 +90,9 @@ class _CopiesAreViews(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]] | None:
+def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     """Name in `saved_tensors` -> the tensors of the model's files that it is made of: of the experts of a layer, which
-    transformers 5 keeps as one tensor, each expert's. None where they are more than views of it.
+    transformers 5 keeps as one tensor, each expert's. `UserError` where they are more than views of it.
 
     transformers' own conversion is asked, with tensors without memory, which tell where in it each result begins.
     """
@@ -101,15 +101,14 @@ def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]] | None:
         return own
     tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in own.items()}
     owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
-    with _CopiesAreViews():
-        named = {own[name][0].hf_name: tensor for name, tensor in tensors.items()}
-        stored = revert_weight_conversion(model, named)
+    named = {own[name][0].hf_name: tensor for name, tensor in tensors.items()}
     found: dict[str, list[Part]] = {name: [] for name in own}
-    for stored_name, view in stored.items():
-        owner = owners.get(StorageWeakRef(view.untyped_storage()), "")
-        if not owner or (part := _part_of(stored_name, view, own[owner][0].shape)) is None:
-            return None
-        found[owner].append(part)
+    with reading_model("layout of its files", model.config.name_or_path), _CopiesAreViews():
+        for stored_name, view in revert_weight_conversion(model, named).items():
+            owner = owners.get(StorageWeakRef(view.untyped_storage()), "")
+            if not owner or (part := _part_of(stored_name, view, own[owner][0].shape)) is None:
+                raise ValueError(f"'{stored_name}' is computed from tensors of the model")
+            found[owner].append(part)
     kept: Any = getattr(model, "stored_as_they_are", frozenset())
     return {name: own[name] if own[name][0].hf_name in kept else tuple(parts) for name, parts in found.items()}
 
@@ -230,14 +229,17 @@ def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
     return lambda name: any(pattern.match(one) for one in (name, renamed(name)))
 
 
-def hf_filler(
-    model: PreTrainedModel, parts: Mapping[str, tuple[Part, ...]], checkpoint_names: Iterable[str]
-) -> WeightFiller:
+def hf_filler(model: PreTrainedModel, checkpoint_names: Iterable[str]) -> WeightFiller:
     """Fills this rank's shards of a Hugging Face model. Like `from_pretrained` it takes names with or without the base
     model's prefix, a tied matrix from whichever of its names is stored, and experts in one tensor too, as which an
-    export then stores them. `parts`: `stored_parts` of the model.
+    export then stores them.
     """
-    tensors, own, prefix = saved_tensors(model), parts_of(model), f"{model.base_model_prefix}."
+    tensors, own, parts, prefix = (
+        saved_tensors(model),
+        parts_of(model),
+        stored_parts(model),
+        f"{model.base_model_prefix}.",
+    )
     passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
     renamed, left_out = renaming_on_load(model), is_left_out(model)
 

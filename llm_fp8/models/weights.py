@@ -22,11 +22,10 @@ from llm_fp8.models.weight_shards import (
     initialize_shards_,
     is_te_model,
     local_shard,
-    stored_parts,
     te_filler,
 )
 from llm_fp8.optim.adamw_master import give_remainder_
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import reading
 
 _FETCH = "Fetch or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")
@@ -99,11 +98,8 @@ def fill_weights(
     if is_te_model(model):
         blocks = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
         filler = te_filler(te_llama.spec_of(model), blocks)
-    elif (parts := stored_parts(model)) is not None:
-        filler = hf_filler(model, parts, stored.stored)
     else:
-        what = "its files hold tensors that are computed from the model's"
-        raise UserError(f"--model_name {model.config.name_or_path}: {what}; it needs --sharding_mode ddp.")
+        filler = hf_filler(model, stored.stored)
     place = next(model.parameters()).device
     for path in stored.files:
         with open_weights(path, place) as tensors:

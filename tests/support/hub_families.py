@@ -198,14 +198,14 @@ def examine(name: str, folder: Path) -> Row:
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
     linears, experts = _linears(model), any("grouped" in one.reason for one in routed_modules(model).values())
     assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
-    sharded = "yes" if stored_parts(model) is not None else "no: files hold other tensors than the model"
+    stored_parts(model)  # raises where ranks could not load their shards
     return Row(
         family=name,
         te="yes" if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES else "no",
         fp8=_all_but(*(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])),
         packing=packing,
         lora=_check_adapter(options, folder),
-        sharded=sharded,
+        sharded="yes",
     )
 
 
