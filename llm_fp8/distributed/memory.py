@@ -177,16 +177,7 @@ class RunSize:
         in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
         fp8_weights = layers * layer_linear if in_fp8 else 0
 
-        if self.spec is None:
-            q, kv, f, lora = spec.q_size, spec.kv_size, spec.intermediate_size, config.lora
-            elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm
-            elements += (2 * h + q + kv) * (lora.lora_rank > 0)
-            masks = (5 * h + q + f) * (lora.lora_dropout > 0)
-            per_layer = float(_BF16 * elements + masks + config.data.max_seq_length)
-        else:
-            per_layer = saved_bytes(spec, recipe, self.adapted, config.lora.lora_rank)
-        if config.precision.fp8_bf16_modules:  # some modules are bf16: an upper bound
-            per_layer = max(per_layer, saved_bytes(spec, "bf16", self.adapted, config.lora.lora_rank))
+        per_layer = self._layer_bytes(spec)
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
 
         chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
@@ -220,14 +211,13 @@ class RunSize:
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
         graphs = config.model.cuda_graphs
-        one_micro_batch = config.optim.gradient_accumulation_steps == 1 and (self.sharded or not graphs)
-        parts: tuple[float, ...] = (state + gathered, activations, head)
+        copies = 2 if graphs and not self.sharded else 1  # of the graphs, and of an eager micro-batch
+        moments = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:
             state += all_gradients  # the graphs' from one step to the next, beside those of an eager micro-batch
-        elif graphs:
-            parts = (state, 2 * activations, 2 * head)  # of the graphs, and of an eager micro-batch
-        if one_micro_batch:
-            ends = [
+        one_micro_batch = config.optim.gradient_accumulation_steps == 1
+        if one_micro_batch and copies == 1:
+            moments = [
                 (state + gathered - all_gradients, activations, head),
                 (state + gathered, tokens * per_layer, 0.0),  # the end of the backward pass
             ]
@@ -235,8 +225,8 @@ class RunSize:
                 # torch 2.11's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, drops them and
                 # allocates their shards; its loop variable still holds the last one, which is the head's.
                 in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
-                ends.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
-            parts = max(ends, key=sum)
+                moments.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
+        parts = max(moments, key=sum)
         beside = 0.0
         if self.sharded:
             beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
@@ -248,6 +238,17 @@ class RunSize:
             beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
+
+    def _layer_bytes(self, spec: DecoderSpec) -> float:
+        """Bytes that a layer keeps per token: at most, where it is Hugging Face's, or only some modules are in fp8."""
+        lora = self.config.lora
+        if self.spec is not None:
+            recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
+            return max(saved_bytes(spec, recipe, self.adapted, lora.lora_rank) for recipe in recipes)
+        h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
+        elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * (lora.lora_rank > 0)
+        masks = (5 * h + q + f) * (lora.lora_dropout > 0)
+        return float(_BF16 * elements + masks + self.config.data.max_seq_length)
 
     @property
     def is_bounded(self) -> bool:
