@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Mapping
 
-import pynvml
 import torch
 from accelerate import Accelerator
 
@@ -21,6 +20,8 @@ MIN_INTERVAL_S = 1.0  # with figures: the counter moves in jumps of about a tent
 def energy_j(device: torch.device) -> float:
     """What the energy counter of `device` says, in J; NaN where it has none or cannot be read."""
     if device.type == "cuda":
+        import pynvml  # here, since a machine without a GPU may lack it
+
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()  # again costs nothing
             # NVML numbers all GPUs of the host, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of its own.
