@@ -2,8 +2,7 @@
 compute a token.
 
 transformers 5 keeps the experts of a layer in one module with parameters of three dimensions [experts, ...], which one
-grouped GEMM computes; elsewhere they are a list of modules. Either way the router, a module with `top_k`, is their
-neighbour. Shared experts are ordinary linear layers, or such a parameter in a module of that name.
+grouped GEMM computes. The router, a module with `top_k`, is their neighbour. Shared experts are ordinary linear layers.
 
 Experts stay in bf16 also in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
 tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 torchao's reached 236 and TE's GroupedLinear 55.
@@ -46,19 +45,13 @@ def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
     """Every module with weights of experts, and every router that is an `nn.Linear`; empty in a dense model."""
     found: dict[nn.Module, Routed] = {}
     for name, module in model.named_modules():
-        if weights := expert_weights(module):
-            num_experts, holders = len(weights[0]), [module]
-        elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.endswith("experts"):
-            num_experts, holders = len(module), [inner for inner in module.modules() if hasattr(inner, "in_features")]
-        else:
+        if not (weights := expert_weights(module)):
             continue
-        if "shared" in name.rpartition(".")[2]:
-            found |= dict.fromkeys(holders, Routed(1.0, "shared experts, grouped GEMM"))
-            continue
+        num_experts = len(weights[0])
         router, per_token = _router_of(model, name)
         per_token = min(per_token or num_experts, num_experts)
         reason = f"{per_token} of {num_experts} experts per token, grouped GEMM"
-        found |= dict.fromkeys(holders, Routed(per_token / num_experts, reason))
+        found[module] = Routed(per_token / num_experts, reason)
         inside = dict(router.named_modules())
         if module in inside.values():  # the layer around both has `top_k`: the router is one of its children
             inside = {name: child for name, child in router.named_children() if "expert" not in name}

@@ -64,25 +64,28 @@ def test_a_hybrid_attends_in_its_attention_layers_alone():
     assert decoder_size(config).num_layers == 1
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 32, 16))
+
+
 class Block(nn.Module):
-    """The layout of other libraries: a list of experts, and a router that is a linear layer."""
+    """A layer with a router that is a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.top_k = 2
         self.gate = nn.Linear(16, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(4))
+        self.experts = Experts()
         self.shared_expert = nn.Linear(16, 4, bias=False)
         self.conv = nn.Conv1d(16, 16, 4)
 
 
-def test_a_list_of_experts_is_counted_alike_and_its_router_is_no_fp8_layer():
+def test_a_router_that_is_a_linear_layer_is_no_fp8_layer():
     block = Block()
     routed = routed_modules(block)
-    assert {module: found.share for module, found in routed.items()} == {
-        block.gate: 1.0,
-        **dict.fromkeys(block.experts, 0.5),
-    }
+    assert {module: found.share for module, found in routed.items()} == {block.gate: 1.0, block.experts: 0.5}
     assert measure_coverage(block, [], "bf16", {}).linear_flops_per_token == 6 * (2 * 64 + 2 * 512)
     assert routed_modules(nn.Linear(4, 4)) == {} and torch.is_tensor(block.conv.weight)
 
