@@ -129,9 +129,10 @@ def require_trackers(names: tuple[str, ...]) -> None:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"--report_to: '{name}' is not among {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
         if name not in map(str, get_available_trackers()):
-            raise UserError(f"--report_to: {name} is not installed; run: pip install {name}")
+            flag = "--use_wandb or --report_to wandb" if name == "wandb" else "--report_to"
+            raise UserError(f"{flag}: {name} is not installed; run: pip install {name}")
         if name == "wandb":
-            require_wandb_login("--use_wandb")
+            require_wandb_login("--use_wandb or --report_to wandb")
 
 
 def require_wandb_login(asker: str) -> None:

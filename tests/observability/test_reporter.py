@@ -257,8 +257,7 @@ def test_whether_wandb_can_work_is_known_before_anything_is_trained(
 
 def test_other_trackers_get_options_logged_steps_evaluations_and_the_summary_in_one_run(tmp_path: Path) -> None:
     """TensorBoard's own reader reads what Accelerate's class wrote, through a kill after step 6 and a resume."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = a_config(tmp_path, "--report_to", "tensorboard,none", "--log_every", "2")
     for first, last in ((1, 6), (5, 9)):
         forget_accelerator()
@@ -269,7 +268,7 @@ def test_other_trackers_get_options_logged_steps_evaluations_and_the_summary_in_
             reporter.evaluation(an_evaluation(last))
             reporter.finish({"certificate": {"verdict": "certified", "num_fp8_gemm_kernels": 7}})
     folder = tmp_path / "tensorboard" / "llm-fp8"
-    events = EventAccumulator(str(folder)).Reload()
+    events = reader.EventAccumulator(str(folder)).Reload()
     found = {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
     assert found["loss"] == [(step, pytest.approx(3.0 / step)) for step in (2, 4, 6, 8)], "each step once"
     assert found["eval_loss"] == [(9, 2.0)] and found["certificate/num_fp8_gemm_kernels"] == [(9, 7.0)]

@@ -136,11 +136,12 @@ def check_step(output_dir: Path) -> Result:
     with contextlib.ExitStack() as stack:
         with reading("--output_dir", output_dir, "the folder"):
             output_dir.mkdir(parents=True, exist_ok=True)
-        folder = decided_by_main(
-            lambda: stack.enter_context(
-                TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
-            )
-        )
+
+        def make_folder() -> str:
+            made = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
+            return os.path.basename(stack.enter_context(made))
+
+        folder = output_dir / decided_by_main(make_folder)  # by each rank's own path
         with contextlib.suppress(OSError):
             Path(folder, str(dist.get_rank())).touch()
         hosts = gathered(platform.node())
