@@ -89,8 +89,6 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
     taken: dict[str, Any] = {"type": kind}
     if get_origin(kind) is Literal:
         taken = {"choices": get_args(kind)}
-    elif bare is not None:
-        taken = {"type": layers_or_auto}
     elif kind is bool:
         is_open = NoneType in get_args(hint)  # None is what the run settles
         taken, bare = {"type": lambda word: None if is_open and word == "auto" else true_or_false(word)}, True
@@ -125,6 +123,7 @@ class OptionsParser(OneSentenceParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         actions["mixed_precision"].type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML's no
         actions["batch_size"].type = number_or_auto
+        actions["gradient_checkpointing"].type = layers_or_auto
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         actions["fp8_scenario"].help = f"{describe_recipes()} {actions['fp8_scenario'].help}"
 

@@ -51,7 +51,7 @@ class FsdpStrategy(DistributedStrategy):
         # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
         self._stream: torch.cuda.Stream | None = None
-        """Of the backward pass, in whose memory gradients are reduced, where they can be."""
+        """The backward pass's, in whose memory gradients are reduced; None where they cannot be."""
         self.kept_in_fp8: Precision | None = None
         """Set before `shard`, it lets `prepare` turn the weights of its fp8 modules into fp8 parameters."""
         num_ranks = accelerator.num_processes

@@ -58,7 +58,7 @@ class Capture:
             # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 work()
-        except BaseException:  # what torch and Transformer Engine leave behind then
+        except BaseException:  # torch and Transformer Engine do not restore these
             torch.cuda.set_stream(stream)
             random = torch.cuda.default_generators[torch.cuda.current_device()]
             random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured

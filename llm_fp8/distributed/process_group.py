@@ -53,7 +53,7 @@ def own_device() -> torch.device:
 
 
 def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
-    """Let go of what a run prepared, and end the group unless the run was started in it."""
+    """Free what a run prepared, and end the group unless the run was started in it."""
     # DDP goes first. As the last owner of the group it would hold the GIL and wait for gloo's threads, which need it.
     accelerator.free_memory()
     if is_own and dist.is_initialized():

@@ -175,8 +175,7 @@ class TrainingLoop:
         sharded = self.strategy.shards_parameters
 
         def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
-            with self.precision.put_off_scale_updates():
-                return self.micro_batch(batch, num_supervised, None if sharded else first)
+            return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first)
 
         if sharded:
             update = self.precision.update_scales
@@ -256,12 +255,11 @@ class TrainingLoop:
                 losses += graphs(batch, num_supervised, first)
             else:
                 reuse = first if caches_casts else None
-                # FSDP casts weights again in the backward pass: by the scales of the forward pass.
-                puts_off = strategy.shards_parameters
-                with self.precision.put_off_scale_updates() if puts_off else contextlib.nullcontext():
-                    losses += self.micro_batch(batch, num_supervised, reuse, last)
-                if puts_off:
+                if strategy.shards_parameters:  # weights are cast again in the backward pass
+                    losses += self._micro_batch_by_old_scales(batch, num_supervised, reuse, last)
                     self.precision.update_scales()
+                else:
+                    losses += self.micro_batch(batch, num_supervised, reuse, last)
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = strategy.step(self.optimizer, self._parameters, self.setup.plan.config.optim.max_grad_norm)
         self.scheduler.step()
@@ -296,6 +294,13 @@ class TrainingLoop:
                 losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
             self.strategy.backward(losses.sum())
         return losses.detach()
+
+    def _micro_batch_by_old_scales(
+        self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
+    ) -> Tensor:
+        """As `micro_batch`, with both passes by the same scales of delayed scaling: `update_scales` has to follow."""
+        with self.precision.put_off_scale_updates():
+            return self.micro_batch(batch, num_supervised, first, last)
 
     def restart_clocks(self) -> Any:
         """Restart step time and energy while the GPU is idle; returns the stamp."""
@@ -389,9 +394,10 @@ class TrainingLoop:
 
     def _leave_failed_graphs(self) -> None:
         """Go on without graphs on every rank where one rank could not capture one. Collective."""
-        if self._graphs is not None and (failures := [each for each in gathered(self._graphs.failure) if each]):
+        if self._graphs is not None and largest(self._graphs.failure is not None):
+            failure = next(each for each in gathered(self._graphs.failure) if each is not None)
             self._graphs = None
-            self._note_graphs(f"WARNING: no CUDA graph could be captured ({failures[0]}); none is used")
+            self._note_graphs(f"WARNING: no CUDA graph could be captured ({failure}); none is used")
 
     @property
     def uses_graphs(self) -> bool:

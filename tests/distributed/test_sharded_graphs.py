@@ -36,7 +36,7 @@ class Repeated:
 
 
 def fail_in_the_backward_pass(work: Callable[[], None]) -> None:
-    """In place of a capture; gathered weights and half of the gradients are left behind."""
+    """In place of a capture; gathered weights and half of the gradients remain."""
 
     def fail(gradient: Tensor) -> None:
         raise RuntimeError("not permitted while capturing")
