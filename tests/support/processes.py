@@ -61,6 +61,7 @@ def fork_server() -> None:
             code = 1
             try:
                 _serve(*fds)
+            except SystemExit:  # as the server ends
                 code = 0
             except BaseException:
                 traceback.print_exc()
