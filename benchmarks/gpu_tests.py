@@ -29,7 +29,7 @@ from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_scri
 from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic
 
 ALONE = "exclusive or whole_machine or multi_gpu"  # pytest's expression for tests that run one at a time
-WRITE_EVERY_S = 10
+WRITE_EVERY_S = 2
 
 Entry = dict[str, Any]
 
@@ -40,6 +40,7 @@ class Outcomes:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._written_s = 0.0
+        self._provenance = collect_provenance(sys.argv)
         self._tests: dict[str, Entry] = {}
         self.kept: dict[str, Entry] = {}
         if output.exists():
@@ -48,19 +49,26 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a report. pytest calls this for set-up, call and tear-down of each test, and a failure of any of them
-        is a failure of the test. A test whose process died has a single report of another kind.
+        is a failure of the test. A test whose process died has a single report of another kind. One that is under way
+        has no outcome yet.
         """
-        entry = self._tests.setdefault(report.nodeid, {"outcome": "passed", "duration_s": 0.0})
+        entry = self._tests.setdefault(report.nodeid, {"outcome": None, "duration_s": 0.0})
         entry["duration_s"] += report.duration
         if report.outcome != "passed":
             entry.update(outcome=report.outcome, reason=str(report.longrepr)[-600:])
-        if time.monotonic() > self._written_s + WRITE_EVERY_S:  # in case this process is killed
+        elif report.when == "call":
+            entry["outcome"] = "passed"
+        if time.monotonic() >= self._written_s + WRITE_EVERY_S:  # in case this process is killed
             self.write(exit_code=None)
 
-    def files(self, commit: str | None, gpu: str | None = None) -> dict[str, Entry]:
+    def files(self) -> dict[str, Entry]:
         """File -> numbers of outcomes, commit, GPU, duration and reasons of failures, of this run and kept entries."""
         found: dict[str, Entry] = {}
+        gpu = next((gpu["name"] for gpu in self._provenance["gpus"]), None)
+        commit = self._provenance["git"]["commit"]
         for name, test in self._tests.items():
+            if test["outcome"] is None:
+                continue
             new: Entry = {"outcomes": Counter(), "commit": commit, "gpu": gpu, "duration_s": 0.0, "failures": {}}
             entry = found.setdefault(name.partition("::")[0], new)
             entry["outcomes"][test["outcome"]] += 1
@@ -74,13 +82,11 @@ class Outcomes:
     def write(self, exit_code: int | None) -> None:
         """Write the record; `exit_code` is pytest's, None while tests are running."""
         self._written_s = time.monotonic()
-        provenance = collect_provenance(sys.argv)
-        gpu = next((gpu["name"] for gpu in provenance["gpus"]), None)
-        files = self.files(provenance["git"]["commit"], gpu)
+        files = self.files()
         counts: Counter[str] = Counter()
         for entry in files.values():
             counts.update(entry["outcomes"])
-        record = {"provenance": provenance, "exit_code": exit_code, "counts": dict(counts), "files": files}
+        record = {"provenance": self._provenance, "exit_code": exit_code, "counts": dict(counts), "files": files}
         write_json_atomic(self._output, record)
 
 

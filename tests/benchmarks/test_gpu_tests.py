@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.gpu_tests import Outcomes, gpu_files
 from llm_fp8.utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def report(name: str, outcome: str = "passed", when: str = "call"):
@@ -28,14 +36,38 @@ def test_outcomes_are_counted_by_file(tmp_path):
     assert record["provenance"]["packages"]
 
 
-def test_files_that_ran_before_are_kept_and_those_run_now_take_their_place(tmp_path):
+@pytest.mark.slow
+def test_a_test_under_way_when_the_processes_are_killed_has_no_outcome(tmp_path):
+    tests, output, begun = tmp_path / "a_gpu.py", tmp_path / "gpu_tests.json", tmp_path / "begun"
+    tests.write_text(f"""import pathlib, time
+
+def test_one():
+    pass
+
+def test_two():
+    pathlib.Path({str(begun)!r}).touch()
+    time.sleep(60)
+""")
+    program = "from benchmarks import gpu_tests; gpu_tests.WRITE_EVERY_S = 0; gpu_tests.main()"
+    command = [sys.executable, "-c", program, "--output", str(output), "--workers", "1", str(tests)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.1)
+        time.sleep(0.5)  # in which the report of its set-up arrives
+        os.killpg(process.pid, signal.SIGKILL)
+    record = json.loads(output.read_text())
+    assert (record["counts"], record["exit_code"]) == ({"passed": 1}, None)
+
+
+def test_files_that_ran_before_are_kept_and_those_run_now_take_their_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_FP8_COMMIT", "new")
     path = tmp_path / "gpu_tests.json"
     old = {name: {"outcomes": {"passed": 3}, "commit": "old"} for name in ("a_gpu.py", "b_gpu.py", "c_gpu.py")}
     path.write_text(json.dumps({"files": old}))
     outcomes = Outcomes(path)
     outcomes.pytest_runtest_logreport(report("a_gpu.py::one"))
     outcomes.pytest_runtest_logreport(report("b_gpu.py::one", "skipped"))  # a machine of fewer GPUs
-    files = outcomes.files("new")
+    files = outcomes.files()
     assert [files[name]["commit"] for name in sorted(files)] == ["new", "old", "old"]
 
 
