@@ -34,11 +34,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, recomputed": {"gradient_checkpointing": "auto"},  # counted with all layers
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "offload": {"offload_optimizer": 1.0},
+    "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
     "LoRA": {"lora_rank": 16},
 }
 """Way of training -> its options; the cheapest in time and quality comes first."""
 SIZES = ("batch_size", "max_seq_length", "gradient_accumulation_steps")
-SHARDED_WAYS = ("full", "full, recomputed", "adamw_8bit", "LoRA")
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled model's name -> its owner on the hub
 
 
@@ -51,9 +51,11 @@ class Row(NamedTuple):
 
     @property
     def fits(self) -> str:
-        """'yes', 'with --batch_size N' or 'no'."""
+        """'yes', 'with --batch_size N', 'no', or 'without activations' where those are not counted."""
         if self.fitted is None:
             return "no"
+        if self.run.spec is None:
+            return "without activations"
         rows = self.fitted.config.data.batch_size
         return "yes" if rows == self.run.config.data.batch_size else f"with --batch_size {rows}"
 
@@ -150,16 +152,18 @@ def rows_of(
     num_parameters, rows = count_parameters(hf_config), []
     for way, changes in WAYS.items():
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
-            if mode.startswith("fsdp") and way not in SHARDED_WAYS:
+            if mode.startswith("fsdp") and "offload_optimizer" in changes:
                 continue
             run = RunSize(config, hf_config, recipe, mode, options.num_gpus, num_parameters).changed(**changes)
             if run.spec is None:  # without a TE decoder for this model its activations are not counted
                 if "gradient_checkpointing" in changes:
                     continue
                 run = run.changed(use_te=False)
-            # Shorter micro-batches make several a step, and fsdp modes would keep whole gradients between them.
-            reduced_at_once = run.changed(sync_every_micro_batch=True) if run.sharded else run
-            rows.append(Row(way, run, run.fitted(gpu_gib) or reduced_at_once.fitted(gpu_gib)))
+            fitted = run.fitted(gpu_gib)
+            if fitted is None and run.sharded:  # whole gradients are kept between the micro-batches of a step
+                run = run.changed(sync_every_micro_batch=True)
+                fitted = run.fitted(gpu_gib)
+            rows.append(Row(way, run, fitted))
     return sorted(rows, key=lambda row: (row.fitted is None, row.fits != "yes"))
 
 
@@ -189,10 +193,11 @@ def main() -> int:
         estimate = row.run.estimate()
         table.add_row(row.way, row.run.mode, f"{estimate.total_gib:.1f}", f"{estimate.needed_gib:.1f}", row.fits)
     console.print(table, soft_wrap=False)
-    if not rows[0].run.estimate().is_whole:
+    is_whole = rows[0].run.estimate().is_whole
+    if not is_whole:
         console.print("note: without a TE decoder for this model activations, logits and casts are not counted")
     if rows[0].fitted is not None:
-        console.print(f"the cheapest that fits:\n  {rows[0].command(model_words)}")
+        console.print(f"the cheapest that {'fits' if is_whole else 'may fit'}:\n  {rows[0].command(model_words)}")
     else:
         console.print("nothing fits: take more GPUs or shorter rows")
     if options.output is not None:

@@ -15,6 +15,7 @@ from llm_fp8.tools import memory
 from llm_fp8.tools.memory import find_model, gpu_memory
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
+from tests.support.small import tiny_config
 
 
 @pytest.fixture
@@ -75,6 +76,20 @@ def test_rows_cover_every_way_and_mode_and_fitting_ones_come_first(figures):
     assert fits == sorted(fits, key=lambda words: ("yes", "with", "no").index(words.split()[0]))
     assert fits[0] == "yes" and rows[0]["training"] == "full, recomputed" and rows[0]["needed_gib"] < 79.2
     assert all(sum(row["parts_gib"].values()) == pytest.approx(row["total_gib"]) for row in rows)
+
+
+def test_figures_are_of_the_run_that_fits(figures):
+    """Sharded, and its gradients reduced after each micro-batch: whole ones would take 53 GiB of a GPU more."""
+    rows = figures("--model_name=Qwen2.5-14B", "--gpu=H100", "--num_gpus=4", "--gradient_accumulation_steps=4")["rows"]
+    fitting = [row for row in rows if row["fits"] == "yes"]
+    assert "adamw_8bit, recomputed" in {row["training"] for row in fitting if "sync_every" in row["command"]}
+    assert all(row["needed_gib"] <= 79.2 for row in fitting)
+
+
+def test_where_activations_are_not_counted_no_answer_is_yes(figures, tmp_path):
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    rows = figures(f"--model_name={tmp_path}", "--gpu=24", "--max_seq_length=64")["rows"]
+    assert {row["fits"] for row in rows} == {"without activations"}
 
 
 def test_the_printed_commands_parse(figures):
