@@ -57,7 +57,7 @@ class ExpectedKernels:
     num_fp8_gemms_per_weight: int = GEMMS_PER_WEIGHT
     fp8_linear_flop_share: float = 0.0
     num_spared_fp8_gemms: int = 0
-    """GEMMs that frozen weights do without: wgrad, and dgrad where nothing below them is trained."""
+    """wgrads of frozen weights, and dgrads of weights below which nothing is trained: neither is computed."""
 
     @classmethod
     def of_model(

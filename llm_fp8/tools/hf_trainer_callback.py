@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -143,10 +144,10 @@ class CertificateCallback(TrainerCallback):
     ) -> Certificate:
         """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.
 
-        An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, and
-        one more where the layer is recomputed. For torchao's layers it is the number of fp8 GEMMs of their recipe. A
-        model with neither must run three for every linear layer whose sizes fp8 can take. A value of fp8_config that
-        differs from the recipe in force is a failure too.
+        An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, two
+        where nothing below it is trained, and one more where the layer is recomputed. For torchao's layers it is the
+        number of fp8 GEMMs of their recipe. A model with neither must run three for every linear layer whose sizes fp8
+        can take. A value of fp8_config that differs from the recipe in force is a failure too.
         """
         kernels = kernel_times(self._profile)
         te_layers = list(te_linears(model).values())
@@ -252,8 +253,18 @@ def _expected_in_fp8(
         num_fp8_weights=sum(num_trained.values()) if layers else len(_convertible(model)),
         num_recomputed_fp8_weights=num_recomputed,
         num_fp8_gemms_per_weight=num_gemms,
+        num_spared_fp8_gemms=sum(num_trained.get(module, 0) for module in _trained_first(model)),
         fp8_linear_flop_share=measure_coverage(model, layers, "bf16", {}, most_in_fp8=num_gemms).fp8_linear_flop_share,
     )
+
+
+def _trained_first(model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights may need no dgrad, since nothing below is trained: the one that holds the first trained
+    parameter, and all of its decoder layer, where modules need not stand in the order in which they run.
+    """
+    first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
+    layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
+    return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -27,6 +27,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import AORecipeKwargs
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchao.float8 import Float8LinearConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
@@ -226,6 +227,18 @@ def test_a_step_without_a_trainer(monkeypatch):
     assert (found.verdict, found.precision, found.num_expected_fp8_gemm_kernels) == ("failed", "fp8 current", 6)
     with pytest.raises(ValueError, match="recipe 'curent'"):
         certify_step(step, model, "fp8", recipe="curent")
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_as_many_dgrads_are_expected_as_autograd_computes(monkeypatch, is_trained):
+    monkeypatch.setattr(callback_module, "can_record", lambda: True)
+    monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
+    monkeypatch.setattr(callback_module, "kernel_times", lambda _: {})
+    embedding = nn.Embedding(4, 16).requires_grad_(is_trained)
+    model = nn.Sequential(embedding, *(Linear(16, 16, bias=False) for _ in range(2)))
+    with FlopCounterMode(display=False) as counted:
+        found = certify_step(lambda: model(torch.arange(4)).sum().backward(), model, "fp8")
+    assert counted.get_total_flops() == 2 * 4 * 16 * 16 * found.num_expected_fp8_gemm_kernels
 
 
 def test_the_certificate_file_holds_the_energy_of_the_training(trained, tmp_path, capsys, monkeypatch):

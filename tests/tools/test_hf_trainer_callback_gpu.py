@@ -145,7 +145,7 @@ def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
 
     model = torch.nn.Sequential(*(te.Linear(256, 256, params_dtype=torch.bfloat16, device=device) for _ in range(2)))
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)  # so that dgrad runs twice
+    inputs = torch.randn(256, 256, device=device, dtype=torch.bfloat16)  # so that dgrad runs once
 
     def step() -> None:
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
@@ -156,7 +156,7 @@ def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
 
     step()
     found = certify_step(step, model, "fp8", recipe="current", optimizer=optimizer)
-    assert (found.verdict, found.num_expected_fp8_gemm_kernels) == ("certified", 6), found.reasons
+    assert (found.verdict, found.num_expected_fp8_gemm_kernels) == ("certified", 5), found.reasons
     assert list(found.modules.recipes) == ["Float8CurrentScaling"]
     assert certify_step(step, model, "bf16").verdict == certify_step(step, model, "fp8", "delayed").verdict == "failed"
 
