@@ -383,7 +383,7 @@ MOST_USED = (
     "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
     "batch_size", "gradient_accumulation_steps", "learning_rate", "num_epochs", "max_steps", "sharding_mode",
 )  # fmt: skip
-"""Options that --help explains; --help-all explains all."""
+"""Options that --help explains; --help_all explains all."""
 
 TRAINING_OPTIONS = (
     "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",

@@ -106,7 +106,7 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
 class OptionsParser(OneSentenceParser):
     """The command line of train_fp8.py, or with `parallel` of train_multi_gpu.py, which has `ParallelConfig` too."""
 
-    full_help = "--help-all"
+    full_help = "--help_all"
 
     def __init__(self, parallel: bool = False, **kwargs: Any) -> None:
         usage = "%(prog)s [--option value ...]"
@@ -117,7 +117,7 @@ class OptionsParser(OneSentenceParser):
             for each in dataclasses.fields(section):
                 _add_option(group, each, hints[each.name])
         others = (f"--{action.dest}" for action in self._actions if action.dest not in (*MOST_USED, "help"))
-        self.epilog = f"Further options, which --help-all explains: {', '.join(dict.fromkeys(others))}"
+        self.epilog = f"Further options, which --help_all explains: {', '.join(dict.fromkeys(others))}"
         self.add_argument("--help_all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         self.add_argument("--config", help="YAML file of 'option: value' lines; the command line wins (default: none).")
         actions = {action.dest: action for action in reversed(self._actions)}

@@ -130,7 +130,7 @@ METRICS: dict[str, Metric] = {
     "energy_j_per_million_tokens": Metric("J", "Energy of all GPUs per million positions since the last such figure."),
     "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
     "energy_j": Metric("J", "Energy of all GPUs since this process began, evaluations and checkpoints included."),
-    "num_gemm_kernels": Metric("kernels", "GEMM kernels of the first GPU in the one step that is recorded."),
+    "num_gemm_kernels": Metric("kernels", "GEMM kernels of the first GPU in a recorded step."),
     "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),
     "num_unknown_gemm_kernels": Metric("kernels", "Those whose name does not tell the type of the operands."),
     "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
 }
 """Every key that reaches metrics.jsonl, summary.json and W&B. A key keeps its meaning for good."""
 
-RECORDED_STEP = "num_gemm_kernels"  # the key that only the recorded step has
+RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 
 
 def speed_metrics(

@@ -47,7 +47,7 @@ def test_a_documented_command_means_what_it_says(command):
 
 def test_help_explains_every_option_with_its_default(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_config(["--help-all"], prog="train_multi_gpu.py", parallel=True)
+        parse_config(["--help_all"], prog="train_multi_gpu.py", parallel=True)
     assert ended.value.code == 0
     printed = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
     for field in FIELDS:
@@ -59,7 +59,7 @@ def test_help_explains_every_option_with_its_default(capsys):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_the_short_help_begins_with_the_most_used_options_and_names_all_others(parallel):
     text = OptionsParser(parallel).format_help()
-    first, others = text.split("Further options, which --help-all explains:")
+    first, others = text.split("Further options, which --help_all explains:")
     explained = set(re.findall(r"^  --(\w+)", first, re.MULTILINE)) - {"help_all", "config"}
     assert explained == {name for name in MOST_USED if parallel or name != "sharding_mode"}
     sharding = {field.name for field in dataclasses.fields(Config().parallel)}

@@ -27,7 +27,7 @@ def main() -> int:
     either.add_argument("--trace", type=Path, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
     either.add_argument("--quality", action="store_true", help="measure instead the cost of fp8, by kind of module")
     own, rest = parser.parse_known_args(sys.argv[1:])
-    if {"-h", "--help", "--help-all"} & set(rest):
+    if {"-h", "--help", "--help_all", "--help-all"} & set(rest):
         print(parser.format_help())
     config, _ = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
     for flag, path in (("--json", own.json), ("--trace", own.trace)):
@@ -59,8 +59,8 @@ def main() -> int:
 
 
 ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most") | {
-    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); CUDA graphs, which need --use_te and packing",
-    "cast": "more micro-batches a step (--gradient_accumulation_steps): weights are cast once a step",
+    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); runs with --use_te and packing take graphs",
+    "cast": "more tokens a step (--gradient_accumulation_steps, --batch_size): weights are cast once a step",
     "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
 }
 """Kernel class -> the option that acts on it."""
