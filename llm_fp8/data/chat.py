@@ -38,7 +38,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -154,7 +154,7 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
             rest = [*conversation.messages[:turn], {**message, "content": ""}, *conversation.messages[turn + 1 :]]
             unused[f"content of a turn of the role '{message['role']}'"] += same(conversation._replace(messages=rest))
     for name, number, without in _further(conversation):
-        if name not in REASONING and not (without is conversation and name in template):
+        if name not in REASONING and not (without is conversation and re.search(rf"\b{re.escape(name)}\b", template)):
             unused[f"entry '{name}'"] += number * same(without)
     return Rendered(text, list(spans.values()), from_template=True)
 
@@ -248,7 +248,7 @@ def _render(
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
         if "strftime_now(" in template:
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
-        given = {**tokenizer.special_tokens_map, **conversation.template_kwargs, **options}
+        given = {**tokenizer.special_tokens_map, **conversation.template_kwargs, "continue_final_message": False}
         # Reasoning under the names that templates read, as transformers 5.23 does by itself and 5.17 does not.
         said = [next((m[key] for key in REASONING if m.get(key) is not None), None) for m in conversation.messages]
         messages = [
@@ -256,7 +256,7 @@ def _render(
             for m, reasoning in zip(conversation.messages, said, strict=True)
         ]
         texts, marked = cast(Any, render_jinja_template)(
-            [messages], tools=conversation.tools, chat_template=template, **given
+            [messages], tools=conversation.tools, chat_template=template, **given | options
         )
         return texts[0], marked[0] if marked else []
 

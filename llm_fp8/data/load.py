@@ -3,14 +3,14 @@
     embedded                    the dataset of this repository
     owner/name                  a dataset of the Hugging Face hub
     path/to/folder              laid out as the hub lays them out, or written by `save_to_disk`
-    path/to/file.jsonl          also .json, .parquet, .csv
+    path/to/file.jsonl          also .json, .parquet, .csv, and compressed (.jsonl.gz)
     'path/to/train-*.jsonl'     all files that match, as one dataset
     any of these:configuration  one of its configurations (openai/gsm8k:main)
     any of these,another        several datasets; --dataset_weights says how many rows of each
 
 Only the files of the requested split are downloaded and converted, however large the other splits are. Cells of CSV
-files stay text, rows of JSON files what they are in the file (json_rows.py). Copies that editors and downloads leave in
-a folder are not read.
+files stay text, rows of JSON files what they are in the file (json_rows.py). A folder's other files, such as copies
+that editors and downloads leave, are not read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import itertools
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec  # type: ignore[import-untyped]
 from datasets import Dataset, Features, Json, Value
-from datasets.data_files import get_data_patterns
+from datasets.data_files import get_data_patterns, resolve_pattern
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import try_to_load_from_cache
 from pyarrow import csv
@@ -39,11 +39,12 @@ from llm_fp8.data.json_rows import ROW, JsonRows, read_row
 from llm_fp8.utils.errors import UserError, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
 DEFAULT_SPLITS = ("train_1M", "train")
 """`--split_name` defaults to the first of these that the dataset has."""
 VALIDATION_SPLIT = "validation"
-LEFTOVERS = (".bak", ".tmp", ".part", ".partial", ".crdownload", ".orig", ".old", ".swp", "~")
+DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
+LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")
+"""Names of data, compressed or not; names that are to be told where they are not read."""
 FIRST_ROWS = 1000
 """Rows of a JSON file whose columns decide how the file is read."""
 
@@ -120,19 +121,21 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     wanted, config = name, None
     if not Path(name).expanduser().exists() and ":" in name:
         wanted, _, config = name.rpartition(":")
-    path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).resolve()
+    path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).absolute()
     is_pattern = glob.has_magic(wanted) and not path.exists()
     builder, here, files = str(path) if path.is_dir() else wanted, glob.escape(str(path)), dict[str, str]()
-    if (path / "dataset_dict.json").is_file():  # a folder that `save_to_disk` wrote
+    kind = DATA_FILE.search(path.name)
+    # A folder that `save_to_disk` wrote: data-*.arrow or dataset.arrow, beside which `map` leaves cache-*.arrow.
+    if (path / "dataset_dict.json").is_file():
         folders = [folder for folder in path.iterdir() if folder.is_dir()]
-        builder, files = "arrow", {folder.name: glob.escape(str(folder)) + "/*.arrow" for folder in folders}
+        builder, files = "arrow", {folder.name: glob.escape(str(folder)) + "/data*.arrow" for folder in folders}
     elif (path / "state.json").is_file():
-        builder, files = "arrow", {"train": here + "/*.arrow"}
+        builder, files = "arrow", {"train": here + "/data*.arrow"}
     elif path.is_file() or is_pattern:
-        if path.suffix not in FILE_BUILDERS:
+        if kind is None or kind[1] not in FILE_BUILDERS:
             raise UserError(f"{flag} {name}: give files of one kind: {', '.join(FILE_BUILDERS)}.")
-        builder, files = FILE_BUILDERS[path.suffix], {"train": str(Path(wanted).expanduser()) if is_pattern else here}
-    elif not path.is_dir() and (wanted[0] in "./~" or path.suffix in FILE_BUILDERS or wanted.count("/") > 1):
+        builder, files = FILE_BUILDERS[kind[1]], {"train": str(Path(wanted).expanduser()) if is_pattern else here}
+    elif not path.is_dir() and (wanted[0] in "./~" or kind is not None or wanted.count("/") > 1):
         raise UserError(f"{flag} {name}: no such file or folder.")
     source = DatasetSource(name, builder, config=config, flag=flag)
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
@@ -157,12 +160,15 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
     found = {str(split): list(names) for split, names in builder.config.data_files.items()}
-    files = {split: [name for name in names if not name.endswith(LEFTOVERS)] for split, names in found.items()}
-    if not any(files.values()):
+    files = {split: kept for split, names in found.items() if (kept := list(filter(DATA_FILE.search, names)))}
+    if not files:
         raise FileNotFoundError("no file matches")
-    left_out = {Path(name).name for names in found.values() for name in names if name.endswith(LEFTOVERS)}
-    is_json = builder.name == "json"
-    return dataclasses.replace(source, files=files, is_json=is_json, left_out=tuple(sorted(left_out)))
+    others = set(itertools.chain(*found.values()))
+    if not options and source.config is None and Path(source.path).is_dir():  # with files of another kind or no split
+        folder = glob.escape(str(Path(source.path).resolve()))
+        others.update(filter(LIKE_DATA.search, resolve_pattern("**", folder)))
+    left_out = tuple(sorted(Path(name).name for name in others.difference(*files.values())))
+    return dataclasses.replace(source, files=files, is_json=builder.name == "json", left_out=left_out)
 
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
@@ -178,7 +184,7 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     # They are patterns to it, and names may hold [ and *.
     patterns = list(map(glob.escape, source.files[split]))
-    first = next((file for file in source.files[split] if os.path.isabs(file)), "")
+    first = next(iter(source.files[split]), "")
     if source.is_json:
         rows = JsonRows(dataset_name="json_rows", data_files={split: patterns})
         if streaming:
@@ -188,10 +194,11 @@ def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
     # A file of the hub is hf://datasets/owner/name@revision/path.
     data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", pattern) for pattern in patterns]} if patterns else None
     options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
-    if separators := [SEPARATORS[suffix] for suffix in Path(first).suffixes if suffix in SEPARATORS]:
+    if (kind := DATA_FILE.search(first)) and kind[1] in (".csv", ".tsv"):
         # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
-        how = csv.ParseOptions(delimiter=separators[0], newlines_in_values=True)
-        names = csv.open_csv(first, parse_options=how).schema.names  # fails where the first rows have more cells
+        how = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
+        with fsspec.open(first, compression="infer") as file:
+            names = csv.open_csv(file, parse_options=how).schema.names  # fails where the first rows have more cells
         options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
     return datasets.load_dataset(source.path, source.config, **options)
 

@@ -46,9 +46,10 @@ from llm_fp8.data.tokenise import (
 from llm_fp8.utils.errors import UserError
 
 STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS, STREAMED_SCAN_ROWS = 512, 200_000, 1000
-"""Rows to evaluate on from a stream, the first that are held out or of the validation split; of so many at most, which
-are read so many at a time, as `datasets` tokenises them.
+"""Rows to evaluate on from a stream: the first of the validation split, or the first that are held out of so many at
+most, which are read so many at a time, as `datasets` tokenises them.
 """
+SEEN, UNUSABLE = "their problem is trained on", "they are empty or too long"
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _prepare_map(job: _Job) -> PreparedData:
         report.count_unused(eval_rows)
         seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
         evaluation = eval_rows.select(np.flatnonzero(eval_used & ~seen))
-        report.num_eval_rows_seen_in_training = int(seen.sum())
+        report.eval_rows_left_out = {SEEN: int(seen.sum()), UNUSABLE: int((~eval_used).sum())}
         if len(evaluation) == 0:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
             raise _nothing(job.evaluation, "evaluated on", why)
@@ -289,11 +290,13 @@ def _prepare_stream(job: _Job) -> PreparedData:
         job.nothing_held_out(report, f"none of the first {report.num_rows_read} rows falls into the share")
     number = len(job.evaluation)  # each gives its part
     for part in job.evaluation:
-        open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_SCAN_ROWS // number)
+        open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_ROWS // number)
         with reading_of(part[0]):
-            usable = (row for row in open_evaluation() if row["length"])
-            evaluation.append(next_rows(usable, STREAMED_EVAL_ROWS // number))
-        report.count_unused(evaluation[-1])
+            rows = next_rows(iter(open_evaluation()), STREAMED_EVAL_ROWS // number)
+        report.count_unused(rows)
+        usable = np.flatnonzero(figures_of(rows)["length"])
+        report.eval_rows_left_out[UNUSABLE] = report.eval_rows_left_out.get(UNUSABLE, 0) + len(rows) - len(usable)
+        evaluation.append(rows.select(usable))
     if job.evaluation and not any(map(len, evaluation)):
         raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
     keys = [cache_key("", job.tokenizer, each) for each in options]

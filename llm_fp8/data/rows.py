@@ -146,7 +146,7 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """The text of a column: nothing for null, a number or a date as the file has it."""
+    """The text of a column: nothing for null and NaN, a number or a date as the file has it."""
     return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
 
 
@@ -160,7 +160,7 @@ def _text(value: Any, what: str) -> str:
         return json.dumps(value)
     if not isinstance(value, (str, int, float, decimal.Decimal, datetime.date, datetime.time, type(None))):
         raise UserError(f"--dataset_name: {what} {repr_of(value)}.")
-    return "" if value is None else str(value)
+    return "" if value is None or value != value else str(value)  # pandas writes NaN where a cell is empty
 
 
 def _structured(row: Mapping[str, Any], column: str, role: str | None = None) -> Any:
@@ -235,7 +235,8 @@ def _content(content: Any, unused: Unused) -> str:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             raise UserError(f"--dataset_name: only text is trained on, and a message has the part {repr_of(part)}.")
-        unused.update(f"entry '{name}' of a part" for name in part if name not in ("type", "text"))
+        further = (name for name, value in part.items() if name not in ("type", "text") and value is not None)
+        unused.update(f"entry '{name}' of a part" for name in further)
         texts.append(text)
     return "".join(texts)
 

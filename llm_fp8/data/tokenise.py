@@ -84,8 +84,8 @@ class DataReport:
     num_rows_of_batches: int = 0
     """Sequences of the used rows."""
     num_eval_rows: int = 0
-    num_eval_rows_seen_in_training: int = 0
-    """Rows left out because their problem is trained on."""
+    eval_rows_left_out: dict[str, int] = field(default_factory=dict)
+    """Why rows that were given to evaluate on are not used -> how many."""
     unused: Counter[str] = field(default_factory=Counter)
     """What of the rows is not used -> how often."""
     nothing_held_out: str = ""
@@ -118,7 +118,8 @@ class DataReport:
 
     def forget_rows(self) -> None:
         """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
-        kept = {name: getattr(self, name) for name in ("max_seq_length", "num_eval_rows", "nothing_held_out")}
+        names = ("max_seq_length", "num_eval_rows", "eval_rows_left_out", "nothing_held_out")
+        kept = {name: getattr(self, name) for name in names}
         files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
         vars(self).update(vars(DataReport(**kept, unused=Counter(files))))
 
@@ -130,14 +131,15 @@ class DataReport:
         )
 
     def told_unused(self) -> str:
-        return "not used: " + ", ".join(f"{what} ({number})" for what, number in self.unused.most_common())
+        return "not used: " + (", ".join(f"{what} ({n})" for what, n in self.unused.most_common()) or "nothing else")
 
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""
-        seen = f", {self.num_eval_rows_seen_in_training} left out because their problem is trained on"
-        seen = seen if self.num_eval_rows_seen_in_training else ""
+        told = "".join(
+            f", {number} left out because {why}" for why, number in self.eval_rows_left_out.items() if number
+        )
         begun = "" if self.num_rows_of_batches else "the beginning of the stream: "
-        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{seen}"]
+        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{told}"]
         if self.padding_efficiency is not None:  # else it is the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
             filled = f"{self.padding_efficiency:.1%} of the positions filled"

@@ -84,8 +84,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that is nearest; empty where none is near."""
-    near = difflib.get_close_matches(wrong, map(str, known), n=1)
+    """' (did you mean X?)' with the name in `known` that begins so or is nearest; empty where none is near."""
+    names = list(map(str, known))
+    near = [name for name in names if name.startswith(wrong)] or difflib.get_close_matches(wrong, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

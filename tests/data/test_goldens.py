@@ -94,6 +94,7 @@ def test_training_begins_where_generation_does(name: str) -> None:
     assert mask.index(True) == len(prompt) and (dated or ids[: len(prompt)] == prompt)
 
 
+NONE_SUCH = "template arguments that are none"
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
@@ -113,7 +114,7 @@ def test_masks_are_those_of_transformers_where_a_template_marks(template: str | 
         except UserError:
             continue
         # Of these the template is given something else, or two marked parts touch.
-        ours = ("a developer", "tools and arguments as text", "functions of 2023", "two answers in a row")
+        ours = ("a developer", "tools and arguments as text", "functions of 2023", "two answers in a row", NONE_SUCH)
         if title not in ours and form not in AS_THEY_STAND and document.input_ids and not conversation.excluded:
             options: dict[str, Any] = {"tools": conversation.tools, **conversation.template_kwargs}
             whole = tokenizer.apply_chat_template(

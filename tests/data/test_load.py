@@ -36,7 +36,8 @@ def test_files(tmp_path: Path) -> None:
     dataset.to_csv(tmp_path / "a.csv")
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    for name in ("a.parquet", "a.csv", "a.jsonl", "a.json"):
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for name in ("a.parquet", "a.csv", "a.jsonl", "a.json", "b.jsonl.gz"):
         assert _read(tmp_path / name) == ROWS, name
 
 
@@ -46,7 +47,7 @@ def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, name: str) -
     text = "problem,generated_solution\n" + "".join(f"p{i},{cell}\n" for i, cell in enumerate(cells))
     text = text.replace(",", "\t").replace("a\t", "a,") if "tsv" in name else text
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    for place in (tmp_path, tmp_path / name) if name == "train.csv" else (tmp_path,):
+    for place in (tmp_path, tmp_path / name) if name != "train.tsv" else (tmp_path,):
         assert [row["generated_solution"] for row in _read(place)] == [*cells[:-1], 'a, "b"']
 
 
@@ -83,6 +84,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read("hub") == ROWS, "only the files of the split are read"
     Dataset.from_list(ROWS).save_to_disk("one")
     DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}).save_to_disk("two")
+    datasets.load_from_disk("one").map(lambda row: {"problem": "cached"})  # leaves a file beside the others
     assert _read("one") == ROWS and _read("two", "test") == ROWS[:1]
     assert len(_read("embedded", "validation")) == 300
 

@@ -98,10 +98,10 @@ def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path)
 def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_path: Path) -> None:
     rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
     others = [_row(f"What is {i} - 1?", f"{i - 1}") for i in range(10)]
-    write_jsonl(tmp_path / "validation.jsonl", [*others, _row("WHAT IS 3 + 3?", "6")])
+    write_jsonl(tmp_path / "validation.jsonl", [*others, _row("WHAT IS 3 + 3?", "6"), _row("?", "")])
     write_jsonl(tmp_path / "test.jsonl", others[:3])
     data = prepare(tmp_path)
-    assert data.report.num_eval_rows == 10 and data.report.num_eval_rows_seen_in_training == 1
+    assert data.report.num_eval_rows == 10 and list(data.report.eval_rows_left_out.values()) == [1, 1]
     assert _row_ids([data.eval]) == list(range(10)) and _row_ids(_take(data)) == list(range(len(rows)))
     few = ["--no_packing", "--batch_size=8", "--eval_batches=3"]
     assert len(_row_ids([prepare(tmp_path, *few, asked_batch_size=2).eval])) == 6, "merged rows are not more of them"

@@ -78,7 +78,8 @@ def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
     rows[3]["messages"].append({"role": "user", "content": "Thanks"})
     path = write_jsonl(tmp_path / "train.jsonl", rows)
-    write_jsonl(tmp_path / "train.jsonl.bak", rows)
+    for name in (others := ("train.jsonl.filepart", "train-1.jsonl~", "train.csv")):
+        write_jsonl(tmp_path / name, rows)
     wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is supervised": 1}
     for options in (["--preprocessing_workers=2"], ["--preprocessing_workers=2"], ["--streaming", "--max_steps=1"]):
         data = _prepare(path, tokenizer, "--validation_fraction=0", *options)
@@ -90,15 +91,15 @@ def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path
             assert data.report.to_dict()["unused"] == wanted
             assert all(f"{what} ({number})" in data.description for what, number in wanted.items())
     data = _prepare(tmp_path, tokenizer, "--validation_fraction=0")
-    assert data.report.num_rows_read == 12 and data.report.unused["file 'train.jsonl.bak'"] == 1
+    assert data.report.num_rows_read == 12 and all(data.report.unused[f"file '{name}'"] == 1 for name in others)
 
 
 def test_text_and_nulls_stay_as_the_file_has_them(tokenizer: Any, tmp_path: Path) -> None:
-    cells = ['"2024-05-01"', '"02134"', '"None"', "12345678901234567890123", "1.50", "true", '"é\u2028\u00a0"', '"1e5"']
+    cells = ['"2024-05-01"', '"02134"', '"None"', "12345678901234567890123", "1.50", "true", '"é\u2028\u00a0"', "NaN"]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}: ", "completion": {cell}}}\n' for i, cell in enumerate(cells)))
     read = [text.removesuffix("<|eos|>") for text in _texts(_prepare(path, tokenizer), tokenizer)]
-    assert read == [cell.strip('"') for cell in cells]
+    assert read == [*(cell.strip('"') for cell in cells[:-1]), ""]
     rows = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": CALL}]}] * 2
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
     Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
