@@ -1,4 +1,4 @@
-"""Write an exported model in fp8 for inference, and say what that costs in eval loss: `llm-fp8 export-fp8`."""
+"""Write an exported model in fp8 for inference, and say what that costs in eval loss."""
 
 from __future__ import annotations
 
