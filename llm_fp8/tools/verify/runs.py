@@ -121,9 +121,9 @@ def train_in_each(setup: Setup, backend: Backend, recipes: Iterable[str], *words
     for name in recipes:
         judge(result, train(setup, name, *fp8_words(backend, name), *words), baseline)
     if not result.failures:
-        where = "certified" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
         attention = baseline.summary["attention_backend"]
-        result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {where}; attention: {attention}"
+        where = f"certified; attention: {attention}" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
+        result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {where}"
     return result
 
 
