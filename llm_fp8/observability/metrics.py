@@ -126,6 +126,7 @@ METRICS: dict[str, Metric] = {
     "fp8_linear_flop_share": Metric("share", "Share of the linear layers' FLOPs that the fp8 recipe covers."),
     "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since this process began."),
     "peak_reserved_memory_gib": Metric("GiB", "Most memory that PyTorch's allocator took from the first GPU."),
+    "num_alloc_retries": Metric("retries", "Times the first GPU was full and PyTorch freed its cache, which stalls."),
     "peak_memory_gib_max_rank": Metric("GiB", "The most of any rank; runs of several processes."),
     "energy_j_per_million_tokens": Metric("J", "Energy of all GPUs per million positions since the last such figure."),
     "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
@@ -207,7 +208,17 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     return {
         "peak_memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
         "peak_reserved_memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        "num_alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }
+
+
+def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
+    """A sentence where PyTorch's allocator ran out of room in later steps; None where it did not."""
+    later = [step["num_alloc_retries"] for step in steps[len(steps) // 2 :] if "num_alloc_retries" in step]
+    if not later or later[-1] == later[0]:
+        return None
+    count = f"{later[-1] - later[0]:.0f} times in {len(later)} steps"
+    return f"WARNING: the GPU was full {count}, and PyTorch stalled to free its cache: lower --batch_size or shard more"
 
 
 def perplexity(loss: float) -> float:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.side_files import Origin
-from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.observability.step_profile import describe_gpu_idle, gpu_idle
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
@@ -176,6 +176,8 @@ def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
         say("\n".join(certificate.describe() for certificate in certificates))
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
+    if full := describe_full_gpu(loop.reporter.own_steps()):
+        say(full)
     say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):
         say(f"  best checkpoint {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")

@@ -16,6 +16,7 @@ from llm_fp8.observability.metrics import (
     METRICS,
     DecoderSize,
     StepTokens,
+    describe_full_gpu,
     peak_tflops,
     speed_metrics,
 )
@@ -100,3 +101,9 @@ def test_peaks_are_dense(name: str, bf16: float, fp8: float | None) -> None:
 def test_the_documented_keys_and_units_are_those_of_the_metrics() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", DOCUMENT.read_text(), re.MULTILINE)
     assert rows == [(key, metric.unit) for key, metric in METRICS.items()]
+
+
+def test_a_gpu_that_is_full_in_later_steps_is_said():
+    steps = [{"num_alloc_retries": count} for count in (0, 2, 2, 3, 5, 5)]
+    assert "the GPU was full 2 times in 3 steps" in describe_full_gpu(steps)
+    assert describe_full_gpu(steps[:3]) is None is describe_full_gpu([{"loss": 1.0}])
