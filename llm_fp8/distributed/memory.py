@@ -226,6 +226,12 @@ class RunSize:
                 # allocates their shards; its loop variable still holds the last one, which is the head's.
                 in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
                 moments.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
+        if recomputed == layers and mode == "fsdp_full" and not (unsharded or self.adapted):
+            # A recomputed layer and its gradients, beside the weights of the layer below, the fp32 gradients of the one
+            # above as they are reduced, and the head's.
+            beside_layer = (2 * _BF16 + _FP32 + _FP32 / num_gpus) * layer_linear + _BF16 * h * vocabulary
+            made = state - all_gradients if one_micro_batch else state
+            moments.append((made + gathered + beside_layer, activations, tokens * per_layer))
         parts = max(moments, key=sum)
         beside = 0.0
         if self.sharded:

@@ -90,6 +90,8 @@ def test_published_parameter_counts():
         "Qwen2.5-7B": 7_615_616_512,
         "Qwen2.5-14B": 14_770_033_664,
         "Qwen3-8B": 8_190_735_360,
+        "Qwen3-32B": 32_762_123_264,
+        "Llama-3.1-70B": 70_553_706_496,
     }
     for name, count in counts.items():
         spec = decoder_spec(AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json"))
