@@ -173,7 +173,8 @@ class RunSize:
         layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
         tokens = max(1, config.data.batch_size * config.data.max_seq_length)
         outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # embedding and head, a unit of FSDP
-        recomputed = len(recomputed_layers(config.model.gradient_checkpointing, layers))
+        recomputes = recomputed_layers(config.model.gradient_checkpointing, layers)
+        recomputed = len(recomputes)
         in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
         fp8_weights = layers * layer_linear if in_fp8 else 0
 
@@ -226,12 +227,14 @@ class RunSize:
                 # allocates their shards; its loop variable still holds the last one, which is the head's.
                 in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
                 moments.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
-        if recomputed == layers and mode == "fsdp_full" and not (unsharded or self.adapted):
-            # A recomputed layer and its gradients, beside the weights of the layer below, the fp32 gradients of the one
-            # above as they are reduced, and the head's.
+        if recomputed and mode == "fsdp_full" and not (unsharded or self.adapted):
+            # The last recomputed layer and its gradients, beside the weights of the layer below, the fp32 gradients of
+            # the one above as they are reduced, and the head's.
             beside_layer = (2 * _BF16 + _FP32 + _FP32 / num_gpus) * layer_linear + _BF16 * h * vocabulary
             made = state - all_gradients if one_micro_batch else state
-            moments.append((made + gathered + beside_layer, activations, tokens * per_layer))
+            kept_below = recomputes[-1] + 1 - recomputed
+            below = tokens * (kept_below * per_layer + _BF16 * h * recomputed)
+            moments.append((made + gathered + beside_layer, below, tokens * per_layer))
         parts = max(moments, key=sum)
         beside = 0.0
         if self.sharded:
