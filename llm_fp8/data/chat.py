@@ -93,7 +93,7 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
     if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         with suppress(UserError):  # a template that refuses this may take others
-            after = _apply_template(tokenizer, Conversation(turns)).rpartition(answer)[2].lstrip()
+            after = _render(tokenizer, Conversation(turns))[0].rpartition(answer)[2].lstrip()
             ending = [i for i in _tokenise([after], tokenizer)[0][:1] if i in tokenizer.added_tokens_decoder]
     eos = (*ending, tokenizer.eos_token_id)[0]
     if not isinstance(eos, int):
@@ -131,16 +131,17 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
 def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     unused, template = conversation.unused, str(tokenizer.chat_template)
     conversation = _as_the_template_takes_it(conversation, tokenizer)
-    text = _apply_template(tokenizer, conversation)
+    text = _render(tokenizer, conversation)[0]
     locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
     spans = locate(text, conversation, tokenizer)
 
     def same(other: Conversation) -> bool:
         with suppress(UserError):  # what fails without something needs that
-            return _apply_template(tokenizer, other) == text
+            return _render(tokenizer, other)[0] == text
         return False
 
     supervised = conversation.supervised_turns()
+    unused["assistant's turn that the template does not mark"] += max(0, len(supervised) - len(spans))
     for turn, message in enumerate(conversation.messages):
         start, end = spans.get(turn, (0, len(text)))
         # An assistant's reasoning, without the tags, around which some templates write white space.
@@ -154,8 +155,8 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
             rest = [*conversation.messages[:turn], {**message, "content": ""}, *conversation.messages[turn + 1 :]]
             unused[f"content of a turn of the role '{message['role']}'"] += same(conversation._replace(messages=rest))
     for name, number, without in _further(conversation):
-        if name not in REASONING and not (without is conversation and re.search(rf"\b{re.escape(name)}\b", template)):
-            unused[f"entry '{name}'"] += number * same(without)
+        is_used = re.search(rf"\b{re.escape(name)}\b", template) if without is conversation else name in REASONING
+        unused[f"entry '{name}'"] += 0 if is_used else number * same(without)
     return Rendered(text, list(spans.values()), from_template=True)
 
 
@@ -190,7 +191,7 @@ def _as_the_template_takes_it(conversation: Conversation, tokenizer: PreTrainedT
             ]
             other = given._replace(messages=changed)
             with suppress(UserError):
-                _apply_template(tokenizer, other)
+                _render(tokenizer, other)[0]
                 return other
     return given
 
@@ -227,18 +228,11 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, add_generation_prompt: bool = False
-) -> str:
-    """The text that the chat template makes of a conversation."""
-    return _render(tokenizer, conversation, add_generation_prompt=add_generation_prompt)[0]
-
-
 def _render(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """That text and, with `return_assistant_tokens_mask`, the ranges that the template marks in it. A template is a
-    program, and may raise anything.
+    """The text that the chat template makes of a conversation and, with `return_assistant_tokens_mask`, the ranges that
+    it marks in it. A template is a program, and may raise anything.
     """
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
@@ -248,7 +242,8 @@ def _render(
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
         if "strftime_now(" in template:
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
-        given = {**tokenizer.special_tokens_map, **conversation.template_kwargs, "continue_final_message": False}
+        given = {**tokenizer.special_tokens_map, **conversation.template_kwargs}
+        given |= {"add_generation_prompt": False, "continue_final_message": False, **options}
         # Reasoning under the names that templates read, as transformers 5.23 does by itself and 5.17 does not.
         said = [next((m[key] for key in REASONING if m.get(key) is not None), None) for m in conversation.messages]
         messages = [
@@ -256,7 +251,7 @@ def _render(
             for m, reasoning in zip(conversation.messages, said, strict=True)
         ]
         texts, marked = cast(Any, render_jinja_template)(
-            [messages], tools=conversation.tools, chat_template=template, **given | options
+            [messages], tools=conversation.tools, chat_template=template, **given
         )
         return texts[0], marked[0] if marked else []
 
@@ -290,9 +285,9 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
         essence = answer or str(calls[0] if calls else "")
         # Phi-3's template has an EOS after the last turn.
-        until = _apply_template(tokenizer, conversation.until(turn + 1)).removesuffix(str(tokenizer.eos_token))
+        until = _render(tokenizer, conversation.until(turn + 1))[0].removesuffix(str(tokenizer.eos_token))
         if turn:
-            whole = _apply_template(tokenizer, conversation.until(turn), add_generation_prompt=True)
+            whole = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
         else:  # templates have no prompt for a first turn: it begins with its content
             content = message["content"].strip()
             whole = until[: until.rfind(content if content and content in until else essence or until)]
@@ -300,7 +295,7 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         before = next(filter(until.startswith, prompts), None)
         if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":
             # After another answer, which Qwen3's and OLMo 2's templates then show in another way.
-            opening = whole[len(_apply_template(tokenizer, conversation.until(turn))) :]
+            opening = whole[len(_render(tokenizer, conversation.until(turn))[0]) :]
             at = until.rfind(opening, 0, until.rfind(essence)) if opening else -1
             before = until[: at + len(opening)] if at >= 0 else None
             prompts.append(before or whole)

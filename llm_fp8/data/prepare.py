@@ -63,7 +63,7 @@ class PreparedData:
     description: str
     """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
     eos_ids: tuple[int, ...]
-    """The ids with which the documents trained on end (`trained_eos`): one, unless datasets of several forms differ."""
+    """The ids with which the documents trained on end, those of `trained_eos` first."""
 
 
 def prepare_data(
@@ -200,7 +200,9 @@ class _Job:
             sequences, key = sequence_readers(plan, document_reader(evaluation)), content_key(figures["document_key"])
             limit = None if config.run.eval_batches is None else config.run.eval_batches * self.eval_batch_size
             evals = EvalLoader(sequences, key, self.collate, size, self.share, limit)
-        return PreparedData(loader, evals, report, "\n".join(lines), self.eos_ids)
+        # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
+        ends = sorted((end for end, _ in report.ends.most_common()), key=lambda end: end not in self.eos_ids)
+        return PreparedData(loader, evals, report, "\n".join(lines), tuple(ends) or self.eos_ids)
 
 
 def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:

@@ -110,11 +110,12 @@ def detect_columns(
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     """The row's messages up to the last supervised turn; of text that stands as it is, a prompt and an answer."""
     unused = Unused()
-    read = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
+    history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
+    read = []
     if form in ("messages", "sharegpt"):
-        read += [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
+        read = [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     elif form == "prompt_messages":
-        read += [(_message(turn, unused)[0], False) for turn in _structured(row, "prompt", "user")]
+        read = [(_message(turn, unused)[0], False) for turn in _structured(row, "prompt", "user")]
         read += [_message(turn, unused) for turn in _structured(row, "completion", "assistant")]
     else:
         *asked, answer = (text_of(row, column) for column in COLUMNS[form])
@@ -123,7 +124,9 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
             asked, answer = ["\n\n".join(filter(None, map(str.strip, asked)))], answer.strip()
         turns = [*({"role": "user", "content": text} for text in asked), {"role": "assistant", "content": answer}]
         is_whole = answer.strip() and (form in AS_THEY_STAND or asked[0])
-        read = [*read, *((turn, True) for turn in turns)] if is_whole else []
+        read = [(turn, True) for turn in turns] if is_whole else []
+    start = int(bool(read) and read[0][0]["role"] in SYSTEM)
+    read[start:start] = history if read else []
     for column in ("system", "system_prompt"):
         if (system := text_of(row, column)).strip() and read:
             if read[0][0]["role"] in SYSTEM:

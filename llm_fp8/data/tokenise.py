@@ -44,6 +44,7 @@ FEATURES = Features(
         "length": Value("int32"),
         "num_supervised": Value("int32"),  # after the shift: the first token is never predicted
         "outcome": Value("int8"),  # an `Outcome`
+        "end": Value("int32"),  # the last token; -1 where the row is not used, or not whole
         "problem_key": Value("int64"),  # hash of the problem, by which the held-out share is cut
         "document_key": Value("int64"),  # hash of input_ids and supervised
         "row_id": Value("int64"),  # index of the row in the dataset's split
@@ -53,7 +54,7 @@ FEATURES = Features(
 _CGROUP = "/sys/fs/cgroup"
 CPU_QUOTAS = ((f"{_CGROUP}/cpu.max",), (f"{_CGROUP}/cpu/cpu.cfs_quota_us", f"{_CGROUP}/cpu/cpu.cfs_period_us"))
 """Files that hold a cgroup's quota of CPU time and its period, in microseconds: version 2's, version 1's."""
-FIGURES = ("length", "num_supervised", "outcome", "problem_key", "document_key")
+FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
 """Columns of `FIGURES`, [number of rows] each."""
 
@@ -86,6 +87,8 @@ class DataReport:
     num_eval_rows: int = 0
     eval_rows_left_out: dict[str, int] = field(default_factory=dict)
     """Why rows that were given to evaluate on are not used -> how many."""
+    ends: Counter[int] = field(default_factory=Counter)
+    """Ids with which the used documents end -> how many."""
     unused: Counter[str] = field(default_factory=Counter)
     """What of the rows is not used -> how often."""
     nothing_held_out: str = ""
@@ -109,6 +112,7 @@ class DataReport:
         self.num_empty += outcomes[Outcome.EMPTY]
         self.num_tokens += int(figures["length"][used].sum())
         self.num_supervised_tokens += int(figures["num_supervised"][used].sum())
+        self.ends += Counter(figures["end"][used & (figures["end"] >= 0)].tolist())
         self.count_unused(tokenised)
 
     def count_unused(self, tokenised: Dataset) -> None:
@@ -233,7 +237,8 @@ def _tokenise_batch(
             ids, supervised = [], []
         keys = problem_key(read.problem()), document_key(ids, supervised)
         told = json.dumps(+read.unused, sort_keys=True) if read.unused else "{}"
-        made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), *keys, row_id, told))
+        end = ids[-1] if outcome is Outcome.USED else -1
+        made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), end, *keys, row_id, told))
     return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
 
 
@@ -279,9 +284,10 @@ def tokenise(
 
     `num_workers`: processes, None for as many as the job has cores, where the dataset is large enough.
     """
-    wanted = [*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form]]
+    wanted = (*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form])
+    free = {name: name for name in wanted if name not in options.renames.values()}
     is_json = dataset.column_names == [ROW]  # whose rows may have other columns than the first ones
-    columns = {ours: theirs for ours in wanted if (theirs := options.renames.get(ours, ours)) in names or is_json}
+    columns = {ours: theirs for ours, theirs in {**free, **options.renames}.items() if theirs in names or is_json}
     read = [ROW] if is_json else list(columns.values())
     selected = dataset.select_columns(read)
     others = [name for name in names if name not in columns.values()]

@@ -50,11 +50,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """The data options of the run that exported the model, else the defaults, with those of the command line."""
+    """The data options of the run that exported the model, for another dataset those that are not about rows, else the
+    defaults, with those of the command line.
+    """
     given = {name: value for name in DATA_OPTIONS if (value := getattr(options, name)) is not None}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
-    if record.is_file() and Path(options.model_name).is_dir() and "dataset_name" not in given:
+    if record.is_file() and Path(options.model_name).is_dir():
         known = {field.name for field in dataclasses.fields(DataConfig)}
+        known = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in given else known
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
     found = DataConfig(**{**recorded, **given, "packing": False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -117,8 +118,9 @@ def test_text_and_nulls_stay_as_the_file_has_them(tokenizer: Any, tmp_path: Path
 
 
 def test_a_csv_file_has_a_system_prompt_and_lists_as_json(tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('instruction,output,system,history\nq,a,Be brief.,"[[""1"",""2""]]"\nr,b,,\n')
-    data = _prepare(tmp_path / "a.csv", tokenizer, "--validation_fraction=0")
+    (tmp_path / "a.csv").write_text('input,output,system,history\nq,a,Be brief.,"[[""1"",""2""]]"\nr,b,,\n')
+    data = _prepare(tmp_path / "a.csv", tokenizer, "--validation_fraction=0", "--columns=instruction=input")
+    assert "[user] r<|eos|>" in str(tokenizer.decode(data.train._sequences.read([1])[0].input_ids))  # type: ignore
     assert _texts(data, tokenizer) == ["2<|eos|>a<|eos|>", "b<|eos|>"] and "[system] Be brief." in data.description
 
 
@@ -132,6 +134,16 @@ def test_a_document_in_the_system_prompt_makes_another_problem(tokenizer: Any, t
         assert data.eval is None and "WARNING: nothing to evaluate on" in data.description
         with pytest.raises(UserError, match="--validation_fraction"):
             _prepare(path, tokenizer, "--validation_fraction=0.00001", *streaming)
+
+
+def test_the_ends_of_the_documents_are_what_the_export_lists(tokenizer: Any, tmp_path: Path) -> None:
+    """Also where the template refuses the conversation that it is asked for its end."""
+    other = copy.deepcopy(tokenizer)
+    needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
+    other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")
+    path = write_jsonl(tmp_path / "a.jsonl", [_chat(i, system="s") for i in range(20)])
+    for streaming in ([], ["--streaming", "--max_steps=1"]):
+        assert _prepare(path, other, *streaming).eos_ids == (other.pad_token_id,)
 
 
 def test_the_template_and_its_arguments_are_options(tmp_path: Path) -> None:
