@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare our trainer with TRL, torchtitan 0.2, NeMo Automodel and Unsloth, each from its own package.
+"""Compare our trainer with TRL, torchtitan 0.3, NeMo Automodel and Unsloth, each from its own package.
 
     pip install --target /tmp/rivals/trl trl         # each with what it needs, in a folder of its own
     python benchmarks/rivals.py --model Llama-3.2-1B --text gsm8k.jsonl --output rivals_1b.json \\
@@ -12,7 +12,7 @@ micro-batches. A variant that fails becomes an entry with the reason.
 
 A step is timed from one optimizer step to the next, with a synchronisation in torch's hook after every optimizer step,
 so that no trainer is changed to be measured. Padding is not counted as tokens. The kernels of a warm-up step show
-whether fp8 ran. torchtitan packs text without regard to documents, and its llama3 ties no embeddings.
+whether fp8 ran.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> package and options."""
 SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8)}
 """Model -> (rows of a micro-batch, micro-batches of a step)."""
-FLAVOURS = {"Llama-3.2-1B": "1B", "Llama-3.2-3B": "3B", "Llama-3.1-8B": "8B"}  # our architecture -> torchtitan's
 RECORDED_STEP = 7  # its kernels are recorded; our own runs record their fifth
 WARMUP = 8  # steps that are not timed
 STEPS = 14
@@ -254,58 +253,86 @@ def train_unsloth(job: Job, probe: Probe) -> None:
     train_sft(job, probe, model, job["options"], processing_class=tokenizer)
 
 
+def adapt_torch() -> bool:
+    """Add what torchtitan 0.3 needs of a torch after 2.11, as far as its Llama does; returns whether it was missing."""
+    distributed: Any = torch.distributed
+    if not hasattr(distributed, "set_timeout"):
+        distributed.set_timeout = distributed.distributed_c10d._set_pg_timeout
+    if hasattr(importlib.import_module("torch.distributed.fsdp"), "DataParallelMeshDims"):
+        return False
+    distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
+    decoder = importlib.import_module("torchtitan.models.common.decoder")
+    create = decoder.create_attention_mask
+    decoder.create_attention_mask = lambda *args, separate_full_blocks=True, **options: create(*args, **options)
+    return True
+
+
 def train_torchtitan(job: Job, probe: Probe) -> None:
-    """Run torchtitan 0.2, with the rows added to its datasets and the smaller models to its flavours."""
-    options = {
-        "model.name": "llama3",
-        "model.flavor": FLAVOURS[job["architecture"]],
-        "model.hf_assets_path": job["model"],
-        "job.dump_folder": job["folder"],
-        "training.dataset": "rows",
-        "training.dataset_path": job["rows"],
-        "training.local_batch_size": job["batch_size"],
-        "training.global_batch_size": job["batch_size"] * job["micro_batches"] * job["num_gpus"],
-        "training.seq_len": job["seq_length"],
-        "training.steps": STEPS,
-        "training.dtype": "float32",
-        "optimizer.lr": LEARNING_RATE,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.min_lr_factor": 1.0,
-        "activation_checkpoint.mode": "none",
-        "metrics.log_freq": 1,
-    }
-    if "recipe" in job["options"]:
-        options["model.converters"] = "quantize.linear.float8"
-        options["quantize.linear.float8.recipe_name"] = job["options"]["recipe"]
-        options["quantize.linear.float8.filter_fqns"] = "output"
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    sys.argv = ["torchtitan", *words, "--compile.enable"]  # torchtitan reads it while it is imported
-    from datasets import load_dataset
+    """Run torchtitan 0.3 by its llama3_8b with the job's model, rows and shape, compiled, and the answers of chats that
+    its own loader packs. 8B on one GPU is in bf16 throughout, with what is cheap recomputed.
+    """
+    is_old = adapt_torch()
+    from torchtitan import train
     from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-    from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
+    from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.hf_datasets.text_datasets import ChatDataLoader, ChatDataset
+    from torchtitan.models.llama3 import config_registry, model_registry
 
+    fp8 = [
+        Float8LinearConverter.Config(recipe_name=recipe, filter_fqns=["lm_head"], model_compile_enabled=True)
+        for option, recipe in job["options"].items()
+    ]
+    config = config_registry.llama3_8b()
+    config.model_spec = model_registry(job["architecture"].rpartition("-")[2], converters=fp8)
+    config.loss.loss_fn.global_vocab_size = config.model_spec.model.vocab_size
+    if is_old:
+        config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch, as does chunked loss
+        config.loss = config.loss.loss_fn
+    config.hf_assets_path = job["model"]
+    config.dump_folder = job["folder"]
+    config.profiler.enable_profiling = config.validator.enable = config.checkpoint.enable = False
+    config.metrics = MetricsProcessor.Config(log_freq=1)
+    config.optimizer = config_registry.default_adamw(lr=LEARNING_RATE)
+    config.lr_scheduler.warmup_steps = 0
+    config.lr_scheduler.min_lr_factor = 1.0
+    config.training.local_batch_size = job["batch_size"]
+    config.training.global_batch_size = job["batch_size"] * job["micro_batches"] * job["num_gpus"]
+    config.training.seq_len = job["seq_length"]
+    config.training.steps = STEPS
+    config.training.disable_cuda_graphs = True  # they refuse packed documents
+    if job["architecture"] == "Llama-3.1-8B" and job["num_gpus"] == 1:
+        config.training.dtype = "bfloat16"
+    else:
+        config.activation_checkpoint = None
+    config.compile.enable = True
+    config.dataloader = ChatDataLoader.Config(
+        dataset_path="json",
+        load_dataset_kwargs={"data_files": job["rows"], "split": "train"},
+        sample_processor=lambda row: [
+            {"role": "user", "content": row["problem"]},
+            {"role": "assistant", "content": row["generated_solution"]},
+        ],
+    )
     log = MetricsProcessor.log
+    flush = ChatDataset._flush_buffers
 
-    def log_loss(self: Any, step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+    def log_loss(self: Any, step: int, loss: float, *args: Any, **options: Any) -> None:
         probe.losses.append(loss)
-        log(self, step, loss, *args, **kwargs)
+        log(self, step, loss, *args, **options)
 
-    def as_text(row: dict[str, Any]) -> str:
-        return f"user:\n{row['problem']}\n\nassistant:\n{row['generated_solution']}"
+    def count_row(self: Any) -> Any:
+        inputs, labels = flush(self)
+        last = int((inputs["positions"] == 0).nonzero()[-1])
+        is_padding = bool((labels[last:] < 0).all())
+        probe.count_tokens(job["batch_size"] * (last if is_padding else len(labels)))
+        return inputs, labels
 
     MetricsProcessor.log = log_loss
-    loader = lambda path: load_dataset("json", data_files=path, split="train")  # noqa: E731
-    DATASETS["rows"] = DatasetConfig(path=job["rows"], loader=loader, sample_processor=as_text)
-    shared = {"n_kv_heads": 8, "multiple_of": 1024, "rope_theta": 500000}
-    llama3_args["1B"] = TransformerModelArgs(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5, **shared)
-    llama3_args["3B"] = TransformerModelArgs(dim=3072, n_layers=28, n_heads=24, ffn_dim_multiplier=1.0, **shared)
-    probe.attention = "sdpa"
-    probe.tokens_per_step = job["batch_size"] * job["micro_batches"] * job["seq_length"]
-    from torchtitan.train import Trainer, main
-
-    main(Trainer)
+    ChatDataset._flush_buffers = count_row
+    config_registry.of_job = lambda: config
+    probe.attention = "flex_attention"
+    sys.argv = ["torchtitan", "--module", "llama3", "--config", "of_job"]
+    train.main()
 
 
 def train_automodel(job: Job, probe: Probe) -> None:
