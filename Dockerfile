@@ -14,8 +14,8 @@
 #   your configs/        -v "$(pwd)/configs:/workspace/configs"
 #   a cluster            scripts/slurm_multi_node.sbatch
 #
-# This image has not been built or run: no Docker daemon was at hand. What was: scripts/quickstart.sh --gpu, with CUDA 13.0 and without a GPU;
-# the same versions on GPUs, outside a container; hadolint; tests/scripts/test_containers.py. InfiniBand in a container is untried.
+# Run so far, without Docker: the steps below in a bare Debian 12, with torch for CPUs and no Transformer Engine, then trainings as USER_ID;
+# quickstart.sh --gpu with CUDA 13.0; the same versions on GPUs. Not run: NVIDIA's image and entry point, a GPU or InfiniBand in a container.
 
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 

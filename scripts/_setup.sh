@@ -120,7 +120,7 @@ has_nvcc() { command -v nvcc >/dev/null || [[ -x ${CUDA_HOME:-/usr/local/cuda}/b
 # The sentence for what usually goes wrong in the log $1 of an installation of Transformer Engine.
 explain_te_failure() {
     local cuda version again="rm $venv/installed-requirements-gpu.txt &&"
-    cuda=$("$venv_python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null) || cuda=13.0
+    cuda=$("$venv_python" -c 'import torch; print(torch.version.cuda or 13.0)' 2>/dev/null) || cuda=13.0
     version=$(sed -nE 's/.*detected CUDA version \(([0-9.]+)\).*/\1/p' "$1" | head -n 1)
     if [[ -n $version ]]; then
         printf '%s\n' "the CUDA toolkit is $version and torch needs $cuda; run: $again CUDA_HOME=/usr/local/cuda-$cuda $this_command"
