@@ -148,12 +148,6 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={forms.get(type(value), str)(value)}" for name, value in given.items()]
 
 
-def _yaml_arguments(path: str) -> list[str]:
-    """The `words_of` a YAML file."""
-    with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
-        return words_of(yaml.safe_load(Path(path).expanduser().read_bytes()) or {})
-
-
 def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
     `ParallelConfig`. `UserError` for unknown options and choices, and as `check_options`.
@@ -179,7 +173,10 @@ def parse_launch(
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
     """The options, unchecked, and the names of those that were given."""
     path = parser.parse_known_args(argv)[0].config
-    words = _yaml_arguments(path) if path else []
+    words = list[str]()
+    if path:
+        with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
+            words = words_of(yaml.safe_load(Path(path).expanduser().read_bytes()) or {})
     parser.origin = f"--config {path}: "
     parser.parse_args(words)  # alone, so that an error names the file
     parser.origin = ""

@@ -107,20 +107,17 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any], step: int) -> None:
-    """Put entries of the summary.json into W&B's summary; to others, which have none, its numbers are of `step`."""
-    entries = tracked_summary(summary)
+    """Put scalars of the summary.json, nested ones as `part/key`, into W&B's summary, without what is there already; to
+    others, which have none, its numbers are of `step`.
+    """
+    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
+    flat = {key: value for key, value in flattened(parts, "/") if value is not None}
+    entries = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
     if name == "wandb":
         tracker.tracker.summary.update(entries)
     else:
         tracker.log({key: value for key, value in entries.items() if not isinstance(value, str)}, step=step)
-
-
-def tracked_summary(summary: dict[str, Any]) -> dict[str, Any]:
-    """The part of summary.json for trackers: scalars, nested ones as `part/key`, without what they have already."""
-    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
-    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
-    flat = {key: value for key, value in flattened(parts, "/") if value is not None}
-    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:

@@ -236,11 +236,9 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    num_gemms = GEMMS_PER_WEIGHT
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
-    if is_torchao:
-        num_gemms = min(num_fp8_gemms_of(layer.config) for layer in layers)
+    num_gemms = min(num_fp8_gemms_of(layer.config) for layer in layers) if is_torchao else GEMMS_PER_WEIGHT
     recomputed_layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False) is True]
     recomputed = {module for layer in recomputed_layers for module in layer.modules()}
     num_trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
@@ -259,8 +257,8 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights may need no dgrad, since nothing below is trained: the one that holds the first trained
-    parameter, and all of its decoder layer, where modules need not stand in the order in which they run.
+    """The modules whose weights may need no dgrad: that of the first trained parameter, with the rest of its layer, in
+    which modules need not stand in the order in which they run.
     """
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)

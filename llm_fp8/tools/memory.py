@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
 """Part of a GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
-WITHOUT_FP8 = ("a100",)
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -112,7 +111,7 @@ def gpu_memory(name: str | None) -> tuple[str, float, bool]:
         return properties.name, properties.total_memory / 2**30, (properties.major, properties.minor) >= (8, 9)
     for key, gib in GPUS.items():
         if key in name.lower():
-            return name, gib, key not in WITHOUT_FP8
+            return name, gib, key != "a100"
     number = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)(gi?b)?", name.lower())
     if number is None:
         raise UserError(f"--gpu {name}: give a known name ({', '.join(GPUS)}) or the GPU's memory in GiB, as 80.")
