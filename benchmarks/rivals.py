@@ -474,7 +474,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="Llama-3.2-1B", choices=SHAPES)
     parser.add_argument("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded)")
     parser.add_argument("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (default: all)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     parser.add_argument("--num_gpus", type=int, default=1, help="default %(default)s")
     parser.add_argument("--seq_length", type=int, default=1024, help="default %(default)s")
     parser.add_argument("--timeout_s", type=float, default=300, help="time limit of a training (default %(default)s)")
@@ -484,9 +484,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if options.output is None:
             raise UserError("--output is missing; name the JSON file of the results.")
         require_writable("--output", options.output)
-        for name in options.variants.split(","):
-            if name not in VARIANTS:
-                raise UserError(f"--variants {name} is none of {', '.join(VARIANTS)}.")
         for package in options.packages:
             if "=" not in package:
                 raise UserError(f"--packages {package}: write NAME=FOLDER.")
@@ -516,7 +513,7 @@ def main() -> int:
             "batch_size": batch_size,
             "micro_batches": micro_batches,
         }
-        for name in options.variants.split(","):
+        for name in options.variants:
             package, own = VARIANTS[name]
             job = {"name": name, "package": package, "options": own, **shared}
             entries.append(measure(job, sites.get(package), scratch, options.timeout_s))
