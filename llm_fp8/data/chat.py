@@ -143,19 +143,21 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
     supervised = conversation.supervised_turns()
     unused["assistant's turn that the template does not mark"] += max(0, len(supervised) - len(spans))
     for turn, message in enumerate(conversation.messages):
-        start, end = spans.get(turn, (0, len(text)))
+        (start, end), content = spans.get(turn, (0, len(text))), message["content"].strip()
         # An assistant's reasoning, without the tags, around which some templates write white space.
-        thoughts = _THINK_TAGS.split(message["content"])[:-1] if message["role"] == "assistant" else []
-        thoughts += {str(message[name]) for name in REASONING if name in message}
-        unshown = [each for each in thoughts if each.strip() not in text[start:end]]
+        *thoughts, answer = _THINK_TAGS.split(message["content"]) if message["role"] == "assistant" else [""]
+        thoughts.extend({str(message[name]) for name in REASONING if name in message})
+        beside = "".join(text[start:end].rpartition(answer.strip() or "\0")[::2])  # which may repeat a thought
+        unshown = [each for each in thoughts if each.strip() not in beside]
         unused["reasoning that the chat template does not show"] += len(unshown)
         if turn in supervised:
             _check_shown(message, text[start:end], template, unused)
-        elif message["content"].strip() not in text:  # it may be quoted there
+        elif text.count(content) < sum(each["content"].count(content) for each in conversation.messages):
             rest = [*conversation.messages[:turn], {**message, "content": ""}, *conversation.messages[turn + 1 :]]
             unused[f"content of a turn of the role '{message['role']}'"] += same(conversation._replace(messages=rest))
     for name, number, without in _further(conversation):
-        is_used = re.search(rf"\b{re.escape(name)}\b", template) if without is conversation else name in REASONING
+        variable = rf"(?<![\w.'\"]){re.escape(name)}\b"
+        is_used = re.search(variable, template) if without is conversation else name in REASONING
         unused[f"entry '{name}'"] += 0 if is_used else number * same(without)
     return Rendered(text, list(spans.values()), from_template=True)
 

@@ -127,8 +127,8 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     kind = DATA_FILE.search(path.name)
     # A folder that `save_to_disk` wrote: data-*.arrow or dataset.arrow, beside which `map` leaves cache-*.arrow.
     if (path / "dataset_dict.json").is_file():
-        folders = [folder for folder in path.iterdir() if folder.is_dir()]
-        builder, files = "arrow", {folder.name: glob.escape(str(folder)) + "/data*.arrow" for folder in folders}
+        parts = [part.name for part in path.iterdir() if part.is_dir()]
+        builder, files = "arrow", {part: f"{here}/{glob.escape(part)}/data*.arrow" for part in parts}
     elif (path / "state.json").is_file():
         builder, files = "arrow", {"train": here + "/data*.arrow"}
     elif path.is_file() or is_pattern:

@@ -201,8 +201,9 @@ class _Job:
             limit = None if config.run.eval_batches is None else config.run.eval_batches * self.eval_batch_size
             evals = EvalLoader(sequences, key, self.collate, size, self.share, limit)
         # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
-        ends = sorted((end for end, _ in report.ends.most_common()), key=lambda end: end not in self.eos_ids)
-        return PreparedData(loader, evals, report, "\n".join(lines), tuple(ends) or self.eos_ids)
+        taught = [end for end in self.eos_ids if end in report.ends or end != self.tokenizer.eos_token_id]
+        ends = tuple(dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())]))
+        return PreparedData(loader, evals, report, "\n".join(lines), ends or self.eos_ids)
 
 
 def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:

@@ -111,7 +111,6 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     """The row's messages up to the last supervised turn; of text that stands as it is, a prompt and an answer."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
-    read = []
     if form in ("messages", "sharegpt"):
         read = [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     elif form == "prompt_messages":

@@ -98,6 +98,7 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
         config.setdefault("tie_word_embeddings", False)
     for part in _parts(config):
         part.pop("quantization_config", None)  # the weights were dequantised
+        part.pop("auto_map", None)  # no code was run that a source brings along, and none is copied
         part.update({key: value for key, value in found.items() if key in part})
 
 
@@ -166,6 +167,7 @@ def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
+    entries.pop("auto_map", None)
     if entries.get("tokenizer_class") == "TokenizersBackend":
         entries["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(entries.get("extra_special_tokens"), list):

@@ -50,9 +50,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """The data options of the run that exported the model, for another dataset those that are not about rows, else the
-    defaults, with those of the command line.
-    """
+    """The data options of the model's run, for another dataset those that fit any, and those of the command line."""
     given = {name: value for name in DATA_OPTIONS if (value := getattr(options, name)) is not None}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():

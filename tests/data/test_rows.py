@@ -144,6 +144,9 @@ def test_the_ends_of_the_documents_are_what_the_export_lists(tokenizer: Any, tmp
     path = write_jsonl(tmp_path / "a.jsonl", [_chat(i, system="s") for i in range(20)])
     for streaming in ([], ["--streaming", "--max_steps=1"]):
         assert _prepare(path, other, *streaming).eos_ids == (other.pad_token_id,)
+    as_phi3 = "{% if not add_generation_prompt %}<|eos|>{% endif %}"
+    other.chat_template = TEMPLATE.replace("<|eos|>", "<|pad|>") + as_phi3
+    assert _prepare(path, other).eos_ids == (other.pad_token_id, other.eos_token_id)
 
 
 def test_the_template_and_its_arguments_are_options(tmp_path: Path) -> None:
