@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpus import visible_gpus
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
-from llm_fp8.utils.json_files import read_json, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 
 ALONE = "exclusive or whole_machine or multi_gpu"  # pytest's expression for tests that run one at a time
 WRITE_EVERY_S = 2
@@ -119,12 +119,11 @@ def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list
 def main() -> int:
     """Run the selected tests and record them; returns pytest's exit code."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--output", required=True, type=Path, help="JSON file to write")
+    parser.add_argument("--output", required=True, type=writable, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")
     parser.add_argument("tests", nargs="*", default=["tests"], help="test files or folders (default: all of tests)")
     parser.add_argument("--missing", action="store_true", help="run only files without an entry or with a failure")
     options = parser.parse_args()
-    require_writable("--output", options.output)
     for path in options.tests:
         if not Path(path).exists():
             raise UserError(f"{path}: no such file or folder of tests.")

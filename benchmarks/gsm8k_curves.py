@@ -40,7 +40,7 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, reading, run_script
-from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 VARIANTS = {
@@ -198,7 +198,7 @@ def finished_runs(
     settings: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """The runs that an earlier call left in --output, and their provenance. Raises `UserError` for other options."""
-    output = Path(settings.output)
+    output: Path = settings.output
     if not output.exists():
         return [], []
     with reading("--output", output, "the runs of this script", "Give another file."):
@@ -222,7 +222,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns"
     )
-    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("--output", required=True, type=writable, help="JSON file to write")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every variant (default 1,2,3)")
     parser.add_argument(
         "--variants",
@@ -262,7 +262,6 @@ def check(settings: argparse.Namespace) -> None:
             raise UserError(f"--{name} must be at least 1, not {getattr(settings, name)}.")
     if not Path(settings.data).is_file():
         raise UserError(f"--data {settings.data}: no such file; give GSM8K's training problems as jsonl.")
-    require_writable("--output", Path(settings.output))
 
 
 def main() -> int:
@@ -285,7 +284,7 @@ def main() -> int:
     def write(comparison: dict[str, Any] | None) -> None:
         runs.sort(key=lambda run: order.index((run["variant"], run["seed"])))
         origin = {"provenance": collect_provenance(sys.argv), "earlier_provenance": earlier_provenance}
-        write_json_atomic(Path(settings.output), {**origin, "comparison": comparison, "runs": runs})
+        write_json_atomic(settings.output, {**origin, "comparison": comparison, "runs": runs})
 
     done = {(run["variant"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:

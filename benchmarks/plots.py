@@ -29,7 +29,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
-from llm_fp8.utils.json_files import read_json, require_writable
+from llm_fp8.utils.json_files import read_json, writable
 
 Row = dict[str, Any]
 
@@ -309,11 +309,10 @@ def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("plot", choices=["speed", "parts", "curves", "pretrained"])
     parser.add_argument("results", type=Path, help="JSON file of the benchmark")
-    parser.add_argument("output", type=Path, help="PNG file to write")
+    parser.add_argument("output", type=writable, help="PNG file to write")
     parser.add_argument("--row", help="speed, parts: row of the speed table; needed if the file has several")
     parser.add_argument("--variants", help="speed, parts: variants to draw, in this order, separated by commas")
     options = parser.parse_args()
-    require_writable("output", options.output)
     if options.plot in ("speed", "parts"):
         rows = read_rows(options.results, options.row, options.variants.split(",") if options.variants else None)
         (draw_speed if options.plot == "speed" else draw_parts)(rows, options.output)

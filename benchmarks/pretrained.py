@@ -54,7 +54,7 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.compare.statistics import t_interval
 from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
-from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 _FP8 = ("--use_te", "--mixed_precision", "fp8")
@@ -247,7 +247,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneSentenceParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with pretrained weights")
     parser.add_argument("--data", type=Path, required=True, help="JSONL file in OpenMathInstruct-2's columns")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=writable, required=True)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--learning_rates", default=",".join(map(str, LEARNING_RATES)))
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each learning rate but the main one")
@@ -264,7 +264,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     began = time.monotonic()
     settings = make_parser().parse_args()
-    require_writable("--output", settings.output)
     runs: list[dict[str, Any]] = []
     if settings.output.exists():
         runs = [run for run in read_json(settings.output)["runs"] if "failed" not in run]

@@ -51,7 +51,7 @@ from llm_fp8.utils.json_files import (
     json_line,
     read_json,
     read_jsonl,
-    require_writable,
+    writable,
     write_json_atomic,
     write_text_atomic,
 )
@@ -478,12 +478,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num_gpus", type=int, default=1, help="default %(default)s")
     parser.add_argument("--seq_length", type=int, default=1024, help="default %(default)s")
     parser.add_argument("--timeout_s", type=float, default=300, help="time limit of a training (default %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--output", type=writable, help="JSON file for the results")
     options = parser.parse_args(argv)
     if options.job is None:
         if options.output is None:
             raise UserError("--output is missing; name the JSON file of the results.")
-        require_writable("--output", options.output)
         for package in options.packages:
             if "=" not in package:
                 raise UserError(f"--packages {package}: write NAME=FOLDER.")

@@ -18,7 +18,7 @@ from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"
-_FILE = "accelerate's launch configuration"
+LAUNCH_FILE = "accelerate's launch configuration"
 _PREFIXES = tuple(f"ACCELERATE_{name}_" for name in ("FP8", "DEEPSPEED", "GRADIENT", "DYNAMO"))
 _PREFIXES += ("FSDP_", "PARALLELISM_CONFIG_")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -89,7 +89,7 @@ def _key(variable: str) -> str:
 
 
 def _not_supported(what: str) -> UserError:
-    return UserError(f"{what} of {_FILE} is not supported here; change it (docs/multi_gpu.md).")
+    return UserError(f"{what} of {LAUNCH_FILE} is not supported here; change it (docs/multi_gpu.md).")
 
 
 def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
@@ -101,7 +101,7 @@ def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
         raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
     is_sharded = any(is_on(environ.get(f"ACCELERATE_USE_{name}", "")) for name in ENGINES)
     if not parallel and (is_sharded or LaunchRanks.from_environment(environ).world_size > 1):
-        raise UserError("train_fp8.py trains in one process, and the launcher asks for more; use train_multi_gpu.py.")
+        raise UserError("train_fp8.py is one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
     for name in () if is_launched else _TORCHRUN:
         environ.pop(name, None)
 
@@ -118,7 +118,7 @@ def apply_launch_settings(
     found, idle = _take(environ)
     values, flags, unset = {**DEFAULTS, **found}, config.options, Config().options
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
-    with reading(_FILE, "of this run", "an entry"):
+    with reading(LAUNCH_FILE, "of this run", "an entry"):
         asked = {"sharding_mode": "ddp"} if is_ddp else {}
         asked |= _sharding(values)
         mode = asked.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
@@ -129,9 +129,9 @@ def apply_launch_settings(
         # The file switches FSDP or DeepSpeed on, the flag may say which form of it.
         is_form = name == "sharding_mode" and (entry == "ddp" or flag.split("_")[0] == entry.split("_")[0])
         if flag != entry and not is_form:
-            raise UserError(f"--{name} {flag} contradicts {_FILE}, which asks for {entry}; change one.")
+            raise UserError(f"--{name} {flag} contradicts {LAUNCH_FILE}, which asks for {entry}; change one.")
     config = config.with_options(**{name: value for name, value in asked.items() if name not in kept})
-    return config, [f"{key} of {_FILE} does nothing here." for key in idle]
+    return config, [f"{key} of {LAUNCH_FILE} does nothing here." for key in idle]
 
 
 def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]:

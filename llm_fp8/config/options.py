@@ -166,7 +166,7 @@ class DataConfig:
         below=1,
     )
     num_of_samples: int | None = option(None, "Use only the first rows of the split (default: all).", at_least=1)
-    streaming: bool = option(False, "Read the dataset as a stream, without preparing all of it first.")
+    streaming: bool = option(False, "Read the dataset as a stream, without preparing it first.", needs=("max_steps",))
     max_seq_length: int = option(1024, "Tokens of a sequence; see --overlong for longer samples.", at_least=1)
     batch_size: int = option(
         8, "Sequences of a micro-batch per GPU, or auto: as many as fit.", alias="per_device_train_batch_size"
@@ -178,7 +178,10 @@ class DataConfig:
         None, "JSON of what the chat template is given, as in '{\"enable_thinking\": false}'; a row's column wins."
     )
     preprocessing_workers: int | None = option(
-        None, f"Processes for tokenisation (default: the job's cores, one per {ROWS_PER_WORKER:,} rows).", at_least=1
+        None,
+        f"Processes for tokenisation (default: the job's cores, one per {ROWS_PER_WORKER:,} rows).",
+        excludes={"streaming": "rows are tokenised as they come"},
+        at_least=1,
     )
 
     @property
@@ -204,7 +207,7 @@ class OptimConfig:
     """Optimizer, schedule and length of the training."""
 
     num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs", at_least=1)
-    max_steps: int | None = option(None, "Optimizer steps to stop after (default: --num_epochs).", at_least=1)
+    max_steps: int | None = option(None, "Optimizer steps to stop after, in place of --num_epochs.", at_least=1)
     learning_rate: float = option(
         1e-5,
         f"Peak (default: 1e-5, {LORA_LEARNING_RATE:g} for LoRA, {SCRATCH_LEARNING_RATE:g} for random weights).",

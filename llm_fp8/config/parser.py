@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.accelerate_env import apply_launch_settings, check_launch
+from llm_fp8.config.accelerate_env import LAUNCH_FILE, apply_launch_settings, check_launch
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
     EMBEDDED,
@@ -29,7 +29,7 @@ from llm_fp8.config.options import (
 )
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
-from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
+from llm_fp8.utils.errors import OneSentenceParser, positive, reading
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -51,12 +51,10 @@ class _HelpAll(argparse.Action):
 
 def number_or_auto(word: str) -> int:
     """The type of --batch_size: a number of at least 1, or 'auto'."""
-    if word != "auto" and int(word) < 1:
-        raise UserError(f"--batch_size must be at least 1, or auto, not {word}.")
-    return AUTO_BATCH_SIZE if word == "auto" else int(word)
+    return AUTO_BATCH_SIZE if word == "auto" else positive(word)
 
 
-def layers_or_auto(word: str) -> float | str:
+def number_or_share_or_auto(word: str) -> float | str:
     """The type of --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
     if word == "auto":
         return word
@@ -65,13 +63,18 @@ def layers_or_auto(word: str) -> float | str:
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     if not 0 <= float(word) <= 1:
-        raise UserError(f"--gradient_checkpointing must be a whole number, a share up to 1, or auto, not {word}.")
+        raise ValueError("it is no share")
     return float(word)
 
 
 def true_or_false(word: str) -> bool:
     """The boolean that a word stands for."""
     return ("no", "false", "0", "yes", "true", "1").index(word.lower()) > 2
+
+
+def true_or_false_or_auto(word: str) -> bool | None:
+    """The same, or None, which is what the run settles."""
+    return None if word == "auto" else true_or_false(word)
 
 
 def with_underscores(word: str) -> str:
@@ -90,8 +93,7 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
     if get_origin(kind) is Literal:
         taken = {"choices": get_args(kind)}
     elif kind is bool:
-        is_open = NoneType in get_args(hint)  # None is what the run settles
-        taken, bare = {"type": lambda word: None if is_open and word == "auto" else true_or_false(word)}, True
+        taken, bare = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}, True
     elif kind is str:
         taken = {"type": os.path.expanduser}  # no shell replaces `~` in a file or after `=`
     if bare is not None:
@@ -123,7 +125,7 @@ class OptionsParser(OneSentenceParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         actions["mixed_precision"].type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML's no
         actions["batch_size"].type = number_or_auto
-        actions["gradient_checkpointing"].type = layers_or_auto
+        actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         actions["fp8_scenario"].help = f"{describe_recipes()} {actions['fp8_scenario'].help}"
 
@@ -148,7 +150,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={forms.get(type(value), str)(value)}" for name, value in given.items()]
 
 
-def parse_config(argv: list[str], prog: str | None = None, parallel: bool = False) -> Config:
+def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
     """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
     `ParallelConfig`. `UserError` for unknown options and choices, and as `check_options`.
     """
@@ -163,9 +165,12 @@ def parse_launch(
     """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
     for each entry of the launcher's file that has no effect here.
     """
-    config, given = _read(argv, OptionsParser(parallel, description=description))
+    parser = OptionsParser(parallel, description=description)
+    given, names = _read(argv, parser)
     check_launch(environ, parallel)
-    config, idle = apply_launch_settings(config, environ, given)
+    config, idle = apply_launch_settings(given, environ, names)
+    parser.origin = f"{LAUNCH_FILE}: "
+    parser.parse_args(words_of({name: each for name, each in config.options.items() if each != given.options[name]}))
     check_options(config)
     return config, idle
 
@@ -178,7 +183,8 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             words = words_of(yaml.safe_load(Path(path).expanduser().read_bytes()) or {})
     parser.origin = f"--config {path}: "
-    parser.parse_args(words)  # alone, so that an error names the file
+    if parser.parse_args(words).config is not None:  # alone, so that an error names the file
+        parser.error("it names another --config, which is not read")
     parser.origin = ""
     given = vars(parser.parse_args([*words, *argv]))
     named = frozenset(given)

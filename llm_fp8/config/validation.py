@@ -20,7 +20,7 @@ from llm_fp8.config.recipes import (
     recipe_names,
     token_multiple,
 )
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import UserError, did_you_mean, reading
 from llm_fp8.utils.ranks import LaunchRanks
 
 _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
@@ -49,7 +49,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
         for condition in each.metadata["needs"]:
             is_open = condition.startswith("sharding_mode") and values["sharding_mode"] == "auto"
             if not (is_open or holds(condition)):
-                raise UserError(f"{given} has no effect without {_flag(condition)}; add it or drop --{name}.")
+                raise UserError(f"{given} needs {_flag(condition)}; add it or drop --{name}.")
         for condition, why in each.metadata["excludes"].items():
             if holds(condition):
                 raise UserError(f"{given} cannot go with {_flag(condition)}: {why}; drop one of them.")
@@ -67,12 +67,10 @@ def check_options(config: Config) -> None:
     _check_recipe(config)
     _check_names(config)
     run, max_tokens, size = config.run, config.data.max_seq_length, config.parallel.context_parallel_size
-    if config.precision.mixed_precision in ("fp8", "auto") or config.packing:
-        _check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
     if size > 1 and max_tokens % (2 * size) != 0:
         raise UserError(f"--context_parallel_size {size} needs a --max_seq_length that is a multiple of {2 * size}.")
-    if config.data.streaming and config.optim.max_steps is None:
-        raise UserError("--streaming does not know how many rows there are; add --max_steps.")
+    if config.precision.mixed_precision in ("fp8", "auto") or config.packing:
+        _check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
     if run.output_dir == "":
         raise UserError("--output_dir is empty; give a folder, or drop it.")
     if run.resume_from == "latest" and run.output_dir is None:
@@ -122,7 +120,7 @@ def _check_names(config: Config) -> None:
         ("--lora_targets", targets, layers),
     ):
         if unknown := [name for name in names if known and name not in known]:
-            raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}.")
+            raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}{did_you_mean(unknown[0], known)}.")
     if not targets or (ALL_LINEAR in targets and not {*targets} <= {ALL_LINEAR, EXPERTS}):
         raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
 

@@ -238,7 +238,7 @@ def _render(
     """
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
-    with reading("--model_name", tokenizer.name_or_path, what, "Correct it, or leave such conversations out."):
+    with reading("--model_name", tokenizer.name_or_path, what, "Give another --chat_template, or leave these out."):
         template = tokenizer.get_chat_template(tools=conversation.tools)
         # transformers 5 passes no function of ours to a template.
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)

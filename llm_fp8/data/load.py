@@ -133,10 +133,10 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
         builder, files = "arrow", {"train": here + "/data*.arrow"}
     elif path.is_file() or is_pattern:
         if kind is None or kind[1] not in FILE_BUILDERS:
-            raise UserError(f"{flag} {name}: give files of one kind: {', '.join(FILE_BUILDERS)}.")
+            raise UserError(f"{flag} {name}: a file or pattern must end in one of {', '.join(FILE_BUILDERS)}.")
         builder, files = FILE_BUILDERS[kind[1]], {"train": str(Path(wanted).expanduser()) if is_pattern else here}
     elif not path.is_dir() and (wanted[0] in "./~" or kind is not None or wanted.count("/") > 1):
-        raise UserError(f"{flag} {name}: no such file or folder.")
+        raise UserError(f"{flag} {name}: no such file or folder, and a hub id is OWNER/NAME.")
     source = DatasetSource(name, builder, config=config, flag=flag)
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):

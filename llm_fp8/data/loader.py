@@ -92,7 +92,7 @@ class TrainLoader:
         position, start = state["rows"], self._sequences.start()
         if [position.get(name) for name in ("kind", "data")] != [start["kind"], start["data"]]:
             what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"
-            raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}).")
+            raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}); give the same.")
         return position
 
     def __iter__(self) -> Iterator[list[Batch]]:

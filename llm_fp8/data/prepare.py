@@ -176,6 +176,9 @@ class _Job:
         """
         config, size = self.config, self.config.data.batch_size
         report.num_eval_rows = len(evaluation)
+        if not len(evaluation) and (config.run.eval_every or config.run.eval_batches):
+            why = report.nothing_held_out or "raise --validation_fraction"
+            raise UserError(f"--eval_every and --eval_batches need rows that are held out: {why}.")
         sources = (source for source, _ in (*self.train, *self.evaluation))
         report.unused |= {f"file '{name}'": 1 for source in sources for name in source.left_out}
         sample, pairs = "", zip(example.input_ids, example.supervised, strict=True)

@@ -96,7 +96,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         "timers": {"throughput": {"enabled": False}},
     }
     with reading("--deepspeed_config", path):
-        settings = _without_auto(read_json(path))
+        settings = _without_auto(read_json(path, "--deepspeed_config"))
         for key in settings.keys() & _SET_ELSEWHERE:
             raise UserError(f'--deepspeed_config {path}, "{key}": use {_SET_ELSEWHERE[key]}; remove the entry.')
         return _completed(_completed(defaults, settings), own, f"--deepspeed_config {path}")

@@ -177,8 +177,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     decoder = text_decoder(model)
     layers = getattr(decoder, "layers", getattr(decoder, "h", None))
     if not isinstance(layers, nn.ModuleList):
-        kind = type(model).__name__
-        raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no list of decoder layers.")
+        what = f"{type(model).__name__} has no list of decoder layers"
+        raise UserError(f"--model_name {model.config.name_or_path}: {what}; give a Llama, Qwen or Mistral.")
     return layers
 
 

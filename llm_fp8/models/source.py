@@ -27,10 +27,6 @@ class ModelSource:
     is_random: bool
     """Whether the weights are drawn and not loaded."""
 
-    @property
-    def is_local(self) -> bool:
-        return Path(self.location).is_dir()
-
 
 def is_adapter_folder(folder: str | Path) -> bool:
     """Whether `folder` holds a PEFT adapter and no model."""
@@ -47,7 +43,7 @@ def resolve_source(options: ModelConfig) -> ModelSource:
     if Path(name).is_dir():
         return ModelSource(name, name, options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"--model_name {name}: no such folder.")
+        raise UserError(f"--model_name {name}: no such folder, and a hub id is OWNER/NAME.")
     # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
     plain = name.rpartition("/")[2].replace("Meta-Llama", "Llama").removesuffix("-Instruct")
     if options.random_init and plain in bundled_architectures():

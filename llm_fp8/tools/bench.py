@@ -29,7 +29,7 @@ from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, positive
-from llm_fp8.utils.json_files import read_json, read_jsonl, require_writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise")
@@ -94,7 +94,7 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
                 raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
         if not colon or not name or name in found:
             raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
-        parse_config(words, prog="--variants", parallel=num_gpus > 1)
+        parse_config(words, parallel=num_gpus > 1)
         found[name] = Variant(name, tuple(words), baseline)
     if not found:
         raise UserError("--variants names none; write NAME: OPTIONS, separated by semicolons.")
@@ -212,15 +212,13 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
     add("--rounds", type=positive, default=3, help="how often the variants take turns (default %(default)s)")
     add("--timeout_s", type=float, default=600, help="a longer run counts as failed (default %(default)s)")
-    add("--output", type=Path, help="JSON file for the results")
+    add("--output", type=writable, help="JSON file for the results")
 
 
 def measuring_plan(options: argparse.Namespace) -> Plan:
-    """Raise `UserError` for values that measure nothing, and where the output cannot be written."""
+    """Raise `UserError` for values that measure nothing."""
     if not LEAST_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
-    if options.output is not None:
-        require_writable("--output", options.output)
     return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
-from llm_fp8.utils.json_files import read_json, write_json_atomic
+from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--num_problems", type=positive, default=500, help="rows to answer at most (default %(default)s)")
     add("--max_new_tokens", type=positive, default=512, help="where an answer is cut off (default %(default)s)")
     add("--batch_size", type=positive, default=64, help="rows answered at a time (default %(default)s)")
-    add("--output", type=Path, help="JSON file (default: exact_match.json in the folder of the run)")
+    add("--output", type=writable, help="JSON file (default: exact_match.json in the folder of the run)")
     return parser.parse_args(argv)
 
 

@@ -18,7 +18,7 @@ from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import bundled_architectures
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
-from llm_fp8.utils.json_files import require_writable, write_json_atomic
+from llm_fp8.utils.json_files import writable, write_json_atomic
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,11 +93,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("num_gpus", *SIZES):
         add(f"--{name}", type=positive, default=defaults.get(name, 1), help="(default %(default)s)")
     add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
-    add("--output", type=Path, metavar="FILE", help="write the figures to this JSON file")
-    options = parser.parse_args(argv)
-    if options.output is not None:
-        require_writable("--output", options.output)
-    return options
+    add("--output", type=writable, metavar="FILE", help="write the figures to this JSON file")
+    return parser.parse_args(argv)
 
 
 def gpu_memory(name: str | None) -> tuple[str, float, bool]:
@@ -133,7 +130,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     elif "/" in name or name == EMBEDDED or Path(name).is_dir():
         model = ModelConfig(model_name=name)
     else:
-        near = did_you_mean(plain, [known.lower() for known in bundled_architectures()])
+        near = did_you_mean(plain, bundled_architectures())
         raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
     return load_config(resolve_source(model)), words
 

@@ -20,6 +20,7 @@ import copy
 import errno
 import functools
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -72,10 +73,9 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """The checkpoint in `folder`; `UserError` naming the first file that differs from its manifest."""
-        if not (folder / _MANIFEST).is_file():
-            raise UserError(f"--resume_from {folder} is not a complete checkpoint: it has no {_MANIFEST}.")
-        with reading("--resume_from", folder, "a complete checkpoint", "Resume from another one."):
-            manifest = read_json(folder / _MANIFEST)
+        what = f"the files of a checkpoint and their {_MANIFEST}"
+        with reading("--resume_from", folder, what, f"Give another folder step-..., or {LATEST}."):
+            manifest = json.loads((folder / _MANIFEST).read_bytes())
             for name, expected in manifest["files"].items():
                 if _describe_file(folder / name) != expected:
                     raise ValueError(f"{name} has changed")

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from accelerate import PartialState
 
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import chosen
 from llm_fp8.data import prepare_data
 from llm_fp8.distributed.memory import RunSize, settle_memory
@@ -39,7 +39,8 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     num_parameters = count_parameters(hf_config)
     mode, _ = choose_mode(config, ranks, num_parameters, gpu_gib)
     name = config.precision.mixed_precision
-    counts_memory = own_gib is not None or config.model.use_te or name in ("bf16", "fp8", "auto")
+    asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE or name in ("bf16", "fp8", "auto")
+    counts_memory = own_gib is not None or asks_for_gpu
     is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
     run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters)

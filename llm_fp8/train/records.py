@@ -112,7 +112,8 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
     shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main, "origin": origin}
     if setup.exports_adapter:
         # PEFT would look for a relative path from wherever it is started.
-        base_model = os.path.abspath(plan.source.location) if plan.source.is_local else plan.source.location
+        place = plan.source.location
+        base_model = os.path.abspath(place) if os.path.isdir(place) else place
         export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
     else:
         export_hf(setup.model, tokenizer, folder, dtype=plan.export_dtype, **shared)

@@ -161,8 +161,6 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         asked_batch_size=plan.asked_batch_size,
     )
     plan.say(data.description)
-    if data.eval is None and (config.run.eval_every or config.run.eval_batches):
-        raise UserError("--eval_every and --eval_batches have no effect: no row is held out (--validation_fraction).")
     return data
 
 

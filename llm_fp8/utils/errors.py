@@ -85,9 +85,9 @@ def listed(names: Iterable[str]) -> str:
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
     """' (did you mean X?)' with the name in `known` that begins so or is nearest; empty where none is near."""
-    names = list(map(str, known))
+    wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
     near = [name for name in names if name.startswith(wrong)] or difflib.get_close_matches(wrong, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
 def positive(word: str) -> int:
@@ -117,6 +117,8 @@ class OneSentenceParser(argparse.ArgumentParser):
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in of)
+        message = re.sub(r"invalid (\w+_\w+) value:", lambda kind: f"must be {kind[1].replace('_', ' ')}, not", message)
+        message = message.replace("ignored explicit argument", "takes no value, but was given")
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
@@ -163,7 +165,7 @@ def run_script(main: Callable[[], int]) -> None:
     except Exception as error:
         if (sentence := _in_one_sentence(error)) is None:
             raise
-        if first_to_say(sentence):
+        if first_to_say():
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
     # Ctrl-C while libraries close would print a traceback for each of them.

@@ -6,13 +6,15 @@ infinity; they are written as the strings "NaN", "Infinity" and "-Infinity", whi
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import reading
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -55,9 +57,9 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, NaN and infinity as floats; `UserError` where it is none."""
-    with reading("the file", path, "a JSON object"):
+def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
+    """The object of a JSON file, NaN and infinity as floats; `UserError`, which names `flag`, where it is none."""
+    with reading(flag, path, "a JSON object"):
         return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
@@ -73,12 +75,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def require_writable(flag: str, path: Path) -> None:
-    """Make the folder of an output file; `UserError` now where the file could not be written after long work."""
-    with reading(flag, path, "the folder to write in"):
+def writable(word: str) -> Path:
+    """The type of an output file's option: its folder is made; what cannot be written is refused at once."""
+    path = Path(word).expanduser()
+    with contextlib.suppress(OSError):  # such a folder is no writable one
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{flag} {path} cannot be written; give a file in a folder that can.")
+        raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
+    return path
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import signal
 from collections.abc import Mapping
@@ -45,14 +44,15 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
     return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=20))
 
 
-def first_to_say(text: str) -> bool:
-    """Whether no other process of this launch has said `text` before; true where that cannot be known."""
+def first_to_say() -> bool:
+    """Whether no other process of this launch, or of its restart, has said before why it ends: what failed first is why
+    the others miss it. True where that cannot be known.
+    """
     try:
         store = launcher_store(os.environ)
         if store is None:
             return True
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return store.add(f"llm_fp8/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}", 1) == 1
+        return store.add(f"llm_fp8/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
     except RuntimeError:  # the launcher is gone (torch's DistError)
         return True
 

@@ -106,6 +106,7 @@ def test_a_file_becomes_options(launch, entries, expected):
     ("entries", "named"),
     [
         ({"fp8_config": {"backend": "MSAMP"}, "mixed_precision": "fp8"}, "backend"),
+        ({"fp8_config": {**TE, "fp8_format": "E5M2"}, "mixed_precision": "fp8"}, "E5M2"),
         (
             {"kind": "FSDP", "fsdp_config": FSDP, "parallelism_config": {"parallelism_config_dp_shard_size": 8}},
             "parallel",

@@ -122,8 +122,7 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ("--bach_size 8", "--batch_size?"),
         ("--lora_rnk=8", "--lora_rank?"),
         ("--fp8_scenario dealyed", "delayed?"),
-        ("--lr_scheduler_type cosin", "--lr_scheduler"),
-        ("--qqqqqqq", "--qqqqqqq"),
+        ("--lr_scheduler_type COSIN", "cosine?"),
         ("--batch 4", "--batch"),  # no abbreviations: --max_s could become another option tomorrow
         ("--lr 1e-4", "--learning_rate?"),
         ("-lr 1e-4", "--learning_rate?"),
@@ -134,7 +133,7 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ("--gpus 2", "--nproc_per_node"),
         ("--warmup_ratio 0.1", "--num_warmup_steps"),
         ("--push_to_hub", "hf upload"),
-        ("--batch_size x", "--batch_size"),
+        ("--batch_size x", "number or auto"),
         ("--sharding_mode ddp", "train_multi_gpu.py"),
         ("surplus", "surplus"),
     ],

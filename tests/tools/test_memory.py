@@ -62,7 +62,7 @@ def test_a_model_is_a_bundled_name_a_hub_id_or_a_folder(name, words):
 
 
 def test_a_misspelt_model_name_suggests_the_nearest():
-    with pytest.raises(UserError, match="llama-3.1-8b"):
+    with pytest.raises(UserError, match="Llama-3.1-8B"):
         find_model("lama-3.1-8b")
 
 

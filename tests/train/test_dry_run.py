@@ -24,8 +24,9 @@ def test_nothing_is_written_and_steps_and_memory_are_said(tmp_path, tiny_model, 
 @pytest.mark.parametrize("decoder", [[], ["--use_te", "--mixed_precision=bf16"]], ids=["hf", "te"])
 def test_a_layer_that_the_model_lacks_is_refused(tiny_model, rows, decoder):
     given = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=7", *decoder]
-    with pytest.raises(UserError, match="--lora_targets.*q_prj"):
-        train(*given, "--lora_rank=4", "--lora_targets=v_proj,q_prj", "--dry_run")
+    for words in ("--lora_rank=4 --lora_targets=v_proj,q_prj", "--eval_every=2 --validation_fraction=0"):
+        with pytest.raises(UserError, match="--lora_targets.*q_prj|--eval_every"):
+            train(*given, *words.split(), "--dry_run")
     assert train(*given, "--lora_rank=4", "--lora_targets=v_proj,q_proj", "--dry_run") == 0
 
 

@@ -46,11 +46,11 @@ def test_a_mistake_is_said_once_under_torchrun(tmp_path):
     assert f'File "{SCRIPT}"' not in done.stderr, "no traceback of ours"
 
 
-def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path):
-    with ForkedTorchrun(tmp_path / "log", "--model_name=/no/such", f"--output_dir={tmp_path / 'run'}") as run:
+def test_a_mistake_that_one_rank_finds_is_said_once(tmp_path):
+    with ForkedTorchrun(tmp_path / "log", "--dataset_name=/no/such", f"--output_dir={tmp_path / 'run'}") as run:
         assert 2 in run.end().values()
     (said,) = [line for line in run.printed().splitlines() if line.startswith("error: ")]
-    assert "--model_name /no/such: no such folder." in said
+    assert "--dataset_name /no/such: no such file or folder" in said
 
 
 def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_file(tmp_path, tiny_model, rows):

@@ -132,8 +132,8 @@ def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], sum
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     """The record of the finished run in `folder`. Raises `UserError` if there is none."""
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
-        run = read_json(folder / "run.json")
-        summary = read_json(folder / "summary.json")
+        run = read_json(folder / "run.json", flag)
+        summary = read_json(folder / "summary.json", flag)
         record = _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary)
         if (folder / "exact_match.json").is_file():
             for answer in read_json(folder / "exact_match.json")["answers"]:

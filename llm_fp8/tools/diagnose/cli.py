@@ -6,7 +6,6 @@ import os
 import sys
 from argparse import SUPPRESS
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from llm_fp8.utils.start import CUDA_DEFAULTS
@@ -15,24 +14,21 @@ os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser
-from llm_fp8.utils.json_files import require_writable, write_json_atomic
+from llm_fp8.utils.json_files import writable, write_json_atomic
 
 
 def main() -> int:
     """Diagnose the run, print and write the findings; returns the exit code."""
     parser = OneSentenceParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this JSON file")
+    group.add_argument("--json", type=writable, metavar="FILE", help="write the findings to this JSON file")
     either = group.add_mutually_exclusive_group()
-    either.add_argument("--trace", type=Path, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
+    either.add_argument("--trace", type=writable, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
     either.add_argument("--quality", action="store_true", help="measure instead the cost of fp8, by kind of module")
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help_all", "--help-all"} & set(rest):
         print(parser.format_help())
     config, _ = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
-    for flag, path in (("--json", own.json), ("--trace", own.trace)):
-        if path is not None:
-            require_writable(flag, path)
     import torch  # only here, so that --help and mistakes do not wait for it
 
     from llm_fp8.observability.provenance import collect_provenance

@@ -26,7 +26,7 @@ from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
 from llm_fp8.tools.verify.versions import check_packages
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
-from llm_fp8.utils.json_files import require_writable, write_json_atomic
+from llm_fp8.utils.json_files import writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.start import CUDA_DEFAULTS
@@ -72,10 +72,8 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--batch_size", type=positive, default=8, help="sequences of a micro-batch (default %(default)s)")
     add("--quick", action="store_true", help="leave out rates, torchao's recipes and the run on all GPUs")
     add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
-    add("--output", "--json", type=Path, metavar="FILE", help="write all findings to this JSON file")
+    add("--output", "--json", type=writable, metavar="FILE", help="write all findings to this JSON file")
     options = parser.parse_args(argv)
-    if options.output is not None:
-        require_writable("--output", options.output)
     if options.only is not None and (unknown := set(options.only.split(",")).difference(names)):
         raise UserError(f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(names)}.")
     return options

@@ -82,7 +82,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 def _end(name: str, why: str) -> NoReturn:
     """End this process, whose collectives may hang; the first rank of the launch to end says why."""
     try:
-        if first_to_say("a check of the hosts failed"):
+        if first_to_say():
             print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
     finally:
         os._exit(EXIT_FAILED_CHECK)
