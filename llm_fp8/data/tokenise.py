@@ -139,11 +139,9 @@ class DataReport:
 
     def describe(self) -> list[str]:
         """Lines to print, with a warning where more than one of 20 rows is not used."""
-        told = "".join(
-            f", {number} left out because {why}" for why, number in self.eval_rows_left_out.items() if number
-        )
+        left_out = [f", {number} left out because {why}" for why, number in self.eval_rows_left_out.items() if number]
         begun = "" if self.num_rows_of_batches else "the beginning of the stream: "
-        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{told}"]
+        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{''.join(left_out)}"]
         if self.padding_efficiency is not None:  # else it is the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
             filled = f"{self.padding_efficiency:.1%} of the positions filled"
@@ -291,10 +289,9 @@ def tokenise(
     read = [ROW] if is_json else list(columns.values())
     selected = dataset.select_columns(read)
     others = [name for name in names if name not in columns.values()]
-    arguments: dict[str, Any] = {"columns": columns, "others": others, "features": selected.features}
-    arguments |= {"tokenizer": tokenizer, "options": options, "main_pid": os.getpid()}
     how: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": read, "features": FEATURES}
-    how["fn_kwargs"] = arguments
+    how["fn_kwargs"] = {"columns": columns, "others": others, "features": selected.features, "tokenizer": tokenizer}
+    how["fn_kwargs"] |= {"options": options, "main_pid": os.getpid()}
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)

@@ -92,13 +92,6 @@ def test_a_template_that_fails_is_the_users_error(template: str, marks: str) -> 
         _encode(CHAT, _tokenizer(template + marks))
 
 
-def test_a_template_that_rewrites_the_beginning_is_refused() -> None:
-    # The mark moves to the last turn, as the system message did in early Mistral templates.
-    template = "{% for m in messages %}{% if loop.last %}!{% endif %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
-    with pytest.raises(UserError, match="changes the beginning of a conversation"):
-        _encode({"messages": CHAT["messages"] * 2}, _tokenizer(template))
-
-
 def test_bos_and_eos_are_not_doubled() -> None:
     tokenizer = _tokenizer()
     for text in ("1 + 1 = 2", "<|bos|>1 + 1 = 2<|eos|>", "1 + 1 = 2<|eos|><|eos|>\n"):

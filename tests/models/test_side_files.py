@@ -174,9 +174,10 @@ def test_keys_that_this_transformers_would_misread_are_left_out(tmp_path):
 
 def test_older_keys_that_say_something_else_are_corrected(tmp_path):
     source = written_by_5(tmp_path / "source", rope_parameters=BASE)
-    edit(source / "config.json", lambda c: c.update(rope_theta=1e4, torch_dtype="float16"))
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}  # which no export holds
+    edit(source / "config.json", lambda c: c.update(rope_theta=1e4, torch_dtype="float16", **code))
     found = read(exported(source, tmp_path / "out"))
-    assert found["rope_theta"] == 5e5 and found["torch_dtype"] == "bfloat16"
+    assert found["rope_theta"] == 5e5 and found["torch_dtype"] == "bfloat16" and "auto_map" not in found
 
 
 def test_a_folder_of_transformers_4_stays_as_it_is(tmp_path):
