@@ -116,10 +116,3 @@ def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     assert _encode(PROBLEM, tokenizer).input_ids == [*whole, tokenizer.eos_token_id]
     assert all(_encode(PROBLEM, tokenizer, train_on_prompt=True).supervised)
     assert _supervised(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
-
-
-def test_rows_with_nothing_to_learn_leave_their_neighbours_alone() -> None:
-    row, other = {"problem": "p", "generated_solution": None}, PROBLEM
-    read = [conversation_of(each, "problem_solution") for each in (row, other, row)]
-    documents = encode_batch(read, "problem_solution", _tokenizer())
-    assert documents[0] == documents[2] == Encoded([], []) and documents[1] == _encode(other, _tokenizer())

@@ -55,8 +55,6 @@ def _chat(number: int, **further: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("slurm", "files", "cores"),
     [
-        (None, {}, 64),
-        ("8", {}, 8),
         (None, {"cpu.max": "max 100000"}, 64),
         (None, {"cpu.max": "350000 100000"}, 4),
         ("3", {"quota": "-1", "period": "100000"}, 3),
