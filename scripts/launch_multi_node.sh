@@ -36,7 +36,8 @@ fi
 num_nodes=${NNODES:-1}
 [[ $num_nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of hosts, and is '$num_nodes'."
 if ((num_nodes > 1)); then
-    [[ -n ${NODE_RANK:-} ]] || fail "NODE_RANK is not set; with NNODES=$num_nodes it is this host's number, from 0 to $((num_nodes - 1))."
+    [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] && ((NODE_RANK < num_nodes)) ||
+        fail "NODE_RANK is ${NODE_RANK:-not set}; with NNODES=$num_nodes it is this host's number, from 0 to $((num_nodes - 1))."
     [[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR is not set; with NNODES=$num_nodes it is the address of the host with NODE_RANK=0."
 fi
 node_rank=${NODE_RANK:-0}

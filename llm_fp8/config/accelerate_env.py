@@ -208,10 +208,8 @@ def _sharding(values: Mapping[str, str]) -> dict[str, Any]:
         if stage not in (1, 2, 3):
             raise _not_supported(f"ZeRO stage {stage}")
         settings["sharding_mode"] = f"deepspeed_{stage}"
-    for name, variable, kind in (
-        ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
-        ("max_grad_norm", "ACCELERATE_GRADIENT_CLIPPING", float),
-    ):
-        if values[variable] != "auto":
-            settings[name] = kind(values[variable])
+    if (num_steps := values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"]) != "auto":
+        settings["gradient_accumulation_steps"] = int(num_steps)
+    if (norm := values["ACCELERATE_GRADIENT_CLIPPING"]) != "auto":
+        settings["max_grad_norm"] = float(norm)
     return settings

@@ -24,7 +24,7 @@ from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host
+from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host, effective_warmup_steps
 from llm_fp8.train.auto_precision import choose_precision, replanned
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.dry_run import dry_run
@@ -121,7 +121,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
                 where = torch.cuda.get_device_name(plan.device) if on_gpu else "the CPU"
                 if ranks.world_size > 1:
                     where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
-                plan.say(f"training {num_steps - loop.step} steps on {where}, results in {plan.folder}")
+                warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
+                plan.say(f"training {num_steps - loop.step} steps ({warmup}) on {where}, results in {plan.folder}")
                 phase_ends("records")
                 try:
                     loop.train(stop.agreed)

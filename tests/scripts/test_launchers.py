@@ -161,7 +161,7 @@ def test_a_dry_run_prints_the_command(environment):
     ("variables", "sentence"),
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"NNODES": "2", "MASTER_ADDR": "h"}, "NODE_RANK is not set"),
+        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK is 2"),
         ({"GPU_NUM": "8"}, "set NPROC_PER_NODE"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "set NNODES"),
         ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python"),
