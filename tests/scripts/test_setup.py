@@ -60,7 +60,7 @@ def test_requirements_are_pinned_say_why_and_cover_what_is_imported() -> None:
     own = {"llm_fp8", "tests", "scripts", "benchmarks", "examples"}
     own |= {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")]}
     # Looked for, and done without; or they come with torch, datasets and wandb; axolotl loads its plugin itself.
-    optional = {"flash-attn", "liger-kernel", "triton", "pandas", "protobuf", "axolotl"}
+    optional = {"flash-attn", "liger-kernel", "triton", "pandas", "fsspec", "protobuf", "axolotl"}
     known = metadata.packages_distributions()
     names = {known.get(name, [name])[0].lower().replace("_", "-") for name in imported - sys.stdlib_module_names - own}
     assert names - required - optional == set()
