@@ -193,7 +193,7 @@ def _as_the_template_takes_it(conversation: Conversation, tokenizer: PreTrainedT
             ]
             other = given._replace(messages=changed)
             with suppress(UserError):
-                _render(tokenizer, other)[0]
+                _render(tokenizer, other)
                 return other
     return given
 
