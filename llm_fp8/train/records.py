@@ -164,8 +164,8 @@ def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
     """Print the outcome and where the files are."""
     plan, summary = loop.setup.plan, loop.results.summary
     say = plan.say
-    steps, own = summary["steps"], len(loop.reporter.own_steps())
-    taken = f"{own} steps" if own == steps else f"{own} steps, {steps} with those before,"
+    steps, own = summary["steps"], loop.reporter.own_steps()
+    taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
     say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {loop.precision_name}")
     if loop.reporter.is_lost:
         say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
@@ -177,7 +177,7 @@ def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
         say("\n".join(certificate.describe() for certificate in certificates))
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
-    if full := describe_full_gpu(loop.reporter.own_steps()):
+    if full := describe_full_gpu(own):
         say(full)
     say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):
