@@ -88,7 +88,6 @@ class ModelConfig:
         "Replay micro-batches as CUDA graphs, which takes memory (default: auto, where the GPU is idle).",
         needs=("use_te", "packing", "sharding_mode=single|ddp|fsdp_grad|fsdp_full"),
         excludes={
-            "lora_rank": "frozen weights are cast to fp8 once",
             "fp8_recast_weights": "gradients begin anew only where casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
             "fp8_params": "no graph was tried that gathers weights in fp8",

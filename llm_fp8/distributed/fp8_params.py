@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.precision.context import Precision
+from llm_fp8.precision.frozen import prepare_module
 from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -91,7 +91,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     target = recipe.fp8_format.value.max_fwd
     # The order of the modules is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
-    places = [(module, name) for module in modules for name in _prepare_module(module, recipe)]
+    places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     first: Any = getattr(*places[0])
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
@@ -114,17 +114,6 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     group.quantise_()
     optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
     optimizer.register_step_post_hook(lambda *_: group.quantise_())
-
-
-def _prepare_module(module: Any, recipe: Any) -> Sequence[str]:
-    """Bring `module` into the state that `te.quantized_model_init` builds; returns the names of its weights."""
-    import transformer_engine.pytorch as te
-
-    names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
-    with te.quantized_model_init(enabled=True, recipe=recipe):
-        module.init_fp8_metadata(num_gemms=len(names))
-    module.primary_weights_in_fp8 = True
-    return names
 
 
 @torch.no_grad()

@@ -42,7 +42,12 @@ from transformers import PretrainedConfig
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
-from llm_fp8.distributed.sharding_mode import keeps_unsharded_gradients, resolve_optimizer, state_bytes
+from llm_fp8.distributed.sharding_mode import (
+    holds_frozen_in_fp8,
+    keeps_unsharded_gradients,
+    resolve_optimizer,
+    state_bytes,
+)
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
@@ -193,6 +198,8 @@ class RunSize:
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
+        if casts and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
+            state -= _BF16 * layers * layer_linear
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters

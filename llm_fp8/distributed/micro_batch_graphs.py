@@ -12,8 +12,9 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
     scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
                                 values for it, and one may replay a graph where another runs eagerly
 
-So a first and a later micro-batch have a graph each; one that is alone in its step is a first one. Eager micro-batches
-do the same at the same addresses, so both kinds may follow each other in a step, with the same bits.
+So a first and a later micro-batch have a graph each, and on several GPUs a last one, in whose graph gradients are
+reduced. Eager micro-batches do the same at the same addresses, so both kinds may follow each other in a step, with the
+same bits.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from llm_fp8.utils.torch_internals import local_of
 BUCKETS = (32, 64, 128, 256, 512)
 """Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
 
-RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool], Tensor]
+RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]
 """Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
-the step's first -> its loss, detached.
+the step's first and last -> its loss, detached.
 """
 Graph: TypeAlias = Callable[[], None]  # replays the kernels
-Key: TypeAlias = tuple[int, bool]  # bucket, and whether the micro-batch is the first of its step
+Key: TypeAlias = tuple[int, bool, bool]  # bucket, and whether the micro-batch is the first and the last of its step
 
 
 class Capture:
@@ -99,14 +100,14 @@ class MicroBatchGraphs:
         self.failure: str | None = None
         """Why a graph could not be captured; from then on what has none runs eagerly."""
 
-    def __call__(self, batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
+    def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
         """`RunMicroBatch` for a packed batch, on the host or the device. The loss, fp32, is overwritten by the next
         call.
         """
         if first:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
-        self._take(batch, first)
+        self._take(batch, first, last)
         self._after_each()
         return self._loss
 
@@ -114,19 +115,19 @@ class MicroBatchGraphs:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def _take(self, batch: Batch, first: bool) -> None:
+    def _take(self, batch: Batch, first: bool, last: bool) -> None:
         bucket = self._bucket(batch)
         if bucket is None:
-            return self._eager(batch, first)
-        inputs, key = self._load(batch, bucket), (bucket, first)
+            return self._eager(batch, first, last)
+        inputs, key = self._load(batch, bucket), (bucket, first, last)
         if key not in self._graphs and key in self._seen and self.may_capture and self.failure is None:
-            graph, self.failure = self._try_to_capture(lambda: self._captured(inputs, first))
+            graph, self.failure = self._try_to_capture(lambda: self._captured(inputs, first, last))
             if graph is not None:
                 self._graphs[key] = graph
         if key in self._graphs:
             self._replay(self._graphs[key])
         else:
-            self._eager(inputs, first)
+            self._eager(inputs, first, last)
             self._seen.add(key)
 
     def _try_to_capture(self, work: Callable[[], None]) -> tuple[Graph | None, str | None]:
@@ -142,16 +143,17 @@ class MicroBatchGraphs:
     def _bucket(self, batch: Batch) -> int | None:
         return bucket_of(batch)
 
-    def _captured(self, inputs: Batch, first: bool) -> None:
-        self._eager(inputs, first)
+    def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
+        self._eager(inputs, first, last)
 
     def _replay(self, graph: Graph) -> None:
         graph()
 
-    def _eager(self, batch: Batch, first: bool) -> None:
+    def _eager(self, batch: Batch, first: bool, last: bool) -> None:
         if first and self._summed:  # begin the gradients anew
             torch._foreach_zero_(self._summed)
-        self._loss.copy_(self._run(batch, self._num_supervised, first).sum())  # TE decoders have no auxiliary losses
+        # TE decoders have no auxiliary losses.
+        self._loss.copy_(self._run(batch, self._num_supervised, first, last).sum())
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
         """Copy a batch into the fixed tensors of its bucket; returns these."""
@@ -207,8 +209,8 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
         failures = [failure for failure in gathered(own) if failure is not None]
         return (None, failures[0]) if failures else (found, None)
 
-    def _captured(self, inputs: Batch, first: bool) -> None:
-        self._eager(inputs, first)
+    def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
+        self._eager(inputs, first, last)
         made = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not self._gradients:
             self._gradients = made

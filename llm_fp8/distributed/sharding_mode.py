@@ -76,3 +76,11 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     return mode.startswith("fsdp") and accumulates and not config.lora.lora_rank
+
+
+def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
+    """Whether LoRA's frozen weights are held in fp8 only, if the run is in fp8; not where the last steps, or the export
+    of drawn weights, need them in bf16.
+    """
+    needed = config.precision.fp8_until < 1 or (config.model.random_init and config.run.export)
+    return config.lora.lora_rank > 0 and config.model.use_te and mode in ("single", "ddp") and not needed

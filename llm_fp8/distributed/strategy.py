@@ -12,7 +12,9 @@ for each step:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,9 +43,11 @@ class DistributedStrategy:
         self.accelerator = accelerator
         self.options = options
         self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
+        self.layers: nn.ModuleList | None = None  # set by `shard`
 
     def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Shard the parameters of `model`, which may be on the meta device."""
+        """Shard the parameters of `model`, which may be on the meta device; `layers` are the decoder's."""
+        self.layers = layers
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""
@@ -88,7 +92,7 @@ class DistributedStrategy:
 
 class PlainCopiesStrategy(DistributedStrategy):
     """The strategy of --cuda_graphs: a copy of the model on each GPU without DDP, whose hooks would run only while a
-    graph is captured. Gradients are averaged over the ranks after a step's last micro-batch.
+    graph is captured. The last micro-batch of a step averages gradients over the ranks, in its graph too.
     """
 
     @classmethod
@@ -97,7 +101,7 @@ class PlainCopiesStrategy(DistributedStrategy):
         if not isinstance(model, DistributedDataParallel):
             return strategy, model
         plain = cls(strategy.mode, strategy.accelerator, strategy.options)
-        plain.wgrad_accumulation = strategy.wgrad_accumulation
+        plain.wgrad_accumulation, plain.layers = strategy.wgrad_accumulation, strategy.layers
         return plain, model.module  # DDP's hooks go with it, when the first graph is captured at the latest
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
@@ -106,13 +110,35 @@ class PlainCopiesStrategy(DistributedStrategy):
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        assert self.wgrad_accumulation is not None
+        assert self.wgrad_accumulation is not None and self.layers is not None
+        reduces = last and self.accelerator.num_processes > 1
         with self.wgrad_accumulation.micro_batch():
-            yield
+            with averaged_over_ranks(model, self.layers) if reduces else contextlib.nullcontext():
+                yield
 
-    def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        if self.accelerator.num_processes > 1:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            for reduction in [dist.all_reduce(grad, dist.ReduceOp.AVG, async_op=True) for grad in gradients]:
-                reduction.wait()
-        return super().step(optimizer, parameters, max_norm)
+
+@contextlib.contextmanager
+def averaged_over_ranks(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
+    """Average the gradients of the enclosed backward pass of `model` over the ranks: those of a decoder layer while the
+    pass goes on below it, the others at the end.
+    """
+    remaining = {id(parameter): parameter for parameter in model.parameters()}
+    reductions: list[Any] = []
+
+    def reduce(parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            if remaining.pop(id(parameter), None) is not None and parameter.grad is not None:
+                reductions.append(dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, async_op=True))
+
+    def watch(above: nn.Module, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            # The pass has left `layer`. GEMMs write to a gradient without autograd, but none of `above` is to come.
+            inputs[0].register_hook(lambda gradient: reduce(above.parameters()))
+
+    with contextlib.ExitStack() as hooks:
+        for layer, above in itertools.pairwise(layers):
+            hooks.callback(layer.register_forward_pre_hook(functools.partial(watch, above)).remove)
+        yield
+    reduce(list(remaining.values()))
+    for reduction in reductions:
+        reduction.wait()

@@ -174,8 +174,8 @@ class TrainingLoop:
     def _build_graphs(self) -> Any:
         sharded = self.strategy.shards_parameters
 
-        def run(batch: Batch, num_supervised: Tensor, first: bool) -> Tensor:
-            return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first)
+        def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
+            return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
         if sharded:
             update = self.precision.update_scales
@@ -252,7 +252,7 @@ class TrainingLoop:
         for number, batch in enumerate(batches, start=1):
             first, last = number == 1, number == len(batches)
             if graphs is not None:
-                losses += graphs(batch, num_supervised, first)
+                losses += graphs(batch, num_supervised, first, last or accelerator.num_processes == 1)
             else:
                 reuse = first if caches_casts else None
                 if strategy.shards_parameters:  # weights are cast again in the backward pass

@@ -22,7 +22,7 @@ from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
-from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer
+from llm_fp8.distributed.sharding_mode import choose_mode, holds_frozen_in_fp8, resolve_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -132,6 +132,11 @@ class RunPlan:
             check_declared(config, mode)
             return te_llama.decoder_spec(self.hf_config).attention_dropout == 0
         return False
+
+    @property
+    def holds_frozen_in_fp8(self) -> bool:
+        """Whether the frozen weights of an fp8 run with adapters exist in fp8 only."""
+        return self.precision.te_recipe is not None and holds_frozen_in_fp8(self.config, self.strategy.mode)
 
     @property
     def certifies(self) -> bool:

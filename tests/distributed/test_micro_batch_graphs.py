@@ -120,7 +120,7 @@ class Seen:
         self.num_after = 0
         self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture, self.after)
 
-    def run(self, given, num_supervised, first):
+    def run(self, given, num_supervised, first, last):
         self.calls.append((given, first, given.cu_seqlens.tolist(), given.input_ids.clone(), int(num_supervised)))
         return given.input_ids.sum().float()
 
@@ -128,7 +128,7 @@ class Seen:
         self.num_after += 1
 
     def take(self, given, first, num_supervised=1):
-        return float(self.graphs(given, torch.tensor(num_supervised), first))
+        return float(self.graphs(given, torch.tensor(num_supervised), first, last=True))
 
     @property
     def replays(self):
@@ -180,6 +180,7 @@ class Training:
         training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
         self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        self.strategy.shard(training_model, decoder_layers(model))
         self.model, self.optimizer = self.strategy.prepare(training_model, optimizer)
         self.run = functools.partial(TrainingLoop.micro_batch, self)
         self.capture = EmulatedCapture(self.parameters)
@@ -195,7 +196,7 @@ class Training:
         for number, one in enumerate(batches):
             first = number == 0
             if self.graphs is not None:
-                losses.append(float(self.graphs(one, num_supervised, first)))
+                losses.append(float(self.graphs(one, num_supervised, first, last=True)))
             else:
                 losses.append(float(self.run(one, num_supervised, first if len(batches) > 1 else None)))
         gradients = [parameter.grad.clone() for parameter in self.parameters]

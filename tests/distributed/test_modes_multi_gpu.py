@@ -111,6 +111,7 @@ ONE_MICRO_BATCH = ("--batch_size=8", "--gradient_accumulation_steps=1")
     ("mode", "more"),
     [
         ("ddp", FOUR_MICRO_BATCHES),
+        ("ddp", (*ONE_MICRO_BATCH, "--lora_rank=8")),
         ("fsdp_grad", ONE_MICRO_BATCH),
         ("fsdp_full", ONE_MICRO_BATCH),
         ("fsdp_full", (*ONE_MICRO_BATCH, "--gradient_checkpointing")),

@@ -1,0 +1,55 @@
+"""Frozen weights held in fp8 only: what LoRA's frozen model is multiplied with in an fp8 run, and nothing else of it.
+
+Otherwise a module keeps the bf16 weight (2 bytes per element) beside its fp8 casts (1 byte for each of two layouts,
+which Hopper's GEMMs need). The casts of a frozen weight never change, so the GEMMs read the same bits. Under delayed
+scaling the scale is that of the weight's own amax, as the second cast of a frozen weight has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from llm_fp8.precision.context import Precision
+
+
+def prepare_module(module: Any, recipe: Any) -> list[str]:
+    """Bring a TE module into the state that `te.quantized_model_init` builds; returns the names of its weights."""
+    import transformer_engine.pytorch as te
+
+    names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
+    with te.quantized_model_init(enabled=True, recipe=recipe):
+        module.init_fp8_metadata(num_gemms=len(names))
+    module.primary_weights_in_fp8 = True
+    return names
+
+
+@torch.no_grad()
+def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
+    """Replace the weights of the TE modules in fp8, which are frozen and not sharded, by their fp8 form; returns the
+    number of bytes that this frees. `model` is what DDP will wrap.
+    """
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    recipe, freed = precision.plan.te_recipe, 0
+    modules: Any = precision.fp8_modules
+    for module in modules:
+        for name in prepare_module(module, recipe):
+            weight = getattr(module, name).detach()
+            quantizer = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
+            if isinstance(quantizer, Float8Quantizer):  # delayed scaling
+                amax = weight.abs().amax().float()
+                # Not a Python number by a tensor, which torch computes by the reciprocal and rounds twice.
+                scale = torch.full_like(amax, recipe.fp8_format.value.max_fwd) / amax
+                quantizer.scale.copy_(torch.where(amax > 0, scale, 1.0))
+            quantizer.set_usage(rowwise=True, columnwise=True)
+            quantizer.internal = False
+            setattr(module, name, Parameter(quantizer(weight), requires_grad=False))
+            freed += weight.numel() * weight.element_size()
+    # DDP would send them to the other ranks, as torch sees them: in bf16.
+    frozen: Any = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    model._ddp_params_and_buffers_to_ignore = frozen
+    return freed
