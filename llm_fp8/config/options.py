@@ -316,7 +316,6 @@ class ParallelConfig:
         needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "optimizer=adamw_master|adamw_8bit": "it keeps fp32 weights",
-            "lora_rank": "it is for trained weights",
             "mixed_precision=auto": "the bf16 that is measured would gather in fp8 too",
         },
     )

@@ -83,7 +83,8 @@ class Fp8Weights:
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> None:
     """Give the fp8 modules of `precision` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
 
-    Collective. Call it before the first forward pass, in which FSDP2 reads its parameters.
+    LoRA's frozen weights are cast once and keep no master. Collective. Call it before the first forward pass, in which
+    FSDP2 reads its parameters.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -108,10 +109,12 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         quantizer = Float8Quantizer(scale, amax, own_quantizer.dtype, rowwise=True, columnwise=False)
         weights.append(Fp8Weight(master, parameter, quantizer))
     group = Fp8Weights(weights, scales, target, first.device_mesh.get_group(split_dim))
+    group.quantise_()
+    if not any(weight.master.requires_grad for weight in weights):
+        return
     for weight in weights:
         setattr(weight.parameter, _MASTER, weight.master)
         setattr(weight.parameter, _GROUP, group)
-    group.quantise_()
     optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
     optimizer.register_step_post_hook(lambda *_: group.quantise_())
 
@@ -122,7 +125,7 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
     # The transpose, which Hopper's backward pass needs, is made from the gathered weight.
     quantizer.set_usage(rowwise=True, columnwise=False)
     quantizer.internal = False
-    parameter = Parameter(sharded_like(quantizer(local_of(master)), master))
+    parameter = Parameter(sharded_like(quantizer(local_of(master)), master), requires_grad=master.requires_grad)
     local: Any = local_of(parameter)
     local.fsdp_pre_all_gather = functools.partial(_gather, local.fsdp_pre_all_gather)
     return parameter

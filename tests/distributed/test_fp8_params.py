@@ -290,6 +290,46 @@ def test_master_weights_follow_one_process(
             assert result["scale_inv_of_doubled"][name] == pytest.approx(2 * result["scale_inv"][name])
 
 
+def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
+    """As LoRA does: the matrices are frozen, biases and norm are trained."""
+    install_stand_in()
+    strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
+    model = SmallModel()
+    for layer in model.layers:
+        layer.weight.requires_grad_(False)
+    strategy.kept_in_fp8 = precision_of(model.layers)
+    strategy.shard(model, model.layers)
+    for name, parameter in model.named_parameters():
+        block = local_shard(parameter)
+        block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
+    model, optimizer = strategy.prepare(model, optimizer)
+    losses, gathers = [], CountedAllGather(model)
+    for _ in range(STEPS):
+        with strategy.micro_batch(model, last=True):
+            losses.append(model(batch(0, 0, 0)))
+            strategy.backward(losses[-1] / 2)
+        strategy.step(optimizer, list(model.parameters()), MAX_NORM)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    return {
+        "losses": [float(loss) for loss in losses],
+        "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in frozen.items()},
+        "keeps_masters": any(master_of(p) is not p for p in frozen.values()),
+        "gathered": list(gathers.sent_bytes),
+    }
+
+
+@pytest.mark.slow
+def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path: Path) -> None:
+    for result in on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
+        assert result["losses"][-1] < result["losses"][0] and not result["keeps_masters"]
+        assert result["gathered"].count(WIDTH * WIDTH // 2 + 4 * WIDTH // 2) == STEPS * 2 * NUM_LAYERS
+        assert len(result["rows"]) == NUM_LAYERS
+        for name, (start, rows) in result["rows"].items():
+            expected = cast(initial(name, torch.Size((WIDTH, WIDTH))))[start : start + len(rows)]
+            torch.testing.assert_close(rows, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.slow
 def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
     results = on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)

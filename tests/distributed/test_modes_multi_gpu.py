@@ -167,6 +167,7 @@ ADAPTERS = [
     # Its unsharded weights, whose casts are kept for the whole run, are gathered anew in every step.
     *(("fsdp_grad", precision, ["--use_te"]) for precision in ("delayed", "current")),
     ("fsdp_full", "delayed", ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"]),
+    ("fsdp_full", "delayed", ["--use_te", "--fp8_params"]),
     ("ddp", "current", ["--packing"]),
 ]
 
