@@ -41,7 +41,7 @@ REFUSED = [
         ("context_parallel_size", 2), ("fp8_params", ""),
     )),
     *(("cuda_graphs", GRAPHS + more) for more in (
-        "--no_packing", "--lora_rank 4", FP8 + "--fp8_recast_weights", "--sync_every_micro_batch --sharding_mode ddp",
+        "--no_packing", FP8 + "--fp8_recast_weights", "--sync_every_micro_batch --sharding_mode ddp",
         "--sharding_mode fsdp_hybrid", "--sharding_mode ddp --optimizer adamw_fp32",
     )),
     ("attn_implementation", "--use_te --attn_implementation eager"),
