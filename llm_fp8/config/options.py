@@ -90,6 +90,7 @@ class ModelConfig:
         excludes={
             "fp8_recast_weights": "gradients begin anew only where casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
+            "lora_dropout": "recomputed layers would draw other random numbers",
             "fp8_params": "no graph was tried that gathers weights in fp8",
         },
     )
@@ -371,6 +372,11 @@ class Config:
     def packing(self) -> bool:
         """Whether rows are packed, with the default (on with --use_te) resolved."""
         return self.model.use_te if self.data.packing is None else self.data.packing
+
+    @property
+    def exports_drawn_weights(self) -> bool:
+        """Whether random weights that no checkpoint has are exported, adapters merged into them."""
+        return (self.model.random_init or self.model.model_name == EMBEDDED) and self.run.export
 
 
 def names_in(listed: str | None) -> tuple[str, ...]:

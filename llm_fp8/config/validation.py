@@ -94,6 +94,8 @@ def _check_recipe(config: Config) -> None:
         check_fp8_params(recipe.name)
         if not (config.model.use_te or backend == "torchao"):
             raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one.")
+        if config.lora.lora_rank and config.exports_drawn_weights:
+            raise UserError("--fp8_params keeps random weights of a frozen model in fp8 alone; add --no_export.")
 
 
 def check_fp8_params(scenario: str | None) -> None:

@@ -71,7 +71,8 @@ class Fp8Weights:
     @torch.no_grad()
     def quantise_(self) -> None:
         """Cast all master weights. Collective over the process group."""
-        amax = torch.stack(torch._foreach_norm([local_of(weight.master) for weight in self.weights], math.inf))
+        masters = [local_of(weight.master) for weight in self.weights]
+        amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
         scales = torch.where(amax > 0, self.target / amax, 1.0)  # an infinite amax gives 0, and so NaN
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))

@@ -213,9 +213,8 @@ class RunSize:
             state += kept.gradient * trained  # buckets
         if config.optim.offload_optimizer:
             state += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
-        state += (
-            fp8_weights / num_gpus * (-1 if self.adapted else 1)
-        )  # in place of frozen ones, or beside their masters
+        # In place of frozen weights of two bytes, or beside their masters.
+        state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
             state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0

@@ -14,7 +14,7 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
 
 So a first and a later micro-batch have a graph each, and on several GPUs a last one, in whose graph gradients are
 reduced. Eager micro-batches do the same at the same addresses, so both kinds may follow each other in a step, with the
-same bits.
+same bits. Where graphs hold communication, all ranks replay that of one bucket, the largest of theirs, or none does.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Capture:
             random = torch.cuda.default_generators[torch.cuda.current_device()]
             random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured
             forget_recomputation()
+            gc.collect()  # the pass's own nodes, which have the capture's stream
             raise
         return graph.replay
 
@@ -80,12 +81,14 @@ class MicroBatchGraphs:
         overwritten: Iterable[Tensor],
         capture: Callable[[Callable[[], None]], Graph],
         after_each: Callable[[], None],
+        collective: bool,
     ) -> None:
         """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
         overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `after_each` is called after every
-        micro-batch and never captured.
+        micro-batch and never captured. `collective`: whether graphs hold communication.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
+        self._collective = collective
         self._parameters = parameters
         self._gradients = self._make_gradients()
         by_gemms = {id(weight) for weight in overwritten}
@@ -116,7 +119,10 @@ class MicroBatchGraphs:
             parameter.grad = gradient
 
     def _take(self, batch: Batch, first: bool, last: bool) -> None:
-        bucket = self._bucket(batch)
+        bucket = bucket_of(batch)
+        if self._collective:
+            found = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
+            bucket = found if found in BUCKETS else None
         if bucket is None:
             return self._eager(batch, first, last)
         inputs, key = self._load(batch, bucket), (bucket, first, last)
@@ -132,16 +138,23 @@ class MicroBatchGraphs:
 
     def _try_to_capture(self, work: Callable[[], None]) -> tuple[Graph | None, str | None]:
         """The graph of `work`, or why there is none."""
+        found: Graph | None = None
+        failures: list[str | None] = [None]
         try:
-            return self._capture(work), None
+            found = self._capture(work)
         except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
-            return None, str(error.__context__ or error).partition("\n")[0]  # the first one; another ends the capture
+            failures = [str(error.__context__ or error).partition("\n")[0]]  # the first one; another ends the capture
+            self._forget_pass()
+        if self._collective:
+            failures = gathered(failures[0])
+        failure = next((each for each in failures if each is not None), None)
+        return (found, None) if failure is None else (None, failure)
+
+    def _forget_pass(self) -> None:
+        """Let the next pass begin anew after one whose capture failed."""
 
     def _make_gradients(self) -> list[Tensor]:
         return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
-
-    def _bucket(self, batch: Batch) -> int | None:
-        return bucket_of(batch)
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)
@@ -176,8 +189,7 @@ class MicroBatchGraphs:
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
     """The same under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
 
-    All ranks replay the graph of one bucket, the largest of theirs, or none does. FSDP2 makes a step's gradients anew:
-    those of the first graph are kept, and the other graphs copy theirs to them.
+    FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
     """
 
     def __init__(
@@ -188,7 +200,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
         capture: Callable[[Callable[[], None]], Graph],
         after_each: Callable[[], None],
     ) -> None:
-        super().__init__(run, parameters, (), capture, after_each)
+        super().__init__(run, parameters, (), capture, after_each, collective=True)
         self._model = model
 
     def _make_gradients(self) -> list[Tensor]:
@@ -197,17 +209,8 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
     def _lend_gradients(self) -> None:
         """Eager passes let FSDP2 make them."""
 
-    def _bucket(self, batch: Batch) -> int | None:
-        own = bucket_of(batch)
-        found = largest(BUCKETS[-1] + 1 if own is None else own)
-        return found if found in BUCKETS else None
-
-    def _try_to_capture(self, work: Callable[[], None]) -> tuple[Graph | None, str | None]:
-        found, own = super()._try_to_capture(work)
-        if own is not None:
-            forget_pass(self._model)
-        failures = [failure for failure in gathered(own) if failure is not None]
-        return (None, failures[0]) if failures else (found, None)
+    def _forget_pass(self) -> None:
+        forget_pass(self._model)
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)

@@ -82,5 +82,5 @@ def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
     """Whether LoRA's frozen weights are held in fp8 only, if the run is in fp8; not where the last steps, or the export
     of drawn weights, need them in bf16.
     """
-    needed = config.precision.fp8_until < 1 or (config.model.random_init and config.run.export)
+    needed = config.precision.fp8_until < 1 or config.exports_drawn_weights
     return config.lora.lora_rank > 0 and config.model.use_te and mode in ("single", "ddp") and not needed

@@ -30,11 +30,11 @@ def prepare_module(module: Any, recipe: Any) -> list[str]:
 @torch.no_grad()
 def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
     """Replace the weights of the TE modules in fp8, which are frozen and not sharded, by their fp8 form; returns the
-    number of bytes that this frees. `model` is what DDP will wrap.
+    bytes of the replaced ones. `model` is what DDP will wrap.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    recipe, freed = precision.plan.te_recipe, 0
+    recipe, dropped = precision.plan.te_recipe, 0
     modules: Any = precision.fp8_modules
     for module in modules:
         for name in prepare_module(module, recipe):
@@ -48,8 +48,8 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
             setattr(module, name, Parameter(quantizer(weight), requires_grad=False))
-            freed += weight.numel() * weight.element_size()
+            dropped += weight.numel() * weight.element_size()
     # DDP would send them to the other ranks, as torch sees them: in bf16.
     frozen: Any = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     model._ddp_params_and_buffers_to_ignore = frozen
-    return freed
+    return dropped

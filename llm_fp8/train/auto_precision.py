@@ -51,6 +51,7 @@ def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     setup, batches = build_setup(dataclasses.replace(plan, say=silent)), first_step(data.train)
     found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
     del setup
+    plan.strategy.layers = None
     forget_delayed_scales()
     gc.collect()
     torch.cuda.empty_cache()

@@ -172,17 +172,17 @@ class TrainingLoop:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def _build_graphs(self) -> Any:
-        sharded = self.strategy.shards_parameters
+        sharded, update = self.strategy.shards_parameters, self.precision.update_scales
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
         if sharded:
-            update = self.precision.update_scales
             return ShardedMicroBatchGraphs(self.model, run, self._parameters, Capture(), update)
         assert self.strategy.wgrad_accumulation is not None
         overwritten = self.strategy.wgrad_accumulation.weights()
-        return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), self.precision.update_scales)
+        reduces = self.accelerator.num_processes > 1
+        return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), update, collective=reduces)
 
     def train(self, stop_requested: Callable[[bool], bool]) -> None:
         """Train to `total_steps`, until evaluations say to stop, or until `stop_requested(is the folder lost?)`, which
@@ -393,9 +393,8 @@ class TrainingLoop:
         self._graphs = self._build_graphs()
 
     def _leave_failed_graphs(self) -> None:
-        """Go on without graphs on every rank where one rank could not capture one. Collective."""
-        if self._graphs is not None and largest(self._graphs.failure is not None):
-            failure = next(each for each in gathered(self._graphs.failure) if each is not None)
+        """Go on without graphs where one could not be captured, which ranks agreed on."""
+        if self._graphs is not None and (failure := self._graphs.failure):
             self._graphs = None
             self._note_graphs(f"WARNING: no CUDA graph could be captured ({failure}); none is used")
 

@@ -25,7 +25,6 @@ from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host, effective_warmup_steps
-from llm_fp8.precision.frozen import hold_in_fp8
 from llm_fp8.train.auto_precision import choose_precision, replanned
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.dry_run import dry_run
@@ -200,9 +199,6 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     has_scales = resumed is not None and state.has_the_scales(resumed)
-    if plan.holds_frozen_in_fp8:  # from here on nobody reads them in bf16
-        freed = hold_in_fp8(setup.training_model, setup.precision)
-        plan.say(f"frozen weights are held in fp8 only, which frees {freed / GIB:.1f} GiB")
     model, optimizer = prepare_with_scales(setup, optimizer, None if has_scales else data.train)
     num_steps, saved = state.options["total_steps"], dict[str, Any]()
     eval_data = None if data.eval is None else data.eval.data

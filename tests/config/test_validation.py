@@ -41,6 +41,7 @@ REFUSED = [
         ("context_parallel_size", 2), ("fp8_params", ""),
     )),
     *(("cuda_graphs", GRAPHS + more) for more in (
+        "--lora_rank 4 --lora_dropout 0.1",
         "--no_packing", FP8 + "--fp8_recast_weights", "--sync_every_micro_batch --sharding_mode ddp",
         "--sharding_mode fsdp_hybrid", "--sharding_mode ddp --optimizer adamw_fp32",
     )),
@@ -74,6 +75,7 @@ REFUSED = [
     ("fp8_params", FP8 + "--fp8_params --fp8_backend torchao --fp8_scenario rowwise"),
     ("fp8_params", FP8 + "--fp8_params --fp8_backend torchao --sharding_mode fsdp_hybrid"),
     ("fp8_params", FP8 + "--fp8_params --use_te --optimizer adamw_master --sharding_mode fsdp_full"),
+    ("fp8_params", FP8 + "--fp8_params --use_te --lora_rank 4 --sharding_mode fsdp_full"),
     ("lora_rank", "--lora_rank 4 --sharding_mode deepspeed_3"),
     ("offload_optimizer", "--offload_optimizer 1 --sharding_mode fsdp_full"),
     ("offload_optimizer", "--offload_optimizer 1 --optimizer adamw_8bit"),

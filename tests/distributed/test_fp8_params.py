@@ -296,7 +296,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()
     for layer in model.layers:
-        layer.weight.requires_grad_(False)
+        layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
     strategy.kept_in_fp8 = precision_of(model.layers)
     strategy.shard(model, model.layers)
     for name, parameter in model.named_parameters():
@@ -326,8 +326,8 @@ def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path: Path) -> None
         assert result["gathered"].count(WIDTH * WIDTH // 2 + 4 * WIDTH // 2) == STEPS * 2 * NUM_LAYERS
         assert len(result["rows"]) == NUM_LAYERS
         for name, (start, rows) in result["rows"].items():
-            expected = cast(initial(name, torch.Size((WIDTH, WIDTH))))[start : start + len(rows)]
-            torch.testing.assert_close(rows, expected, rtol=1e-6, atol=0)
+            expected = cast(initial(name, torch.Size((WIDTH, WIDTH))).bfloat16().float())[start : start + len(rows)]
+            torch.testing.assert_close(rows.float(), expected, rtol=4e-3, atol=0)
 
 
 @pytest.mark.slow

@@ -82,9 +82,9 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
     """Let runs with --cuda_graphs do without a GPU; what they captured is in the list, one entry a run."""
     captures: list[EmulatedCapture] = []
 
-    def graphs(run, parameters, overwritten, capture, after):
+    def graphs(run, parameters, overwritten, capture, after, collective):
         captures.append(EmulatedCapture(parameters))
-        return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after)
+        return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after, collective)
 
     monkeypatch.setattr("llm_fp8.train.loop.Capture", lambda: None)
     monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)
@@ -118,7 +118,7 @@ class Seen:
         self.calls = []
         self.capture = EmulatedCapture([self.weight])
         self.num_after = 0
-        self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture, self.after)
+        self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture, self.after, collective=False)
 
     def run(self, given, num_supervised, first, last):
         self.calls.append((given, first, given.cu_seqlens.tolist(), given.input_ids.clone(), int(num_supervised)))
@@ -187,7 +187,7 @@ class Training:
         self.graphs = None
         if with_graphs:
             overwritten = self.strategy.wgrad_accumulation.weights()
-            self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None)
+            self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None, False)
 
     def step(self, batches):
         """An optimizer step: the losses, the gradients, and the weights after it."""

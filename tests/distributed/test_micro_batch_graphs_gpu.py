@@ -18,7 +18,7 @@ PRECISIONS = {
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
     "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
-    "LoRA": ["--mixed_precision", "fp8", "--lora_rank", "8", "--lora_dropout", "0.1"],
+    "LoRA": ["--mixed_precision", "fp8", "--lora_rank", "8"],
 }
 NO_WARMUP = ("--lr_scheduler", "constant", "--num_warmup_steps", "0")
 

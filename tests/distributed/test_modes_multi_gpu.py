@@ -114,6 +114,8 @@ ONE_MICRO_BATCH = ("--batch_size=8", "--gradient_accumulation_steps=1")
         ("ddp", (*ONE_MICRO_BATCH, "--lora_rank=8")),
         ("fsdp_grad", ONE_MICRO_BATCH),
         ("fsdp_full", ONE_MICRO_BATCH),
+        ("fsdp_grad", (*ONE_MICRO_BATCH, "--lora_rank=8")),
+        ("fsdp_full", (*ONE_MICRO_BATCH, "--lora_rank=8", "--gradient_checkpointing")),
         ("fsdp_full", (*ONE_MICRO_BATCH, "--gradient_checkpointing")),
     ],
 )

@@ -197,9 +197,9 @@ def test_weights_held_in_fp8_are_the_casts_of_bf16_ones(scenario, device):
     for _ in range(2):  # after the first pass delayed scaling knows each weight's amax
         step(cast, kept, packed_batch(device))
     model, precision, _, _ = build(fp8(fp8_scenario=scenario), device, True, ALL, keep_casts=False)
-    freed = hold_in_fp8(model, precision)
+    dropped = hold_in_fp8(model, precision)
     modules = {name: module for name, module in cast.named_modules() if module in kept.fp8_modules}
-    assert freed == sum(2 * weight.numel() for module in modules.values() for weight in linear_weights(module)) > 0
+    assert dropped == sum(2 * weight.numel() for module in modules.values() for weight in linear_weights(module)) > 0
     for name, module in modules.items():
         casts, held = list(module._fp8_workspaces.values()), linear_weights(model.get_submodule(name))
         assert len(casts) == len(held)
