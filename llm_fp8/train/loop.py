@@ -371,13 +371,14 @@ class TrainingLoop:
         # A graph keeps memory for its activations, and other micro-batches run eagerly beside it.
         needed = (2 * torch.cuda.max_memory_allocated() - taken) / GIB + RESERVE_GIB
         lacking = max(0.0, needed - torch.cuda.get_device_properties(self.accelerator.device).total_memory / GIB)
-        found = gathered((gpu_idle(profile, self.reporter.own_steps()), lacking))
-        idle, lacking = found[0][0], max(lacking for _, lacking in found)  # the main rank knows the times of steps
+        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s, lacking))
+        idle, communication_s, _ = found[0]  # of the main rank, which knows the times of steps
+        lacking = max(lacking for *_, lacking in found)
         if idle is None or self.step == self.total_steps:
             return
         self._may_take_graphs, sharded, share = False, self.strategy.shards_parameters, idle["share"]
         if not sharded:  # whose communication mostly waits for hosts, and is in the graphs
-            share -= profile.exposed_communication_s / idle["step_time_s"]
+            share -= communication_s / idle["step_time_s"]
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return
         note = f"the GPU computes nothing during {share:.0%} of a step: "
