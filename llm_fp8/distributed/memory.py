@@ -56,7 +56,7 @@ from llm_fp8.utils.errors import UserError
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
-MERGE_MARGIN = 0.05  # of the GPU, left free by merged micro-batches
+MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
 MOST_PADDED_TOKENS = 16384
 """The most in a merged micro-batch of padded rows: with more a GPU gains less than longer padding costs."""
 RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps
@@ -306,9 +306,8 @@ class RunSize:
         for share, rows in itertools.product(shares, cuts):
             options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
             run = self.changed(**options)
-            room = gpu_gib if rows == size else (1 - MERGE_MARGIN) * gpu_gib
             found = [part.estimate(upper_bound=True) for part in run.phases]
-            fits = all(each.is_whole and each.needed_gib <= room for each in found)
+            fits = all(each.is_whole and each.needed_gib <= (1 - MARGIN) * gpu_gib for each in found)
             if fits and rows <= max(most, size):
                 return run
         return run

@@ -20,6 +20,7 @@ from llm_fp8.config.options import (
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
+    RunConfig,
 )
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
 from llm_fp8.distributed.memory import (
@@ -57,6 +58,7 @@ def config_of(row: dict[str, Any]) -> Config:
         precision=of(PrecisionConfig, mixed_precision="fp8"),
         parallel=of(ParallelConfig),
         lora=of(LoraConfig),
+        run=of(RunConfig),
     )
 
 
@@ -205,7 +207,7 @@ def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
         run.changed(gradient_checkpointing=layers / 28).estimate(upper_bound=True).needed_gib
         for layers in (number, number - 1)
     ]
-    assert 0 < number < 28 and needed[0] <= gpu_gib < needed[1]
+    assert 0 < number < 28 and needed[0] <= 0.95 * gpu_gib < needed[1]
     assert len(said) == 1 and f"auto: {number} of 28 layers" in said[0]
 
 
