@@ -37,7 +37,6 @@ COLUMN_NAMES = (
 
 AUTO_BATCH_SIZE = 0
 """What --batch_size auto is until the run has settled it."""
-ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
@@ -177,12 +176,6 @@ class DataConfig:
     chat_template_kwargs: str | None = option(
         None, "JSON of what the chat template is given, as in '{\"enable_thinking\": false}'; a row's column wins."
     )
-    preprocessing_workers: int | None = option(
-        None,
-        f"Processes for tokenisation (default: the job's cores, one per {ROWS_PER_WORKER:,} rows).",
-        excludes={"streaming": "rows are tokenised as they come"},
-        at_least=1,
-    )
 
     @property
     def weights(self) -> list[float] | None:
@@ -246,8 +239,12 @@ class RunConfig:
     dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and end.")
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
     allow_changed: str | None = option(None, "Options that resuming changes (default: none).", needs=("resume_from",))
-    save_every: int = option(0, "Steps between checkpoints; 0: see --save_minutes.", alias="save_steps", at_least=0)
-    save_minutes: float = option(30.0, "Save a checkpoint too when the last is this many minutes old.", at_least=0)
+    save_every: int | None = option(
+        None,
+        "Steps between checkpoints, besides one every 30 minutes; 0: none (default: every 30 minutes).",
+        alias="save_steps",
+        at_least=0,
+    )
     save_total_limit: int = option(2, "Checkpoints kept, besides that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", at_least=0)
@@ -424,7 +421,6 @@ SYNONYMS = {
     "lora_targets": "lora_target_modules target_modules",
     "gradient_checkpointing": "activation_checkpointing recompute",
     "save_every": "checkpoint_every save_interval",
-    "preprocessing_workers": "dataset_num_proc num_proc num_workers",
     "fp8": "use_fp8",
     "num_gpus": "gpus n_gpus nproc_per_node",
 }

@@ -264,10 +264,10 @@ def _prepare_map(job: _Job) -> PreparedData:
 
 def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> Dataset:
     """The tokenised rows of `datasets`, one after the other."""
-    workers, tokenised = job.config.data.preprocessing_workers, []
+    tokenised = []
     for (source, _), dataset, (names, how) in zip(parts, datasets, job.options(parts, datasets), strict=True):
         with reading_of(source):
-            tokenised.append(tokenise(dataset, names, job.tokenizer, how, workers))
+            tokenised.append(tokenise(dataset, names, job.tokenizer, how))
     return concatenate_datasets(tokenised)
 
 

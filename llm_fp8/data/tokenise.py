@@ -30,7 +30,6 @@ from datasets import Sequence as ListOf
 from pyarrow import compute
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.config.options import ROWS_PER_WORKER
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, conversation_of
@@ -54,6 +53,7 @@ FEATURES = Features(
 _CGROUP = "/sys/fs/cgroup"
 CPU_QUOTAS = ((f"{_CGROUP}/cpu.max",), (f"{_CGROUP}/cpu/cpu.cfs_quota_us", f"{_CGROUP}/cpu/cpu.cfs_period_us"))
 """Files that hold a cgroup's quota of CPU time and its period, in microseconds: version 2's, version 1's."""
+ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
 """Columns of `FIGURES`, [number of rows] each."""
@@ -276,12 +276,8 @@ def tokenise(
     names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
-    num_workers: int | None = 1,
 ) -> Any:
-    """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached.
-
-    `num_workers`: processes, None for as many as the job has cores, where the dataset is large enough.
-    """
+    """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
     wanted = (*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form])
     free = {name: name for name in wanted if name not in options.renames.values()}
     is_json = dataset.column_names == [ROW]  # whose rows may have other columns than the first ones
@@ -298,7 +294,7 @@ def tokenise(
     file = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8" / f"tokenised-{key}.arrow"
     file.parent.mkdir(parents=True, exist_ok=True)
     how |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}
-    workers = num_workers or min(cores_of_job(), 1 + len(selected) // ROWS_PER_WORKER)
+    workers = min(cores_of_job(), 1 + len(selected) // ROWS_PER_WORKER)
     return selected.map(_tokenise_batch, num_proc=workers if workers > 1 else None, **how)
 
 

@@ -59,7 +59,7 @@ class Workload:
         return shlex.split(
             f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
             f"--gradient_accumulation_steps {self.micro_batches} --max_steps {num_steps} --validation_fraction 0 "
-            "--learning_rate 1e-5 --lr_scheduler constant --num_warmup_steps 0 --save_minutes 0 --no-export "
+            "--learning_rate 1e-5 --lr_scheduler constant --num_warmup_steps 0 --save_every 0 --no-export "
             "--no-merge-micro-batches"
         ) + ["--model_name", self.model, "--dataset_name", dataset]
 

@@ -48,6 +48,7 @@ from llm_fp8.utils.start import PhaseClock
 
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
+SAVE_AFTER_S = 1800.0  # the age of a checkpoint at which another is due
 WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
 
 
@@ -219,7 +220,7 @@ class TrainingLoop:
             stopping = stop_requested(self.reporter.is_lost)
             done = stopping or self.step >= self.total_steps
             logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
-            saves = stopping or self._due(options.save_every) or (logs and not done and self._checkpoint_due())
+            saves = stopping or self._due(options.save_every or 0) or (logs and not done and self._checkpoint_due())
             if logs or evaluates or saves or done:
                 self.read_pending()
                 self._leave_failed_graphs()
@@ -227,7 +228,7 @@ class TrainingLoop:
                 saves = self.evaluate() or saves
                 done = self.history.stops_early
             self.evaluation_due = stopping and self._due(eval_every) and self.step < self.total_steps
-            if saves or (done and options.save_every > 0):
+            if saves or (done and options.save_every):
                 self.save()
             if done:
                 return
@@ -464,9 +465,10 @@ class TrainingLoop:
         self.reporter.print(f"{verb} {self.last_checkpoint}")
 
     def _checkpoint_due(self) -> bool:
-        """Whether --save_minutes are over on the main rank. Collective."""
-        is_main, minutes = self.accelerator.is_main_process, self.setup.plan.config.run.save_minutes
-        return bool(largest(is_main and minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes))
+        """Whether the last checkpoint is `SAVE_AFTER_S` old on the main rank. Collective."""
+        if self.setup.plan.config.run.save_every == 0:
+            return False
+        return bool(largest(self.accelerator.is_main_process and time.monotonic() - self._saved_s >= SAVE_AFTER_S))
 
     def require_finite_weights(self) -> None:
         """Raise `UserError` where the update after the last finite loss left non-finite weights; collective."""

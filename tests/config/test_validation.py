@@ -19,11 +19,11 @@ REFUSED = [
     # the option that is named, and the words that name it
     *((name, f"--{name} 0") for name in (
         "batch_size", "max_seq_length", "num_epochs", "max_steps", "gradient_accumulation_steps", "log_every",
-        "save_total_limit", "num_of_samples", "eval_batches", "preprocessing_workers", "context_parallel_size",
+        "save_total_limit", "num_of_samples", "eval_batches", "context_parallel_size",
     )),
     *((name, f"--{name}=-1") for name in (
         "learning_rate", "num_warmup_steps", "weight_decay", "max_grad_norm", "save_every", "eval_every", "seed",
-        "adam_beta2", "validation_fraction", "save_minutes", "empty_cache_freq", "lora_rank", "offload_optimizer",
+        "adam_beta2", "validation_fraction", "empty_cache_freq", "lora_rank", "offload_optimizer",
     )),
     ("amax_history_len", FP8 + "--amax_history_len 0"),
     ("learning_rate", "--learning_rate nan"),

@@ -72,15 +72,17 @@ def test_the_cores_of_a_job(slurm, files, cores, tmp_path, monkeypatch):
     assert tokenise.cores_of_job() == cores
 
 
-def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path) -> None:
+def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Also by several processes, from the cache, and of a stream, whose rows are read again and again."""
+    monkeypatch.setattr(tokenise, "ROWS_PER_WORKER", 10)
+    monkeypatch.setattr(tokenise, "cores_of_job", lambda: 2)
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
     rows[3]["messages"].append({"role": "user", "content": "Thanks"})
     path = write_jsonl(tmp_path / "train.jsonl", rows)
     for name in (others := ("train.jsonl.filepart", "train-1.jsonl~", "train.csv")):
         write_jsonl(tmp_path / name, rows)
     wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is supervised": 1}
-    for options in (["--preprocessing_workers=2"], ["--preprocessing_workers=2"], ["--streaming", "--max_steps=1"]):
+    for options in ([], [], ["--streaming", "--max_steps=1"]):
         data = _prepare(path, tokenizer, "--validation_fraction=0", *options)
         if data.train.steps_per_epoch is None:
             next(iter(data.train))

@@ -25,8 +25,8 @@ ROWS = [
 ]
 
 
-def tokenise(dataset: Dataset, *how: Any, **options: Any) -> Dataset:
-    return module.tokenise(dataset, dataset.column_names, *how, **options)
+def tokenise(dataset: Dataset, *how: Any) -> Dataset:
+    return module.tokenise(dataset, dataset.column_names, *how)
 
 
 @pytest.fixture
@@ -95,11 +95,15 @@ def test_everything_that_shapes_the_tokens_changes_the_key(
 
 
 @pytest.mark.slow
-def test_documents_are_those_of_the_rows_wherever_they_lie(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_documents_are_those_of_the_rows_wherever_they_lie(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the file's pieces of 1,000 rows, in the files of several processes, and beside rows that hold no token."""
     one = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
     datasets.config.HF_DATASETS_CACHE = str(tmp_path / "other")
-    two = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS, num_workers=2)
+    monkeypatch.setattr(module, "ROWS_PER_WORKER", 1_000)
+    monkeypatch.setattr(module, "cores_of_job", lambda: 2)
+    two = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
     indices = [1199, 0, 1, 998, 999, 1000, 1001, 599, 600, 601, 0, 1100]
     for tokenised in (one, two):
         for index, document in zip(indices, document_reader(tokenised)(indices), strict=True):

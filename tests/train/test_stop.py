@@ -1,4 +1,4 @@
-"""Signals, --save_minutes, and failures of the machine."""
+"""Signals, checkpoints by the clock, and failures of the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from llm_fp8.train.run_dir import explained_failures
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, run_ranks, start_training, wait_until
 from tests.support.small import assert_same_bits, final_weights, run_json, steps, summary_json, train
-
-AT_ONCE = "--save_minutes=1e-9"
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
@@ -100,7 +98,7 @@ def test_a_run_whose_folder_is_moved_saves_there_again_and_stops(tmp_path, optio
     assert_same_bits(final_weights(folder), final_weights(whole))
 
 
-# --save_minutes
+# checkpoints by the clock
 
 
 @pytest.fixture
@@ -113,18 +111,22 @@ def saves(log: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, capsys):
+def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, capsys, monkeypatch):
     """They come after steps 2, 4 and 6; with no --save_every, none after the last step."""
-    without, with_them = tmp_path / "without", tmp_path / "with"
+    without, with_them, off = tmp_path / "without", tmp_path / "with", tmp_path / "off"
     train(*options, f"--output_dir={without}")
     assert not (without / "checkpoints").exists(), "half an hour, the default, is not over"
-    train(*options, AT_ONCE, f"--output_dir={with_them}")
+    monkeypatch.setattr(loop_module, "SAVE_AFTER_S", 0.0)
+    train(*options, "--save_every=0", f"--output_dir={off}")
+    assert not (off / "checkpoints").exists()
+    train(*options, f"--output_dir={with_them}")
     assert saves(capsys.readouterr().out) == ["step-00000002", "step-00000004", "step-00000006"]
     assert [step["loss"] for step in steps(with_them)] == [step["loss"] for step in steps(without)]
     assert_same_bits(final_weights(without), final_weights(with_them))
 
 
 def _clock_stands_on_rank(rank: str) -> None:
+    loop_module.SAVE_AFTER_S = 1e-9
     if os.environ["RANK"] == rank:
         loop_module.time.monotonic = lambda: 0.0
 
@@ -132,7 +134,7 @@ def _clock_stands_on_rank(rank: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "num_saves"), [("1", 2), ("0", 0)])
 def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num_saves):
-    more = ["--batch_size=4", "--max_steps=5", AT_ONCE, "--sharding_mode=fsdp_full", f"--output_dir={tmp_path / 'run'}"]
+    more = ["--batch_size=4", "--max_steps=5", "--sharding_mode=fsdp_full", f"--output_dir={tmp_path / 'run'}"]
     said = run_ranks(2, tmp_path / "run", *options, *more, first=functools.partial(_clock_stands_on_rank, rank))
     assert len(saves(said)) == num_saves, said
 

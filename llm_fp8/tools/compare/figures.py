@@ -149,7 +149,7 @@ _FIELDS = {
     "speed": "config.model.gradient_checkpointing config.model.cuda_graphs cuda_graphs config.parallel"
     " effective.sharding_mode effective.num_processes provenance.gpus provenance.driver provenance.cuda"
     " provenance.cudnn provenance.cpu provenance.environment",
-    "": "config.optim.seed config.run config.data.preprocessing_workers provenance.packages.wandb"
+    "": "config.optim.seed config.run provenance.packages.wandb"
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_asked_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
