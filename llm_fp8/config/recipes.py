@@ -38,7 +38,6 @@ class Recipe:
     """Options that it takes, as its class calls them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keyword -> value where the option is not given, whatever a version of the class has for a default."""
-    quantizer: str | None = None
     availability: str = "is_fp8_available"
     """Function of `transformer_engine.pytorch` that answers whether a GPU has it, and why not."""
     scales_lag: bool = False
@@ -68,7 +67,6 @@ RECIPES: dict[str, Recipe] = {
             "DelayedScaling",
             options=("fp8_format", "amax_history_len", "amax_compute_algo"),
             defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
-            quantizer="Float8Quantizer",
             scales_lag=True,
             one_scale_per_weight=True,
             saved_bytes_per_element=1,
@@ -79,7 +77,6 @@ RECIPES: dict[str, Recipe] = {
             "one scale per tensor from the tensor itself, for one more pass over it",
             "Float8CurrentScaling",
             options=("fp8_format",),
-            quantizer="Float8CurrentScalingQuantizer",
             one_scale_per_weight=True,
             saved_bytes_per_element=1,
         ),
@@ -90,7 +87,6 @@ RECIPES: dict[str, Recipe] = {
             "Float8BlockScaling",
             token_multiple=128,
             options=("fp8_format",),
-            quantizer="Float8BlockQuantizer",
             availability="is_fp8_block_scaling_available",
             fp32_scales_on_hopper=True,
             saved_bytes_per_element=1 + 4 / 128,
@@ -104,7 +100,6 @@ RECIPES: dict[str, Recipe] = {
             token_multiple=32,
             size_multiple=32,
             options=("fp8_format",),
-            quantizer="MXFP8Quantizer",
             availability="is_mxfp8_available",
         ),
         Recipe(
@@ -112,7 +107,6 @@ RECIPES: dict[str, Recipe] = {
             "te",
             "4-bit values with a scale per 16; Blackwell (compute capability 10)",
             "NVFP4BlockScaling",
-            quantizer="NVFP4Quantizer",
             availability="is_nvfp4_available",
             has_fp8_peak=False,
         ),
@@ -146,6 +140,11 @@ def token_multiple(name: str | None) -> int:
 def size_multiple(name: str | None) -> int:
     """What both sizes of a weight must be multiples of to be in fp8."""
     return RECIPES[name].size_multiple if name in RECIPES else FP8_SIZE_MULTIPLE
+
+
+def gemms_in_fp8(name: str | None) -> int:
+    """How many of a trained weight's GEMMs are in fp8: fprop, dgrad, wgrad; 0 for what is no recipe."""
+    return RECIPES[name].gemms_in_fp8 if name in RECIPES else 0
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import DEFAULTS, RECIPES, size_multiple
+from llm_fp8.config.recipes import RECIPES, size_multiple
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision.convert import bf16_modules
@@ -116,11 +116,6 @@ class Precision:
         """Whether a tensor's scale comes from earlier passes (delayed scaling)."""
         scenario = self.plan.effective_scenario
         return scenario is not None and RECIPES[scenario].scales_lag
-
-    @property
-    def num_fp8_gemms_per_weight(self) -> int:
-        """How many of a trained weight's three GEMMs the recipe computes in fp8."""
-        return RECIPES[self.plan.effective_scenario or DEFAULTS["te"]].gemms_in_fp8
 
     def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
         """Weight matrices whose GEMMs run in fp8: in the modules `within`, or in the model."""

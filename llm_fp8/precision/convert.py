@@ -20,8 +20,7 @@ from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.build import read_by_kernels
 from llm_fp8.models.experts import routed_modules
-from llm_fp8.models.weight_shards import is_adapter
-from llm_fp8.precision.modules import HEAD_NAMES, linear_weights, lm_head_of, size_misfit
+from llm_fp8.precision.modules import linear_weights, never_in_fp8, size_misfit
 from llm_fp8.precision.torchao import converted_modules
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import require_te
@@ -124,10 +123,8 @@ def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
     """Name of each `nn.Linear` that an fp8 run leaves as it is -> why."""
     by_kind = {module: routed.reason for module, routed in routed_modules(model).items()}
     by_kind |= dict.fromkeys(read_by_kernels(model).values(), "weight is read by Mamba's kernel")
-    head, left = lm_head_of(model), dict[str, str]()
+    by_name, left = never_in_fp8(model), dict[str, str]()
     for name, linear in plain_linears(model).items():
-        is_head = linear is head or name.rpartition(".")[2] in HEAD_NAMES
-        named = "adapter" if is_adapter(name) else "lm_head" if is_head else None
-        if reason := by_kind.get(linear) or named or size_misfit(linear, size_multiple):
+        if reason := by_kind.get(linear) or by_name.get(name) or size_misfit(linear, size_multiple):
             left[name] = reason
     return left

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from llm_fp8.models.experts import Routed, expert_weights, routed_modules
-from llm_fp8.models.weight_shards import is_adapter
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, HEAD_NAMES, linear_weights, lm_head_of
+from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, never_in_fp8
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def measure_coverage(
     `reasons`: name -> why a module is not in fp8, where known. `gemms`: `llm_fp8.models.lora.gemms_per_weight`. Of a
     trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
     """
-    in_fp8, head, routed = set(fp8_modules), lm_head_of(model), routed_modules(model)
+    in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
     num_fp8 = num_all = fp8_gemm_elements = 0
@@ -80,7 +79,6 @@ def measure_coverage(
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
-        is_head = module is head or name.rpartition(".")[2] in HEAD_NAMES
         num_gemms = gemms.get(module, GEMMS_PER_WEIGHT)
         all_gemm_elements += share * size * num_gemms
         if module in in_fp8:
@@ -88,7 +86,7 @@ def measure_coverage(
             fp8_gemm_elements += size * min(num_gemms, most_in_fp8)
             converted[pattern] += 1
         else:
-            why = left or reasons.get(name) or ("adapter" if is_adapter(name) else "lm_head" if is_head else "")
+            why = left or reasons.get(name, "")
             skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from llm_fp8.models.weight_shards import is_adapter
+
 GEMMS_PER_WEIGHT = 3
 """GEMMs of a trained weight in a micro-batch: fprop, dgrad, wgrad."""
-HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
-"""Last name components of modules that produce logits, beside what `lm_head_of` finds."""
+_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
+"""Last name components of modules that produce logits, beside what transformers calls the output embeddings."""
 
 
-def lm_head_of(model: nn.Module) -> nn.Module | None:
-    """lm_head: what transformers calls the model's output embeddings; None where `model` has none."""
-    get = getattr(model, "get_output_embeddings", None)
-    return None if get is None else get()
+def never_in_fp8(model: nn.Module) -> dict[str, str]:
+    """Name of each adapter and lm_head in `model` -> which of both it is."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kinds = dict[str, str]()
+    for name, module in model.named_modules():
+        if is_adapter(name):
+            kinds[name] = "adapter"
+        elif module is head or name.rpartition(".")[2] in _HEAD_NAMES:
+            kinds[name] = "lm_head"
+    return kinds
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:

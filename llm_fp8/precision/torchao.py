@@ -32,12 +32,6 @@ def build_config(scenario: str, emulate: bool) -> Any:
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
 
 
-def num_fp8_gemms_of(config: Any) -> int:
-    """How many of the three GEMMs of a weight run in fp8: fprop, dgrad, wgrad."""
-    operands = (config.cast_config_input, config.cast_config_grad_output, config.cast_config_input_for_grad_weight)
-    return sum(operand.scaling_type.name != "DISABLED" for operand in operands)
-
-
 def is_converted(module: nn.Module) -> bool:
     """Whether this is torchao's linear module, by the class's name, so that nothing is imported."""
     return type(module).__name__ == "Float8Linear" and type(module).__module__.startswith("torchao.")

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te_recipe
-from llm_fp8.config.recipes import DEFAULTS, recipe_names
+from llm_fp8.config.recipes import DEFAULTS, gemms_in_fp8, recipe_names
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_j
@@ -38,8 +38,8 @@ from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify,
 from llm_fp8.precision.convert import linears_left, plain_linears
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.module_state import ModuleState, read_te_state
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, te_linears
-from llm_fp8.precision.torchao import converted_modules, num_fp8_gemms_of, read_state
+from llm_fp8.precision.modules import linear_weights, te_linears
+from llm_fp8.precision.torchao import converted_modules, read_state
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
@@ -238,21 +238,20 @@ def _expected_in_fp8(
 ) -> ExpectedKernels:
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
-    num_gemms = min(num_fp8_gemms_of(layer.config) for layer in layers) if is_torchao else GEMMS_PER_WEIGHT
     recomputed_layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False) is True]
     recomputed = {module for layer in recomputed_layers for module in layer.modules()}
     num_trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
     # torch.compile decides whether a recomputed layer of torchao computes fprop again.
     num_recomputed = 0 if is_torchao else sum(num_trained[layer] for layer in layers if layer in recomputed)
+    coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=gemms_in_fp8(scenario))
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
         compute="bf16",  # Accelerate's autocast around what is not in fp8
         scenario=scenario,
         num_fp8_weights=sum(num_trained.values()) if layers else len(_convertible(model)),
         num_recomputed_fp8_weights=num_recomputed,
-        num_fp8_gemms_per_weight=num_gemms,
         num_spared_fp8_gemms=sum(num_trained.get(module, 0) for module in _trained_first(model)),
-        fp8_linear_flop_share=measure_coverage(model, layers, "bf16", {}, most_in_fp8=num_gemms).fp8_linear_flop_share,
+        fp8_linear_flop_share=coverage.fp8_linear_flop_share,
     )
 
 

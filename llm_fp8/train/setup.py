@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm_fp8.config.recipes import size_multiple
+from llm_fp8.config.recipes import gemms_in_fp8, size_multiple
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.grouped_experts import use_grouped_experts
@@ -65,7 +65,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     use_grouped_experts(model)  # inside what casts experts' weights
     precision = _attach_precision(plan, model, layers)
     gemms = gemms_per_weight(model)
-    reasons, num_gemms = reasons | precision.misfits, precision.num_fp8_gemms_per_weight
+    reasons, num_gemms = reasons | precision.misfits, gemms_in_fp8(plan.precision.effective_scenario)
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)

@@ -19,7 +19,6 @@ MADE_UP = Recipe(
     "MadeUpScaling",
     token_multiple=48,
     options={"amax_history_len": "length"},
-    quantizer="MadeUpQuantizer",
     availability="is_made_up_available",
 )
 

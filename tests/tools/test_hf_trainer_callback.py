@@ -55,7 +55,6 @@ DelayedScaling = _recipe(
     "DelayedScaling", {"margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max"}
 )
 MXFP8BlockScaling = _recipe("MXFP8BlockScaling", {"margin": 0, "fp8_format": Format.E4M3})
-Float8Quantizer = type("Float8Quantizer", (), {})
 
 
 class Linear(nn.Linear):
@@ -67,14 +66,12 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, dtype=params_dtype)
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
-        self.quantizers: dict[str, Any] = {}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         recipe = _IN_FORCE[-1] if _IN_FORCE else None
         self.fp8 = recipe is not None
         if recipe is not None:
             self.fp8_meta = {"recipe": recipe}
-            self.quantizers = {direction: [Float8Quantizer()] for direction in ("scaling_fwd", "scaling_bwd")}
         return super().forward(inputs)
 
 
