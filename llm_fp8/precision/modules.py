@@ -14,12 +14,12 @@ _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
 
 def never_in_fp8(model: nn.Module) -> dict[str, str]:
     """Name of each adapter and lm_head in `model` -> which of both it is."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = dict[str, str]()
     for name, module in model.named_modules():
         if is_adapter(name):
             kinds[name] = "adapter"
-        elif module is head or name.rpartition(".")[2] in _HEAD_NAMES:
+        elif module is outputs or name.rpartition(".")[2] in _HEAD_NAMES:
             kinds[name] = "lm_head"
     return kinds
 

@@ -13,7 +13,7 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, precision_name, recipe_names
 from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import TORCHAO, TRITON
+from llm_fp8.utils.packages import TORCHAO
 from llm_fp8.utils.te_internals import require_te
 
 MIN_FP8_CAPABILITY = (8, 9)
@@ -85,9 +85,6 @@ def resolve_precision(options: PrecisionConfig, device: torch.device) -> Precisi
         return _resolve_torchao(options, device)
     require_fp8_gpu(device)
     te = require_te("--mixed_precision fp8")
-    available, reason = te.is_fp8_available(return_reason=True)
-    if not available:
-        raise UserError(f"--mixed_precision fp8: Transformer Engine says fp8 cannot run here: {reason}")
     wanted = effective = chosen(options.fp8_scenario, "te")
     fallback = None
     available, reason = recipe_available(te, RECIPES[wanted])
@@ -145,7 +142,6 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
     TORCHAO.require(why)
     if on_gpu:
         require_fp8_gpu(device)
-        TRITON.require(why)
         if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
             raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
     scenario = chosen(options.fp8_scenario, "torchao")

@@ -32,14 +32,9 @@ def build_config(scenario: str, emulate: bool) -> Any:
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
 
 
-def is_converted(module: nn.Module) -> bool:
-    """Whether this is torchao's linear module, by the class's name, so that nothing is imported."""
-    return type(module).__name__ == "Float8Linear" and type(module).__module__.startswith("torchao.")
-
-
 def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> torchao's linear modules of `model`."""
-    return {name: module for name, module in model.named_modules() if is_converted(module)}
+    """Name -> torchao's linear modules of `model`, by the class's name, so that nothing is imported."""
+    return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
 
 
 def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
@@ -55,18 +50,14 @@ def read_state(modules: Iterable[nn.Module]) -> ModuleState:
     known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
     # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
     plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
-    asked, in_fp8 = list(modules), Counter[str | None]()
-    for module in asked:
-        config: Any = getattr(module, "config", None)
-        if is_converted(module) and config is not None and not config.emulate and "forward" not in vars(module):
-            in_fp8[known.get(dataclasses.replace(config, **plain))] += 1
-    unreadable = in_fp8.pop(None, 0)
-    recipes = {recipe: count for recipe, count in in_fp8.items() if recipe is not None}
+    asked: list[Any] = list(modules)
+    in_fp8 = [module.config for module in asked if not module.config.emulate and "forward" not in vars(module)]
+    recipes: Counter[Any] = Counter(known.get(dataclasses.replace(config, **plain)) for config in in_fp8)
     return ModuleState(
         num_modules=len(asked),
-        num_in_fp8=sum(recipes.values()) + unreadable,
-        num_recipe_unreadable=unreadable,
-        recipes=recipes,
+        num_in_fp8=len(in_fp8),
+        num_recipe_unreadable=recipes.pop(None, 0),
+        recipes=dict(recipes),
         library="torchao",
     )
 

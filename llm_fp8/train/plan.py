@@ -38,7 +38,6 @@ from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, resolve_precision
 from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.packages import TRITON
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import require_te
 
@@ -219,10 +218,8 @@ def _check_run(
     config: Config, num_parameters: int, mode: str, precision: PrecisionPlan, ranks: LaunchRanks, on_gpu: bool
 ) -> None:
     """Raise `UserError` for what this machine, its packages or the host's memory do not allow."""
-    kind, rank, scenario = config.optim.optimizer, config.lora.lora_rank, precision.effective_scenario
+    rank, scenario = config.lora.lora_rank, precision.effective_scenario
     check_machine(config, on_gpu=on_gpu, mode=mode, compute=precision.compute_name, scenario=scenario, ranks=ranks)
-    if on_gpu and (kind in ("adamw_master", "adamw_8bit") or config.optim.offload_optimizer > 0):
-        TRITON.require(f"--optimizer {kind}")
     if rank:
         require_peft(f"--lora_rank {rank}")
     if ranks.rank == 0:  # the only process that talks to trackers

@@ -57,6 +57,5 @@ TRANSFORMER_ENGINE = OptionalPackage(
 )
 FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
 TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
-TRITON = OptionalPackage("Triton", "triton", "pip install triton")
 PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")
 DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {_FOLDER}requirements-deepspeed.txt")
