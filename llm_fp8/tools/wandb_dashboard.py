@@ -2,7 +2,6 @@
 
     --entity my-team --project llm-fp8    makes a saved view of the project's workspace and prints its address
     --view 'https://wandb.ai/...?nw=abc'  updates this program's sections in that view; other sections stay
-    --offline runs                        lists offline runs and the commands that send them
 
 The layout is data (`SECTIONS`) with the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
 """
@@ -10,20 +9,14 @@ The layout is data (`SECTIONS`) with the keys of docs/monitoring.md; wandb-works
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
-from rich.table import Table
-
 from llm_fp8.config.options import RunConfig
 from llm_fp8.observability.metrics import METRICS
-from llm_fp8.observability.trackers import LABELS, require_wandb_login, run_labels
-from llm_fp8.tools.programs import wide_console
-from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.json_files import read_json
+from llm_fp8.observability.trackers import LABELS, require_wandb_login
+from llm_fp8.utils.errors import OneSentenceParser, reading
 
 PRECISION = "precision_name"
 TIME = "_runtime"  # W&B's seconds since the run began
@@ -96,7 +89,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--view", metavar="URL", help="address of a saved view to update instead of making one")
     what.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
-    what.add_argument("--offline", type=Path, metavar="FOLDER", help="list the offline runs of output folders there")
     return parser.parse_args(argv)
 
 
@@ -154,37 +146,9 @@ def lay_out(options: argparse.Namespace) -> None:
     print(f"the runs of {entity}/{project} are compared in {view.url}")
 
 
-def show_offline(folder: Path, options: argparse.Namespace) -> None:
-    """List the offline runs of output folders at or below `folder`, and the commands that send them."""
-    unsent: dict[tuple[Path, str], list[Path]] = {}  # (output folder, run id) -> its folders 'offline-run-TIME-ID'
-    for path in sorted(folder.rglob("wandb/offline-run-*")):
-        run_id = path.name.split("-", 3)[-1]
-        unsent.setdefault((path.parent.parent, run_id), []).append(path)  # a resumed run has several
-    if not unsent:
-        raise UserError(f"--offline {folder} holds no offline W&B run.")
-    table = Table("run", "precision", "model", "steps", "median tokens/s")
-    commands = []
-    for (output, run_id), parts in unsent.items():
-        with reading("--offline", output, "the run"):
-            record = read_json(output / "run.json")
-            summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else {}
-            labels = run_labels(record)
-            config = record["config"]["run"]
-        name = config["wandb_run_name"] or run_id
-        steps = str(summary.get("steps", "unfinished"))
-        tokens_per_s = summary.get("throughput", {}).get("median_tokens_per_s", 0.0)
-        table.add_row(name, labels[PRECISION], labels["model_short_name"], steps, f"{tokens_per_s:,.0f}")
-        entity = ["--entity", options.entity] if options.entity else []
-        commands.append(["wandb", "sync", *entity, "--project", config["wandb_project"], *map(str, parts)])
-    wide_console().print(table)
-    print("\nSend them to W&B, then lay out the dashboard:", *map(shlex.join, commands), sep="\n  ")
-
-
 def main() -> int:
     options = parse(sys.argv[1:])
-    if options.offline:
-        show_offline(options.offline, options)
-    elif options.dry_run:
+    if options.dry_run:
         build_workspace("ENTITY", options.project, options.group, options.name)
         for title, panels in SECTIONS.items():
             print("\n  ".join([title, *(panel.title for panel in panels)]))

@@ -89,10 +89,7 @@ def write_run_folder(folder: Path, run: RunRecord) -> Path:
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = sorted([*run.steps, *run.evaluations], key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    answers = []
-    for name, correct in run.answers.items():
-        row, problem = name.split(": ")
-        answers.append({"row_id": row, "problem": problem, "correct": correct})
-    if answers:
+    if run.answers:
+        answers = [{"correct": right} for right in run.answers]
         (folder / "exact_match.json").write_text(json.dumps({"answers": answers}))
     return folder

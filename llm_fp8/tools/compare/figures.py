@@ -6,28 +6,21 @@ from __future__ import annotations
 
 import math
 import statistics as plain
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llm_fp8.config.recipes import RECIPES, precision_name
 from llm_fp8.observability.trackers import flattened
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
-from llm_fp8.tools.compare.statistics import (
-    Interval,
-    PairedAnswers,
-    pair_answers,
-    rate_interval,
-    ratio_interval,
-    t_interval,
-)
+from llm_fp8.tools.compare.statistics import Interval, rate_interval, t_interval
 
 _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 
 @dataclass(frozen=True)
-class LossGap(Interval):
-    """Eval loss of a variant minus the reference's, in nats per token, over their common seeds."""
+class Gap(Interval):
+    """A figure of a variant minus the reference's, over their common seeds."""
 
     by_seed: dict[int, float]
 
@@ -56,9 +49,9 @@ class VariantFigures:
     peak_memory_gib: float | None
     energy_j_per_million_tokens: float | None
     eval_loss: dict[int, float]  # seed -> final eval loss
-    loss_gap: LossGap | None
-    exact_match: float | None  # the share of problems with a right answer
-    answers: PairedAnswers | None
+    loss_gap: Gap | None  # in nats per token
+    exact_match_percent: float | None  # problems with a right answer
+    exact_match_gap: Gap | None  # in points
     certificate: CertificateState
     num_failed: int = 0
 
@@ -69,19 +62,12 @@ def variant_figures(
     """The figures of `runs`, which are all of one variant, relative to the `reference` runs; both in order of seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
+    compared = pairs if variant != REFERENCE else []
+    asked_the_same = [(own, base) for own, base in compared if len(own.answers) == len(base.answers)]
     emulated = any(run.precision.get("emulated") for run in runs)
-    rates = _tokens_per_s(runs)
-    reference_rates = _tokens_per_s(reference)
-    speedup = loss_gap = answers = None
-    if variant != REFERENCE:
-        loss_gap = _loss_gap(pairs)
-        answers = pair_answers([base.answers for _, base in pairs], [own.answers for own, _ in pairs])
-        if rates and reference_rates and not emulated:
-            paired = list(rates) == list(reference_rates)
-            speedup = ratio_interval(list(rates.values()), list(reference_rates.values()), paired)
+    rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
+    ratios = [own.tokens_per_s / base.tokens_per_s for own, base in compared if own.tokens_per_s and base.tokens_per_s]
     reasons = {run.precision.get("fallback_reason") for run in runs}
-    losses = {run.seed: run.final_eval_loss for run in runs}
-    answered = [right for run in runs for right in run.answers.values()]
     return VariantFigures(
         variant=variant,
         name=precision_name("fp8", variant) if variant in RECIPES else precision_name(variant, None),
@@ -89,24 +75,18 @@ def variant_figures(
         emulated=emulated,
         fallback_reasons=sorted(reason for reason in reasons if reason),
         seeds=[run.seed for run in runs],
-        tokens_per_s=rate_interval(list(rates.values())) if rates else None,
-        speedup=speedup,
+        tokens_per_s=rate_interval(rates) if rates else None,
+        speedup=rate_interval(ratios) if ratios and not emulated else None,
         time_to_reference_loss_s=_mean([own.seconds_to(base.final_eval_loss) for own, base in pairs]),
         peak_memory_gib=max((run.peak_memory_gib for run in runs if run.peak_memory_gib is not None), default=None),
         energy_j_per_million_tokens=_mean([run.summary.get("median_energy_j_per_million_tokens") for run in runs]),
-        eval_loss={seed: loss for seed, loss in losses.items() if loss is not None},
-        loss_gap=loss_gap,
-        exact_match=plain.fmean(answered) if answered else None,
-        answers=answers,
+        eval_loss={run.seed: run.final_eval_loss for run in runs if run.final_eval_loss is not None},
+        loss_gap=_gap(compared, lambda run: run.final_eval_loss),
+        exact_match_percent=_mean([run.exact_match_percent for run in runs]),
+        exact_match_gap=_gap(asked_the_same, lambda run: run.exact_match_percent),
         certificate=certificate_state([c for run in runs for c in _certificates(run.summary)]),
         num_failed=num_failed,
     )
-
-
-def _tokens_per_s(runs: Sequence[RunRecord]) -> dict[int, float]:
-    """Seed -> median tokens per second."""
-    rates = {run.seed: run.summary.get("median_tokens_per_s") for run in runs}
-    return {seed: rate for seed, rate in rates.items() if rate}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -115,17 +95,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return plain.mean(known) if known and len(known) == len(values) else None
 
 
-def _loss_gap(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> LossGap | None:
-    gaps = {}
-    for own, base in pairs:
-        loss, reference = own.final_eval_loss, base.final_eval_loss
+def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:
+    """How far the figure of runs is above that of the reference runs of their seeds."""
+    by_seed = {}
+    for run, base in pairs:
+        own, reference = figure(run), figure(base)
         # A diverged bf16 run is no evidence about the variant.
-        if loss is not None and reference is not None and math.isfinite(reference):
-            gaps[own.seed] = loss - reference
-    if not gaps:
+        if own is not None and reference is not None and math.isfinite(reference):
+            by_seed[run.seed] = own - reference
+    if not by_seed:
         return None
-    interval = t_interval(list(gaps.values()))
-    return LossGap(interval.value, interval.low, interval.high, gaps)
+    found = t_interval(list(by_seed.values()))
+    return Gap(found.value, found.low, found.high, by_seed)
 
 
 def _certificates(summary: dict[str, Any]) -> list[dict[str, Any] | None]:

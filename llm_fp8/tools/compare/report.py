@@ -99,10 +99,7 @@ def _text(value: Interval | float | None, shape: str) -> str:
 
 def figure_rows(own: VariantFigures) -> dict[str, str]:
     """Title with unit -> text, for the figures of a variant."""
-    answers, certificate, time_s = own.answers, own.certificate, own.time_to_reference_loss_s
-    match = _text(own.exact_match and 100 * own.exact_match, "{:.1f}")
-    if answers is not None:
-        match += f" ({100 * answers.difference:+.1f}, p = {answers.p_value:.2g}, {answers.num_problems} answers)"
+    certificate, time_s = own.certificate, own.time_to_reference_loss_s
     return {
         "ran as": " and ".join(own.effective) if set(own.effective) - {own.name} else "-",
         "runs": f"{len(own.seeds)}" + (f", {own.num_failed} failed" if own.num_failed else ""),
@@ -113,7 +110,8 @@ def figure_rows(own: VariantFigures) -> dict[str, str]:
         "time to bf16's final loss, s": "not reached" if own.loss_gap and time_s is None else _text(time_s, "{:,.1f}"),
         "eval loss, nats/token": _text(fmean(own.eval_loss.values()) if own.eval_loss else None, "{:.4f}"),
         "gap to bf16, nats/token": _text(own.loss_gap, "{:+.4f}"),
-        "exact match, %": match,
+        "exact match, %": _text(own.exact_match_percent, "{:.1f}"),
+        "exact match above bf16's, points": _text(own.exact_match_gap, "{:+.1f}"),
         "certificate": ": ".join([certificate.state, *filter(None, ["; ".join(certificate.reasons)])]),
     }
 

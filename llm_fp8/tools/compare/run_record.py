@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import math
 from ast import literal_eval
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
@@ -58,8 +60,7 @@ class RunRecord:
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     summary: dict[str, Any]  # summary.json, with the entries of its `throughput` at the top level, as on W&B
-    answers: dict[str, bool] = dataclasses.field(default_factory=dict)
-    """Problem -> whether the exported model's answer was right (`llm-fp8 evaluate`)."""
+    answers: tuple[bool, ...] = ()  # whether each of the exported model's answers was right (`llm-fp8 evaluate`)
 
     @property
     def precision(self) -> dict[str, Any]:
@@ -90,6 +91,15 @@ class RunRecord:
         return f"{self.variant} seed {self.seed}"
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """The median over steps."""
+        return self.summary.get("median_tokens_per_s")
+
+    @property
+    def exact_match_percent(self) -> float | None:
+        return 100 * fmean(self.answers) if self.answers else None
+
+    @property
     def final_eval_loss(self) -> float | None:
         """The eval loss after the last step; None if there was no evaluation."""
         last = self.steps[-1]["step"]
@@ -117,8 +127,14 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
     return f"it failed: {summary['failed']}" if "failed" in summary else None
 
 
-def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any]) -> RunRecord:
-    """A run from the contents of run.json, metrics.jsonl and summary.json. Raises `UserError` if it did not finish."""
+def _record(
+    source: str,
+    run: dict[str, Any],
+    metrics: list[dict[str, Any]],
+    summary: dict[str, Any],
+    answers: Sequence[bool] = (),
+) -> RunRecord:
+    """A run from the contents of its files. Raises `UserError` if it did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
@@ -126,7 +142,7 @@ def _record(source: str, run: dict[str, Any], metrics: list[dict[str, Any]], sum
         raise UserError(f"{source} holds no optimizer step.")
     stored = {name: run[name] for name in ("config", "precision", "effective", "data", "provenance")}
     stored["model"] = {name: run["model"][name] for name in ("location", "num_parameters")}
-    return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})})
+    return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})}, tuple(answers))
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
@@ -134,11 +150,9 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
         run = read_json(folder / "run.json", flag)
         summary = read_json(folder / "summary.json", flag)
-        record = _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary)
-        if (folder / "exact_match.json").is_file():
-            for answer in read_json(folder / "exact_match.json")["answers"]:
-                record.answers[f"{answer['row_id']}: {answer['problem']}"] = answer["correct"]
-        return record
+        answers = folder / "exact_match.json"
+        right = [answer["correct"] for answer in read_json(answers)["answers"]] if answers.is_file() else []
+        return _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary, right)
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:

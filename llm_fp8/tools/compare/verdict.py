@@ -74,9 +74,8 @@ def judge(
     if conclusion in ("slightly worse", "use it") and is_fp8 and state != "certified":
         conclusion = "not certified"
     sentences = [f"{name} {_speed_words(own, reference, speed_confounded)} and {_loss_words(own, quality_confounded)}."]
-    if own.answers and not quality_confounded:
-        found = f"{100 * own.answers.difference:+.1f} points (p = {own.answers.p_value:.2g})"
-        sentences.append(f"Exact match differs by {found}.")
+    if (match := own.exact_match_gap) and not quality_confounded:
+        sentences.append(f"Exact match differs by {match.value:+.1f} points, {_scatter(match, 0)}.")
     advice = _ADVICE[conclusion].format(margin=margin)
     if state == "failed" or (state != "certified" and is_fp8):
         advice = f"its certificate is {state}{reasons and f' ({reasons})'}: {advice}"
@@ -84,18 +83,18 @@ def judge(
 
 
 def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
-    gap = own.loss_gap
-    answers = own.answers
+    gap, match = own.loss_gap, own.exact_match_gap
     if confounded:
         return "not shown"
-    if (answers is not None and answers.is_worse) or (gap is not None and not math.isfinite(gap.value)):
+    if (match and match.high is not None and match.high < 0) or (gap and not math.isfinite(gap.value)):
         return "worse"
     if gap is None or gap.low is None or gap.high is None:
         return "not shown"
     if gap.low > margin:
         return "worse"
     # Finished runs are a biased sample, since a run may have failed because its loss diverged.
-    if own.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or (answers and answers.may_be_worse):
+    never_matches = match is not None and max(match.by_seed.values()) < 0
+    if own.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or never_matches:
         return "not shown"
     return "slightly worse" if min(gap.by_seed.values()) > 0 else "as good"
 

@@ -17,7 +17,7 @@ from llm_fp8.tools.compare.cli import plan_runs
 from llm_fp8.tools.compare.figures import (
     CertificateState,
     Difference,
-    LossGap,
+    Gap,
     VariantFigures,
     certificate_state,
     find_differences,
@@ -25,7 +25,7 @@ from llm_fp8.tools.compare.figures import (
 )
 from llm_fp8.tools.compare.report import Failure, compare, render_page, without_folders
 from llm_fp8.tools.compare.run_record import RunRecord, parse_variants, read_run_folder, read_wandb, variant_words
-from llm_fp8.tools.compare.statistics import Interval, PairedAnswers
+from llm_fp8.tools.compare.statistics import Interval
 from llm_fp8.tools.compare.verdict import judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
@@ -71,7 +71,7 @@ def test_speeds_are_paired_by_seed():
     )
     gap = [dataclasses.replace(own[0], summary={}), *own[1:]], [*base[:2], dataclasses.replace(base[2], summary={})]
     unpaired, paired = variant_figures("delayed", *gap), variant_figures("delayed", own, base)
-    assert unpaired.speedup.high > 10, "not pairs, so Welch's"
+    assert unpaired.speedup.low is None, "the second seed alone is common"
     assert paired.speedup.high - paired.speedup.low < 0.05
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_diverged_or_measured_nothing():
     figures = variant_figures("bf16", bare, bare)
     assert figures.peak_memory_gib is figures.energy_j_per_million_tokens is figures.tokens_per_s is None
     assert figures.time_to_reference_loss_s is None
-    assert figures.eval_loss == {} and figures.exact_match is None
+    assert figures.eval_loss == {} and figures.exact_match_percent is None
 
 
 # ---- verdicts, a test per branch ----
@@ -92,16 +92,10 @@ REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), 
 GOOD = variant_figures(
     "delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02])
 )
-GAP = LossGap(0.0, -0.002, 0.002, {1: 0.001, 2: -0.001, 3: 0.0})
+GAP = Gap(0.0, -0.002, 0.002, {1: 0.001, 2: -0.001, 3: 0.0})
 LEANING = {1: 0.001, 2: 0.003, 3: 0.002}
 BETTER = {1: -0.05, 2: -0.05, 3: -0.05}
-
-
-def answers(only_reference: int, only_other: int) -> PairedAnswers:
-    """Runs of seeds that agree."""
-    difference = (only_other - only_reference) / 500
-    ends = (difference - 0.02, difference + 0.02)
-    return PairedAnswers(500, only_reference, only_other, only_reference, only_other, *ends)
+MATCH = Gap(-0.4, -2.4, 1.6, {1: -0.6, 2: 0.2, 3: -0.8})
 
 
 def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
@@ -109,7 +103,7 @@ def verdict(differences: list[Difference] | None = None, reference: VariantFigur
 
 
 def test_verdict_use_it():
-    given = verdict(answers=answers(22, 20), speedup=Interval(1.31, 1.29, 1.33))
+    given = verdict(exact_match_gap=MATCH, speedup=Interval(1.31, 1.29, 1.33))
     assert (given.conclusion, given.quality) == ("use it", "as good")
     assert all(figure in given.sentences[0] for figure in ("1.31 times", "0.0000 nats"))
     assert "-0.4" in given.sentences[1] and "0.005" in given.sentences[2]
@@ -117,7 +111,7 @@ def test_verdict_use_it():
 
 def test_the_first_sentence_tells_a_difference_from_chance():
     words = {}
-    for gap in (GAP, LossGap(0.004, 0.002, 0.006, LEANING), LossGap(0.004, None, None, {1: 0.004})):
+    for gap in (GAP, Gap(0.004, 0.002, 0.006, LEANING), Gap(0.004, None, None, {1: 0.004})):
         words[verdict(loss_gap=gap).sentences[0].split(", ")[-1]] = gap
     assert len(words) == 3
     assert (
@@ -146,7 +140,7 @@ def test_runs_of_one_precision_have_nothing_to_be_compared_with():
 def test_the_quality_margin_is_an_argument():
     own = dataclasses.replace(GOOD, loss_gap=GAP)
     assert judge(own, REFERENCE, [], margin=0.001).conclusion == "not shown"
-    far = dataclasses.replace(GOOD, loss_gap=LossGap(0.02, 0.018, 0.022, LEANING))
+    far = dataclasses.replace(GOOD, loss_gap=Gap(0.02, 0.018, 0.022, LEANING))
     assert judge(far, REFERENCE, []).conclusion == "worse"
     assert judge(far, REFERENCE, [], margin=0.03).conclusion == "slightly worse"
 
@@ -159,20 +153,18 @@ def test_the_quality_margin_is_an_argument():
         ({"certificate": CertificateState("failed", ["0 fp8 kernels"])}, "not certified", "as good"),
         ({"certificate": CertificateState("missing", [])}, "not certified", "as good"),
         ({"certificate": CertificateState("undetermined", ["names"])}, "not certified", "as good"),
-        ({"loss_gap": LossGap(0.05, 0.04, 0.06, LEANING)}, "worse", "worse"),
-        ({"loss_gap": LossGap(-0.05, -0.06, -0.04, BETTER)}, "use it", "as good"),
-        ({"loss_gap": LossGap(0.004, -0.001, 0.009, LEANING)}, "not shown", "not shown"),
-        ({"loss_gap": LossGap(0.002, 0.0005, 0.0035, LEANING)}, "slightly worse", "slightly worse"),
-        ({"answers": answers(60, 20)}, "worse", "worse"),
-        ({"answers": answers(20, 60)}, "use it", "as good"),
-        # One of both tests alone, or every seed, is no proof and no recommendation.
-        ({"answers": dataclasses.replace(answers(60, 20), low=-0.2, high=0.04)}, "not shown", "not shown"),
-        ({"answers": dataclasses.replace(answers(22, 20), low=-0.005, high=-0.003)}, "not shown", "not shown"),
-        ({"answers": dataclasses.replace(answers(22, 20), worse_in_every_seed=True)}, "not shown", "not shown"),
+        ({"loss_gap": Gap(0.05, 0.04, 0.06, LEANING)}, "worse", "worse"),
+        ({"loss_gap": Gap(-0.05, -0.06, -0.04, BETTER)}, "use it", "as good"),
+        ({"loss_gap": Gap(0.004, -0.001, 0.009, LEANING)}, "not shown", "not shown"),
+        ({"loss_gap": Gap(0.002, 0.0005, 0.0035, LEANING)}, "slightly worse", "slightly worse"),
+        ({"exact_match_gap": dataclasses.replace(MATCH, value=-8.0, low=-10.0, high=-6.0)}, "worse", "worse"),
+        ({"exact_match_gap": dataclasses.replace(MATCH, value=8.0, low=6.0, high=10.0)}, "use it", "as good"),
+        # Every seed alone is no proof and no recommendation.
+        ({"exact_match_gap": Gap(-4.0, -9.0, 1.0, {1: -1.0, 2: -5.0, 3: -6.0})}, "not shown", "not shown"),
         ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "as good"),
         ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "as good"),
         ({"speedup": None}, "speed unknown", "as good"),
-        ({"loss_gap": LossGap(0.0, None, None, {1: 0.0})}, "too few seeds", "not shown"),
+        ({"loss_gap": Gap(0.0, None, None, {1: 0.0})}, "too few seeds", "not shown"),
         ({"speedup": Interval(1.3, None, None)}, "too few seeds", "as good"),
         ({"loss_gap": None, "eval_loss": {}}, "quality unknown", "not shown"),
         ({"loss_gap": None}, "quality unknown", "not shown"),
@@ -273,14 +265,14 @@ def test_answers_decide_through_whole_folders(tmp_path):
     runs = []
     for variant, first_right in (("bf16", 0), ("delayed", 60)):
         for run in three(variant, 130_000 if variant == "delayed" else 100_000, [1.0, 1.04, 1.02]):
-            answers = {f"{row}: problem {row}": row >= first_right + run.seed for row in range(100)}
+            answers = tuple(row >= first_right + run.seed for row in range(100))
             run = dataclasses.replace(run, answers=answers)
             folder = write_run_folder(tmp_path / f"{variant}-{run.seed}", run)
             again = read_run_folder(folder)
             assert again.steps == run.steps and again.evaluations == run.evaluations and again.answers == answers
             runs.append(again)
     comparison = compare(runs)
-    assert comparison.verdicts["delayed"].conclusion == "worse" and comparison.variants[1].answers.difference == -0.6
+    assert comparison.verdicts["delayed"].conclusion == "worse" and comparison.variants[1].exact_match_gap.value == -60
 
 
 @pytest.mark.parametrize(
