@@ -116,7 +116,7 @@ def main() -> int:
         elif work.num_gpus > num_gpus:
             print(f"{row['row']}: left out, because it needs {work.num_gpus} GPUs and {num_gpus} are visible")
         else:
-            done += measure_all(work, variants, plan, labels={"row": row["row"]})
+            done += [{"row": row["row"], **one} for one in measure_all(work, variants, plan)]
             write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), "rows": done})
         measured = [one for one in done if one["row"] == row["row"]]
         if measured:

@@ -20,7 +20,6 @@ against both peaks. A GPU that is not in the table has no utilisation.
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -219,11 +218,3 @@ def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
         return None
     count = f"{later[-1] - later[0]:.0f} times in {len(later)} steps"
     return f"WARNING: the GPU was full {count}, and PyTorch stalled to free its cache: lower --batch_size or shard more"
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss) of a mean cross entropy in nats per token; infinity beyond a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -46,11 +46,6 @@ RUN_IDS = {
 """Tracker that can go on with a run -> its argument for the run's id, and where the run has that."""
 
 
-def run_labels(record: dict[str, Any]) -> dict[str, Any]:
-    """The `LABELS` of a run, from its run.json."""
-    return {name: label(record) for name, label in LABELS.items()}
-
-
 def _in_words(precision: dict[str, Any], which: str) -> str:
     return precision_name(precision[which], precision[f"{which}_scenario"])
 
@@ -70,7 +65,8 @@ def start_tracker(
     """Start a run in the tracker, with the options in `record` (what run.json holds of this start) and its labels, or
     go on with that of `run_id`; returns the id by which a later start goes on with it too, where the tracker can.
     """
-    folder, labels = Path(str(options.output_dir)), run_labels(record)
+    folder = Path(str(options.output_dir))
+    labels = {label: of_run(record) for label, of_run in LABELS.items()}
     config = dict(flattened(record["config"])) | labels
     arguments: dict[str, Any] = {"resume": "allow"} if run_id and name in ("wandb", "swanlab", "trackio") else {}
     if options.wandb_run_name and name in RUN_NAMES:

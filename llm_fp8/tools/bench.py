@@ -158,13 +158,9 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
 
 
 def measure_all(
-    work: Workload,
-    variants: Sequence[Variant],
-    plan: Plan,
-    output: Path | None = None,
-    labels: Mapping[str, Any] | None = None,
+    work: Workload, variants: Sequence[Variant], plan: Plan, output: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure the variants in turns; returns their rows with `labels`. `output` is written after each measurement."""
+    """Measure the variants in turns; returns their rows. `output` is written after each measurement."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -182,8 +178,7 @@ def measure_all(
                 if speed is None:
                     speed = f"{statistics.median(step['tokens_per_s'] for step in found['steps']):,.0f} tokens/s"
                 print(f"round {number + 1}  {work.name}  {variant.name}: {speed}", flush=True)
-                measured = [one for one in variants if rounds[one.name]]
-                rows = [{**(labels or {}), **summarise(work, one, rounds[one.name])} for one in measured]
+                rows = [summarise(work, one, rounds[one.name]) for one in variants if rounds[one.name]]
                 if output is not None:
                     write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
     return rows

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.observability.metrics import perplexity
 from llm_fp8.precision.context import Precision
 
 _STATE = ("best_step", "best_loss", "reference_loss", "num_without_improvement", "data")
@@ -40,10 +39,10 @@ def evaluate_loss(
             totals[1] += batch.num_supervised_tokens
     model.train(was_training)
     total_loss, num_supervised = accelerator.reduce(totals, reduction="sum").tolist()
-    loss = total_loss / num_supervised if num_supervised else float("nan")
+    loss = torch.tensor(total_loss / num_supervised if num_supervised else math.nan, dtype=torch.float64)
     return {
-        "eval_loss": loss,
-        "eval_perplexity": perplexity(loss),
+        "eval_loss": loss.item(),
+        "eval_perplexity": loss.exp().item(),  # infinite where it is too large for a float
         "eval_num_supervised_tokens": num_supervised,
         "eval_time_s": time.perf_counter() - started,
     }

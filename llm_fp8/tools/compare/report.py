@@ -139,14 +139,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(f"differs [{difference.effect}] {difference.field}: {values}")
 
 
-def leading_variant(comparison: Comparison) -> VariantFigures:
+def leading_variant(comparison: Comparison) -> str:
     """The variant whose verdict the page leads with: the fastest to use, else the fastest of all."""
-
-    def rank(own: VariantFigures) -> tuple[bool, float]:
-        return comparison.verdicts[own.variant].conclusion == "use it", own.speedup.value if own.speedup else 0.0
-
-    others = [own for own in comparison.variants if own.variant != REFERENCE]
-    return max(others or comparison.variants, key=rank)
+    others = [own for own in comparison.variants if own.variant != REFERENCE] or comparison.variants
+    speeds = {own.variant: own.speedup.value if own.speedup else 0.0 for own in others}
+    return max(speeds, key=lambda name: (comparison.verdicts[name].conclusion == "use it", speeds[name]))
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
@@ -185,7 +182,7 @@ def render_page(comparison: Comparison) -> str:
     return environment.get_template("page.html").render(
         comparison=comparison,
         provenance=comparison.provenance,
-        lead=leading_variant(comparison).variant,
+        lead=leading_variant(comparison),
         figures=figure_table(comparison),
         chart=gap_chart(comparison),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),

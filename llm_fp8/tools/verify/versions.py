@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Iterable
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -41,12 +40,6 @@ def read_pins(has_gpu: bool) -> list[Requirement]:
     return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
 
 
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """Name -> version of the packages that are installed, without importing them."""
-    versions = {name: package_version(name) for name in names}
-    return {name: version for name, version in versions.items() if version is not None}
-
-
 def judge(pins: list[Requirement], found: dict[str, str], errors: dict[str, str]) -> Result:
     """Fail for a missing or broken package that every run needs. Warn of another version, and of a broken package that
     only an option needs. `found`: package -> installed version. `errors`: package -> why it does not load.
@@ -74,7 +67,8 @@ def check_packages(setup: Setup) -> Result:
 
     pins = read_pins(setup.num_gpus > 0)
     errors = {}
-    found = installed([*(pin.name for pin in pins), *TE_PARTS, *IMPORTED])
+    names = (*(pin.name for pin in pins), *TE_PARTS, *IMPORTED)
+    found = {name: version for name in names if (version := package_version(name)) is not None}
     to_import = [name for name in IMPORTED if name in found and (name != TE or setup.num_gpus)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for name in to_import:
@@ -85,5 +79,5 @@ def check_packages(setup: Setup) -> Result:
                 errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     result = judge(pins, found, errors)
     result.summary = ", ".join(f"{name} {found[name]}" for name in to_import if name not in errors)
-    result.facts = dict(found)
+    result.facts = found
     return result
