@@ -28,17 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
 
 PADDED_MULTIPLE = 128
 """Padded lengths are multiples of this: few different shapes, and what fp8 kernels need."""
-
-
-def document_multiple(context_size: int) -> int:
-    """The multiple to which packed documents are padded where `context_size` ranks share every sequence, in tokens."""
-    return 2 * context_size if context_size > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,23 @@ class Layout:
     packed: bool
     context_size: int = 1
 
+    @property
+    def multiple(self) -> int:
+        """The multiple to which packed documents are padded, in tokens."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
+        """The sequences of the documents of the `chosen` numbers; `lengths` are those of all, in tokens."""
+        if not self.packed:
+            return PackingPlan(chosen, np.arange(len(chosen) + 1))
+        packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
+        return PackingPlan(chosen[packed.samples], packed.offsets)
+
+    def num_positions(self, lengths: Any) -> int:
+        """Positions, padding included, of the batches of sequences whose longest documents have these `lengths`."""
+        begins = np.arange(0, len(lengths), self.batch_size)
+        return int(self.width(np.maximum.reduceat(lengths, begins)).sum()) * self.batch_size
+
     def width(self, longest: Any) -> Any:
         """Positions of a sequence, for the longest document of a batch or of each of several."""
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
@@ -107,7 +120,6 @@ class Layout:
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         real = np.zeros(shape, dtype=bool)
         bounds = [0]  # of the segments
-        multiple = document_multiple(self.context_size)
         for line, sequence in enumerate([*sequences, *[()] * (self.batch_size - len(sequences))]):
             start = 0
             for document in sequence:
@@ -115,7 +127,7 @@ class Layout:
                 ids[line, start:end] = document.input_ids
                 labels[line, start : end - 1] = np.where(document.supervised[1:], document.input_ids[1:], IGNORE_INDEX)
                 real[line, start:end] = True
-                start += -(-len(document.input_ids) // multiple) * multiple
+                start += -(-len(document.input_ids) // self.multiple) * self.multiple
                 if self.packed:
                     bounds.append(line * shape[1] + start)
             if bounds[-1] < (line + 1) * shape[1]:

@@ -65,8 +65,14 @@ class TrainLoader:
         self._sequences, self._collate, self._batch_size, self._share = sequences, collate, batch_size, share
         self.global_batch_size = batch_size * num_micro_batches * share.world_size
         """Sequences of an optimizer step over all ranks."""
-        self._position, self.epoch = sequences.start(), 0.0
-        """`epoch`: passes over the data done by the steps yielded so far, a fraction (full passes when streaming)."""
+        self._position = sequences.start()
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data done by the steps yielded so far, a fraction (full passes when streaming)."""
+        num_sequences = self._sequences.num_sequences
+        done = 0.0 if num_sequences is None else self._position["next_row"] / num_sequences
+        return float(self._position["epoch"] + done)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -82,28 +88,27 @@ class TrainLoader:
         return in_this_epoch + (num_epochs - position["epoch"] - 1) * self.steps_per_epoch
 
     def state_dict(self) -> Position:
-        return {"rows": self._position, "progress": self.epoch}
+        return {"rows": self._position}
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
-        self._position, self.epoch = self._own_rows(state), state["progress"]
+        self._position = self._own_rows(state)
 
     def _own_rows(self, state: Position) -> Position:
-        position, start = state["rows"], self._sequences.start()
-        if [position.get(name) for name in ("kind", "data")] != [start["kind"], start["data"]]:
+        if state["rows"]["data"] != self._sequences.data:
             what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"
             raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}); give the same.")
-        return position
+        return state["rows"]
 
     def __iter__(self) -> Iterator[list[Batch]]:
         with closing(prefetch(self._steps(self._position), STEPS_AHEAD)) as steps:
-            for batches, self._position, self.epoch in steps:
+            for batches, self._position in steps:
                 yield batches
 
-    def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position, float]]:
-        for sequences, after, epoch in self._sequences.global_batches(position, self.global_batch_size):
+    def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
+        for sequences, after in self._sequences.global_batches(position, self.global_batch_size):
             own = self._share.micro_batches(sequences, self._batch_size)
-            yield [self._collate([read() for read in readers]) for readers in own], after, epoch
+            yield [self._collate([read() for read in readers]) for readers in own], after
 
 
 class EvalLoader:

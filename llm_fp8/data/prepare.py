@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -25,12 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
-from llm_fp8.data.collate import Batch, Collate, Layout, document_multiple
+from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
-from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.rows import detect_columns
-from llm_fp8.data.sequences import MapSequences, Sequences, StreamSequences, sequence_readers
+from llm_fp8.data.sequences import MapSequences, Sequences, StreamSequences
 from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     DataReport,
@@ -49,7 +49,8 @@ STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS, STREAMED_SCAN_ROWS = 512, 200_000, 
 """Rows to evaluate on from a stream: the first of the validation split, or the first that are held out of so many at
 most, which are read so many at a time, as `datasets` tokenises them.
 """
-SEEN, UNUSABLE = "their problem is trained on", "they are empty or too long"
+Options = tuple[list[str], TokeniseOptions]
+"""The columns of a dataset and how its rows are tokenised."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def prepare_data(
     --eval_batches counts, so that merged micro-batches change nothing in it. Within `main_process_first` (such as
     `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
     """
+    data, size = config.data, config.data.batch_size
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
-    context_size = config.parallel.context_parallel_size
-    layout = Layout(config.data.batch_size, config.data.max_seq_length, pad, config.packing, context_size)
+    layout = Layout(size, data.max_seq_length, pad, config.packing, config.parallel.context_parallel_size)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
         batch = layout(sequences)
@@ -94,36 +95,88 @@ def prepare_data(
         return batch.pin_memory() if pin_memory else batch
 
     with main_process_first():
-        eval_batch_size = asked_batch_size or config.data.batch_size
-        job = _Job(config, tokenizer, layout, collate, Share(rank, world_size), eval_batch_size)
-        return _prepare_stream(job) if config.data.streaming else _prepare_map(job)
+        sequences, evaluation, report, description, eos_ids = _Job(config, tokenizer, layout).prepare()
+    share, evals = Share(rank, world_size), None
+    train = TrainLoader(sequences, collate, size, config.optim.gradient_accumulation_steps, share)
+    if len(evaluation):
+        figures, read = figures_of(evaluation), document_reader(evaluation)
+        plan = layout.plan(figures["length"], np.arange(len(evaluation)))
+        readers = [partial(read, plan[number].tolist()) for number in range(len(plan))]
+        limit = None if config.run.eval_batches is None else config.run.eval_batches * (asked_batch_size or size)
+        evals = EvalLoader(readers, content_key(figures["document_key"]), collate, size, share, limit)
+    return PreparedData(train, evals, report, description, eos_ids)
 
 
-@dataclass
 class _Job:
-    """What is asked for: the datasets' splits, their shares in what is trained on, and how batches are made."""
+    """What is asked for: the splits to read, and the shares of the datasets in what is trained on."""
 
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    layout: Layout
-    collate: Collate
-    share: Share
-    eval_batch_size: int
-    eos_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        config = self.config
-        self.multiple = document_multiple(config.parallel.context_parallel_size)
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> None:
+        self.config, self.data, self.tokenizer, self.layout = config, config.data, tokenizer, layout
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
             given = f"{len(weights)} numbers for the {number} datasets"
             raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
+        if weights is None and number > 1 and config.data.streaming:
+            raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
-    def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[tuple[list[str], TokeniseOptions]]:
-        """The columns of each dataset and how its rows are tokenised; --columns may be meant for one of them."""
-        data, kwargs, options = self.config.data, self.config.data.template_kwargs, []
+    def prepare(self) -> tuple[Sequences, Dataset, DataReport, str, tuple[int, ...]]:
+        """The sequences to train on, the tokenised rows to evaluate on, and what `PreparedData` says of both."""
+        data, report = self.data, DataReport(self.data.max_seq_length)
+        fraction = 0.0 if self.evaluation else data.validation_fraction
+        if data.streaming and fraction is None:
+            fraction = DEFAULT_FRACTION
+        datasets = self.load(self.train, data.num_of_samples)
+        options = self.options(self.train, datasets)
+        if data.streaming:
+            rows = self.first_rows(options, fraction)
+            taken = [f"{share:.2%} of the rows" for share in self.shares or [1.0]]
+        else:
+            mixed = self.mixed(datasets)
+            rows = concatenate_datasets(self.tokenise(self.train, mixed, options))
+            taken = [f"{len(part)} of {len(whole)} rows" for part, whole in zip(mixed, datasets, strict=True)]
+        figures = figures_of(rows)
+        used = figures["length"] > 0
+        held_out, keys = np.zeros_like(used), figures["problem_key"][used]
+        held_out[used] = is_held_out(keys, fraction) if data.streaming else held_out_mask(keys, fraction)
+        report.count(rows, figures, held_out)
+        chosen = np.flatnonzero(used & ~held_out)
+        if len(chosen) == 0:
+            raise _nothing(self.train, "trained on", f"{report.summary()}; {report.told_unused()}")
+        if self.evaluation:
+            evaluation = self.evaluation_rows(keys, report)
+        else:
+            evaluation = rows.select(np.flatnonzero(held_out)[: STREAMED_EVAL_ROWS if data.streaming else None])
+            if fraction != 0 and not len(evaluation):
+                why = f"none of the first {len(rows)} rows falls into the share"
+                why = why if data.streaming else f"all {len(keys)} usable rows ask the same"
+                report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
+        report.num_eval_rows = len(evaluation)
+        self.check_evaluation(report)
+        report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
+        if data.streaming:
+            sequences = self.stream(options, fraction, report)
+        else:
+            plan = self.layout.plan(figures["length"], chosen)
+            identity = self.identify(content_key(figures["document_key"][chosen]))
+            sequences = MapSequences(self.config.optim.seed, identity, plan, document_reader(rows))
+            order = sequences.order(0, len(plan))
+            report.num_rows_of_batches = len(plan)
+            report.num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
+        description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], taken)
+        # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
+        asked = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))
+        taught = [end for end in asked if end in report.ends or end != self.tokenizer.eos_token_id]
+        ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
+        return sequences, evaluation, report, description, tuple(ends) or tuple(asked)
+
+    def load(self, parts: Sequence[SourceSplit], num_rows: int | None) -> list[Any]:
+        return [load_split(*part, self.data.streaming, num_rows) for part in parts]
+
+    def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[Options]:
+        """How each dataset is read; --columns may be meant for one of them."""
+        data, options = self.data, []
         begun = [beginning_of(*part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
         there = [name for names, _ in begun for name in names]
         for ours, theirs in data.column_names.items():
@@ -131,203 +184,114 @@ class _Job:
                 raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
         for (source, _), (names, row) in zip(parts, begun, strict=True):
             renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
-            ours_of = {theirs: ours for ours, theirs in renames.items()}
-            first = {ours_of.get(name, name): row.get(name) for name in names if name not in {*renames} - {*ours_of}}
+            first = {name: row.get(name) for name in names if name not in {*renames, *renames.values()}}
+            first |= {ours: row.get(theirs) for ours, theirs in renames.items()}
             form = detect_columns(list(first), list(renames), f"{source.flag} {source.name}", first)
-            how = TokeniseOptions(form, data.max_seq_length, data.overlong, data.train_on_prompt, renames, kwargs)
-            options.append((names, how))
-        if parts == self.train:
-            self.eos_ids = tuple(dict.fromkeys(trained_eos(self.tokenizer, each.form) for _, each in options))
+            limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
+            options.append((names, TokeniseOptions(form, *limits, renames, data.template_kwargs)))
         return options
 
-    def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
-        """The sequences of the documents of the `chosen` numbers; `lengths` are those of all, in tokens."""
-        if not self.config.packing:
-            return PackingPlan(chosen, np.arange(len(chosen) + 1))
-        packed = pack(lengths[chosen], self.config.data.max_seq_length, self.multiple)
-        return PackingPlan(chosen[packed.samples], packed.offsets)
+    def mixed(self, datasets: Sequence[Dataset]) -> Sequence[Dataset]:
+        """The rows of each dataset that --dataset_weights takes: no row comes twice in an epoch, which ends with the
+        dataset that is used up first, as that of a stream does.
+        """
+        if self.shares is None:
+            return datasets
+        total = min(len(dataset) / share for dataset, share in zip(datasets, self.shares, strict=True))
+        return [part.take(max(1, round(total * share))) for part, share in zip(datasets, self.shares, strict=True)]
 
-    def nothing_held_out(self, report: DataReport, why: str) -> None:
-        """Say why there is nothing to evaluate on: `UserError` where a share was asked for."""
-        report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
-        if self.config.data.validation_fraction is not None:
+    def tokenise(self, parts: Sequence[SourceSplit], datasets: Sequence[Any], options: Sequence[Options]) -> list[Any]:
+        tokenised = []
+        for (source, _), dataset, (names, how) in zip(parts, datasets, options, strict=True):
+            with reading_of(source):
+                tokenised.append(tokenise(dataset, names, self.tokenizer, how))
+        return tokenised
+
+    def open_stream(self, options: Sequence[Options]) -> IterableDataset:
+        """The tokenised rows to train on, from the first one on."""
+        streams = self.tokenise(self.train, self.load(self.train, self.data.num_of_samples), options)
+        return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
+
+    def first_rows(self, options: Sequence[Options], fraction: float) -> Dataset:
+        """The first rows of the stream: a piece with a row to train on, and enough of them to evaluate on."""
+        pieces, num_used, num_held_out = list[Dataset](), 0, 0
+        with reading_of(*(source for source, _ in self.train)):
+            stream = iter(self.open_stream(options))
+            while not num_used or (fraction and num_held_out < STREAMED_EVAL_ROWS):
+                rows = next_rows(stream, STREAMED_SCAN_ROWS)
+                pieces.append(rows)
+                if not len(rows) or sum(map(len, pieces)) >= STREAMED_EVAL_SCAN_ROWS:
+                    break
+                figures = figures_of(rows)
+                held_out = is_held_out(figures["problem_key"][figures["length"] > 0], fraction)
+                num_held_out += int(held_out.sum())
+                num_used += int((~held_out).sum())
+        return concatenate_datasets(pieces)
+
+    def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
+        """The rows of the splits to evaluate on, the first of a stream's, without those whose problem is `trained` on,
+        which nobody knows of a stream.
+        """
+        parts, streaming = self.evaluation, self.data.streaming
+        limit = STREAMED_EVAL_ROWS // len(parts) if streaming else None  # each gives its part
+        datasets = self.load(parts, limit)
+        tokenised = self.tokenise(parts, datasets, self.options(parts, datasets))
+        if limit is not None:
+            with reading_of(*(source for source, _ in parts)):
+                tokenised = [next_rows(iter(stream), limit) for stream in tokenised]
+        rows = concatenate_datasets(tokenised)
+        report.count_unused(rows)
+        figures = figures_of(rows)
+        used = figures["length"] > 0
+        seen = used & np.isin(figures["problem_key"], [] if streaming else trained)
+        left_out = {"their problem is trained on": seen, "they are empty or too long": ~used}
+        report.eval_rows_left_out = {why: int(which.sum()) for why, which in left_out.items()}
+        if not (used & ~seen).any():
+            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
+            raise _nothing(parts, "evaluated on", why)
+        return rows.select(np.flatnonzero(used & ~seen))
+
+    def check_evaluation(self, report: DataReport) -> None:
+        """`UserError` where nothing is left to evaluate on, and it was asked for."""
+        if report.nothing_held_out and self.data.validation_fraction is not None:
             raise UserError(f"--validation_fraction: no row can be held out: {report.nothing_held_out}.")
+        if not report.num_eval_rows and (self.config.run.eval_every or self.config.run.eval_batches):
+            why = report.nothing_held_out or "raise --validation_fraction"
+            raise UserError(f"--eval_every and --eval_batches need rows that are held out: {why}.")
 
-    def num_positions(self, lengths: Any, order: Any) -> int:
-        """Positions, padding included, of the batches of an epoch; `lengths` are those of its documents, in tokens."""
-        begins = np.arange(0, len(order), self.layout.batch_size)
-        return int(self.layout.width(np.maximum.reduceat(lengths[order], begins)).sum()) * self.layout.batch_size
+    def stream(self, options: Sequence[Options], fraction: float, report: DataReport) -> StreamSequences:
+        keys = [cache_key("", self.tokenizer, how) for _, how in options]
+        splits = [[source.path, source.config, split] for source, split in self.train]
+        identity = self.identify(splits, self.shares, keys, self.data.num_of_samples, fraction)
+        sources = [source for source, _ in self.train]
+        how = (partial(self.open_stream, options), fraction, self.layout.plan, report)
+        return StreamSequences(self.config.optim.seed, identity, sources, *how)
 
     def identify(self, *parts: Any) -> str:
         """Hash of what decides which sequences there are and in which order they come."""
-        content = [*parts, self.config.packing, self.config.optim.seed, self.multiple]
+        content = [*parts, self.config.packing, self.config.optim.seed, self.layout.multiple]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def prepared(
-        self,
-        train: Sequences,
-        evaluation: Dataset,
-        report: DataReport,
-        example: Document,
-        taken: Sequence[str],
-    ) -> PreparedData:
-        """The loaders of sequences to train on and of tokenised rows to evaluate on; `taken` says how much of each
-        dataset is trained on.
-        """
-        config, size = self.config, self.config.data.batch_size
-        report.num_eval_rows = len(evaluation)
-        if not len(evaluation) and (config.run.eval_every or config.run.eval_batches):
-            why = report.nothing_held_out or "raise --validation_fraction"
-            raise UserError(f"--eval_every and --eval_batches need rows that are held out: {why}.")
-        sources = (source for source, _ in (*self.train, *self.evaluation))
-        report.unused |= {f"file '{name}'": 1 for source in sources for name in source.left_out}
-        sample, pairs = "", zip(example.input_ids, example.supervised, strict=True)
+    def describe(self, report: DataReport, example: Document, taken: Sequence[str]) -> str:
+        """Lines to print; `taken` says how much of each dataset is trained on."""
+        sample, pairs = "", zip(example.input_ids.tolist(), example.supervised, strict=True)
         for supervised, run in groupby(pairs, key=itemgetter(1)):
-            piece = str(self.tokenizer.decode([int(token) for token, _ in run]))
+            piece = str(self.tokenizer.decode([token for token, _ in run]))
             sample += f">>>{piece}<<<" if supervised else piece
-        kind = "packed" if config.packing else "padded"
+        kind = "packed" if self.config.packing else "padded"
         evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)
         lines = [
-            f"data: {config.data.dataset_name}, {kind} sequences of {config.data.max_seq_length} tokens",
+            f"data: {self.data.dataset_name}, {kind} sequences of {self.data.max_seq_length} tokens",
             *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)),
             f"  evaluated on {evaluated or 'rows held out'}",
             *report.describe(),
             "  a sample, >>>supervised<<<:",
             textwrap.indent(sample, "    "),
         ]
-        loader = TrainLoader(train, self.collate, size, config.optim.gradient_accumulation_steps, self.share)
-        evals = None
-        if len(evaluation):
-            figures = figures_of(evaluation)
-            plan = self.plan(figures["length"], np.arange(len(evaluation)))
-            sequences, key = sequence_readers(plan, document_reader(evaluation)), content_key(figures["document_key"])
-            limit = None if config.run.eval_batches is None else config.run.eval_batches * self.eval_batch_size
-            evals = EvalLoader(sequences, key, self.collate, size, self.share, limit)
-        # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
-        taught = [end for end in self.eos_ids if end in report.ends or end != self.tokenizer.eos_token_id]
-        ends = tuple(dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())]))
-        return PreparedData(loader, evals, report, "\n".join(lines), ends or self.eos_ids)
+        return "\n".join(lines)
 
 
 def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
     names = ", ".join(source.name for source, _ in parts)
     splits = ", ".join(dict.fromkeys(split for _, split in parts))
     return UserError(f"{parts[0][0].flag} {names}: no row of split {splits} can be {what}: {why}.")
-
-
-def _prepare_map(job: _Job) -> PreparedData:
-    data = job.config.data
-    datasets = whole = [load_split(*part, num_rows=data.num_of_samples) for part in job.train]
-    if job.shares is not None:
-        # No row comes twice in an epoch: it ends with the dataset that is used up first, as that of a stream does.
-        total = min(len(dataset) / share for dataset, share in zip(whole, job.shares, strict=True))
-        numbers = [max(1, round(total * share)) for share in job.shares]
-        datasets = [part.take(number) for part, number in zip(whole, numbers, strict=True)]
-    rows = _tokenise(job, job.train, datasets)
-    figures = figures_of(rows)
-    report, used = DataReport(data.max_seq_length), figures["length"] > 0
-    held_out = np.zeros_like(used)
-    if job.evaluation:
-        eval_rows = _tokenise(job, job.evaluation, [load_split(*part) for part in job.evaluation])
-        eval_figures = figures_of(eval_rows)
-        eval_used = eval_figures["length"] > 0
-        report.count_unused(eval_rows)
-        seen = eval_used & np.isin(eval_figures["problem_key"], figures["problem_key"][used])
-        evaluation = eval_rows.select(np.flatnonzero(eval_used & ~seen))
-        report.eval_rows_left_out = {SEEN: int(seen.sum()), UNUSABLE: int((~eval_used).sum())}
-        if len(evaluation) == 0:
-            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
-            raise _nothing(job.evaluation, "evaluated on", why)
-    else:
-        keys = figures["problem_key"][used]
-        held_out[used] = held_out_mask(keys, data.validation_fraction)
-        evaluation = rows.select(np.flatnonzero(held_out))
-        if len(keys) and not len(evaluation) and data.validation_fraction != 0:
-            job.nothing_held_out(report, f"all {len(keys)} usable rows ask the same")
-    report.count(rows, figures, held_out)
-    train_set = np.flatnonzero(used & ~held_out)
-    if len(train_set) == 0:
-        raise _nothing(job.train, "trained on", f"{report.summary()}; {report.told_unused()}")
-    read, plan = document_reader(rows), job.plan(figures["length"], train_set)
-    report.num_rows_of_batches = len(plan)
-    identity = job.identify(content_key(figures["document_key"][train_set]))
-    sequences = MapSequences(plan, read, job.config.optim.seed, identity)
-    report.num_positions = job.num_positions(figures["length"][plan.samples], sequences.order(0))
-    return job.prepared(
-        train=sequences,
-        evaluation=evaluation,
-        report=report,
-        example=read(train_set[:1].tolist())[0],
-        taken=[f"{len(part)} of {len(every)} rows" for part, every in zip(datasets, whole, strict=True)],
-    )
-
-
-def _tokenise(job: _Job, parts: Sequence[SourceSplit], datasets: Sequence[Dataset]) -> Dataset:
-    """The tokenised rows of `datasets`, one after the other."""
-    tokenised = []
-    for (source, _), dataset, (names, how) in zip(parts, datasets, job.options(parts, datasets), strict=True):
-        with reading_of(source):
-            tokenised.append(tokenise(dataset, names, job.tokenizer, how))
-    return concatenate_datasets(tokenised)
-
-
-def _prepare_stream(job: _Job) -> PreparedData:
-    data, seed = job.config.data, job.config.optim.seed
-    if len(job.train) > 1 and job.shares is None:
-        raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
-    sources = [source for source, _ in job.train]
-    open_stream, options = _tokenised_stream(job, job.train, job.shares, data.num_of_samples)
-    given = 0.0 if job.evaluation else data.validation_fraction
-    fraction = DEFAULT_FRACTION if given is None else given
-    examples, evaluation, report = list[Document](), list[Dataset](), DataReport(data.max_seq_length)
-    with reading_of(*sources):
-        stream = iter(open_stream())
-        while report.num_rows_read < STREAMED_EVAL_SCAN_ROWS and len(rows := next_rows(stream, STREAMED_SCAN_ROWS)):
-            figures = figures_of(rows)
-            used, held_out = figures["length"] > 0, is_held_out(figures["problem_key"], fraction)
-            report.count(rows, figures, held_out)
-            examples += document_reader(rows)(np.flatnonzero(used & ~held_out)[:1].tolist())
-            evaluation.append(rows.select(np.flatnonzero(used & held_out)))
-            if examples and (fraction == 0 or report.num_rows_held_out >= STREAMED_EVAL_ROWS):
-                break
-    if not examples:
-        raise _nothing(job.train, "trained on", f"{report.summary()}; {report.told_unused()}")
-    if fraction and not report.num_rows_held_out:
-        job.nothing_held_out(report, f"none of the first {report.num_rows_read} rows falls into the share")
-    number = len(job.evaluation)  # each gives its part
-    for part in job.evaluation:
-        open_evaluation, _ = _tokenised_stream(job, [part], None, STREAMED_EVAL_ROWS // number)
-        with reading_of(part[0]):
-            rows = next_rows(iter(open_evaluation()), STREAMED_EVAL_ROWS // number)
-        report.count_unused(rows)
-        usable = np.flatnonzero(figures_of(rows)["length"])
-        report.eval_rows_left_out[UNUSABLE] = report.eval_rows_left_out.get(UNUSABLE, 0) + len(rows) - len(usable)
-        evaluation.append(rows.select(usable))
-    if job.evaluation and not any(map(len, evaluation)):
-        raise _nothing(job.evaluation, "evaluated on", "the first are all empty or too long")
-    keys = [cache_key("", job.tokenizer, each) for each in options]
-    splits = [[source.path, source.config, split] for source, split in job.train]
-    identity = job.identify(splits, job.shares, keys, data.num_of_samples, fraction)
-    return job.prepared(
-        train=StreamSequences(sources, open_stream, fraction, job.plan, seed, identity, report),
-        evaluation=concatenate_datasets(evaluation).take(STREAMED_EVAL_ROWS),
-        report=report,
-        example=examples[0],
-        taken=[f"{share:.2%} of the rows" for share in job.shares or [1.0]],
-    )
-
-
-def _tokenised_stream(
-    job: _Job, parts: Sequence[SourceSplit], shares: list[float] | None, num_rows: int | None
-) -> tuple[Callable[[], IterableDataset], list[TokeniseOptions]]:
-    """Opens the tokenised first `num_rows` of each split, drawn by `shares`; and how each split is tokenised."""
-    options = job.options(parts, [load_split(*part, streaming=True) for part in parts])
-
-    def open_stream() -> IterableDataset:
-        streams = []
-        for part, (names, how) in zip(parts, options, strict=True):
-            stream = load_split(*part, streaming=True, num_rows=num_rows)
-            streams.append(tokenise(stream, names, job.tokenizer, how))
-        return interleave_datasets(streams, shares, job.config.optim.seed) if shares else streams[0]
-
-    return open_stream, [how for _, how in options]

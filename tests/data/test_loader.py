@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
 from llm_fp8.data.pack import PackingPlan, pack
-from llm_fp8.data.sequences import MapSequences, sequence_readers
+from llm_fp8.data.sequences import MapSequences
 from llm_fp8.data.tokenise import Document
 
 NUM_DOCUMENTS = 45
@@ -28,7 +29,7 @@ def _read(indices: Any) -> list[Document]:
 
 
 def _sequences(packed: bool = False, seed: int = 0) -> MapSequences:
-    return MapSequences(pack(LENGTHS, 32) if packed else ONE_PER_SEQUENCE, _read, seed, f"packed {packed}, seed {seed}")
+    return MapSequences(seed, f"packed {packed}, seed {seed}", pack(LENGTHS, 32) if packed else ONE_PER_SEQUENCE, _read)
 
 
 def _loader(
@@ -138,7 +139,7 @@ def test_resuming_with_another_cut_of_the_same_sequences() -> None:
 
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
     limit = None if max_batches is None else max_batches * batch_size
-    readers = sequence_readers(ONE_PER_SEQUENCE, _read)
+    readers = [partial(_read, [document]) for document in range(NUM_DOCUMENTS)]
     return EvalLoader(readers, "", Layout(batch_size, 32, 0, packed=False), batch_size, Share(rank, world_size), limit)
 
 

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.config.parser import parse_config
+from llm_fp8.data import sequences
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.data.sequences import StreamSequences
 from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
@@ -73,12 +73,6 @@ def _row_ids(steps: Iterable[Iterable[Batch]]) -> list[int]:
 def _same(first: list[list[Batch]], second: list[list[Batch]]) -> bool:
     pairs = zip((b for step in first for b in step), (b for step in second for b in step), strict=True)
     return all(a.row_ids == b.row_ids and torch.equal(a.labels, b.labels) for a, b in pairs)
-
-
-def _small_buffer(data: PreparedData, buffer_rows: int = 64) -> PreparedData:
-    if isinstance(data.train._sequences, StreamSequences):
-        data.train._sequences.buffer_rows = buffer_rows
-    return data
 
 
 def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path) -> None:
@@ -229,10 +223,14 @@ def test_several_datasets(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
 
 @pytest.mark.slow
 @BOTH
-def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+def test_a_mix_resumes_exactly_and_only_as_itself(
+    prepare: Any, tmp_path: Path, streaming: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "STREAM_BUFFER_ROWS", 16)
+
     def fresh(weights: str) -> PreparedData:
         options = [*OF_THE_MIX, "--batch_size=2", f"--dataset_weights={weights}", *streaming]
-        return _small_buffer(prepare(_mix(tmp_path), *options), 16)
+        return prepare(_mix(tmp_path), *options)
 
     for done in (1, 7, 20):  # beyond an epoch
         whole, begun, resumed = (fresh("0.5,0.5") for _ in range(3))
@@ -246,10 +244,13 @@ def test_a_mix_resumes_exactly_and_only_as_itself(prepare: Any, tmp_path: Path, 
 
 @pytest.mark.slow
 @PACKED_OR_NOT
-def test_a_stream_holds_out_the_same_problems(prepare: Any, tmp_path: Path, packing: str) -> None:
+def test_a_stream_holds_out_the_same_problems(
+    prepare: Any, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "STREAM_BUFFER_ROWS", 64)
     rows = _repeated_problems(tmp_path / "train.jsonl")
     options = (packing, "--validation_fraction", "0.2", "--batch_size", "4")
-    whole, stream = prepare(tmp_path, *options), _small_buffer(prepare(tmp_path, *options, "--streaming"))
+    whole, stream = prepare(tmp_path, *options), prepare(tmp_path, *options, "--streaming")
     held_out = {i for i, row in enumerate(rows) if is_held_out(problem_key(row["problem"]), 0.2)}
     assert stream.train.steps_per_epoch is None
     assert _row_ids([stream.eval]) == _row_ids([whole.eval]) == sorted(held_out)
@@ -265,12 +266,15 @@ def test_a_stream_holds_out_the_same_problems(prepare: Any, tmp_path: Path, pack
 
 @pytest.mark.slow
 @PACKED_OR_NOT
-def test_a_stream_resumes_where_it_was(prepare: Any, tmp_path: Path, packing: str) -> None:
+def test_a_stream_resumes_where_it_was(
+    prepare: Any, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "STREAM_BUFFER_ROWS", 64)
     rows = _repeated_problems(tmp_path / "train.jsonl")
     options = (packing, "--validation_fraction", "0.1", "--batch_size", "4", "--streaming", "--num_of_samples", "250")
 
     def fresh() -> PreparedData:
-        return _small_buffer(prepare(tmp_path, *options))
+        return prepare(tmp_path, *options)
 
     whole = _take(fresh(), 40)
     for done in (0, 1, 7, 19):

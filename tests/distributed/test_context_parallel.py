@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_fp8.data.collate import Batch, Layout, document_multiple
+from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.pack import pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
@@ -40,9 +40,9 @@ DOCUMENTS = [_document(length, row_id) for row_id, length in enumerate(LENGTHS)]
 
 def _packed(size: int, capacity: int = 96) -> Batch:
     """The documents in rows of `capacity` tokens, and one row more than they need."""
-    plan = pack(LENGTHS, capacity, document_multiple(size))
-    rows = [[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))]
-    return Layout(6, capacity, PAD, packed=True, context_size=size)([*rows])
+    layout = Layout(6, capacity, PAD, packed=True, context_size=size)
+    plan = pack(LENGTHS, capacity, layout.multiple)
+    return layout([[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))])
 
 
 def _padded(size: int) -> Batch:
