@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from itertools import accumulate, pairwise
@@ -107,7 +107,7 @@ def render(conversation: Conversation, form: ColumnForm, tokenizer: PreTrainedTo
         return Rendered()
     if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
         return _render_template(conversation, tokenizer)
-    conversation.unused.update({f"entry '{name}'": number for name, number, _ in _further(conversation)})
+    conversation.unused.update(f"entry '{name}'" for name in (*conversation.entries(), *conversation.arguments()))
     if form in ("messages", "sharegpt", "prompt_messages") or len(messages) > 2:
         return _render_plain(conversation, str(tokenizer.eos_token))
     prompt, answer = (messages[0]["content"] if len(messages) == 2 else ""), messages[-1]["content"]
@@ -130,72 +130,63 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
 
 def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     unused, template = conversation.unused, str(tokenizer.chat_template)
-    conversation = _as_the_template_takes_it(conversation, tokenizer)
-    text = _render(tokenizer, conversation)[0]
+    conversation, text = _as_the_template_takes_it(conversation, tokenizer)
+    messages, supervised = conversation.messages, conversation.supervised_turns()
     locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
     spans = locate(text, conversation, tokenizer)
 
-    def same(other: Conversation) -> bool:
+    def same(other: list[dict[str, Any]]) -> bool:
         with suppress(UserError):  # what fails without something needs that
-            return _render(tokenizer, other)[0] == text
+            return _render(tokenizer, conversation._replace(messages=other))[0] == text
         return False
 
-    supervised = conversation.supervised_turns()
     unused["assistant's turn that the template does not mark"] += max(0, len(supervised) - len(spans))
-    for turn, message in enumerate(conversation.messages):
+    for turn, message in enumerate(messages):
         (start, end), content = spans.get(turn, (0, len(text))), message["content"].strip()
         # An assistant's reasoning, without the tags, around which some templates write white space.
         *thoughts, answer = _THINK_TAGS.split(message["content"]) if message["role"] == "assistant" else [""]
         thoughts.extend({str(message[name]) for name in REASONING if name in message})
         beside = "".join(text[start:end].rpartition(answer.strip() or "\0")[::2])  # which may repeat a thought
-        unshown = [each for each in thoughts if each.strip() not in beside]
-        unused["reasoning that the chat template does not show"] += len(unshown)
+        unused["reasoning that the chat template does not show"] += sum(each.strip() not in beside for each in thoughts)
         if turn in supervised:
             _check_shown(message, text[start:end], template, unused)
-        elif text.count(content) < sum(each["content"].count(content) for each in conversation.messages):
-            rest = [*conversation.messages[:turn], {**message, "content": ""}, *conversation.messages[turn + 1 :]]
-            unused[f"content of a turn of the role '{message['role']}'"] += same(conversation._replace(messages=rest))
-    for name, number, without in _further(conversation):
-        variable = rf"(?<![\w.'\"]){re.escape(name)}\b"
-        is_used = re.search(variable, template) if without is conversation else name in REASONING
-        unused[f"entry '{name}'"] += 0 if is_used else number * same(without)
+        elif text.count(content) < sum(each["content"].count(content) for each in messages):
+            is_unused = same([*messages[:turn], {**message, "content": ""}, *messages[turn + 1 :]])
+            unused[f"content of a turn of the role '{message['role']}'"] += is_unused
+    for name, number in Counter(conversation.entries()).items():
+        if name not in REASONING:
+            without = [{key: value for key, value in message.items() if key != name} for message in messages]
+            unused[f"entry '{name}'"] += number * same(without)
+    for name in conversation.arguments():
+        unused[f"entry '{name}'"] += not re.search(rf"(?<![\w.'\"]){re.escape(name)}\b", template)
     return Rendered(text, list(spans.values()), from_template=True)
 
 
-def _further(conversation: Conversation) -> Iterator[tuple[str, int, Conversation]]:
-    """What a template may show beside roles and contents: its name, how often it is there, and the conversation
-    without it, or as it is where the template has the name if it shows it.
-    """
-    messages = conversation.messages
-    for name, number in Counter(name for message in messages for name in message).items():
-        if name not in ("role", "content"):
-            without = [{key: value for key, value in message.items() if key != name} for message in messages]
-            yield name, number, conversation._replace(messages=without)
-    for name in (*(["tools"] if conversation.tools else []), *conversation.template_kwargs):
-        yield name, 1, conversation
-
-
-def _as_the_template_takes_it(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    """The conversation with `developer` under the name that the template knows, and arguments of calls as objects, also
-    where they are JSON text, as OpenAI's API has them: most templates write the JSON themselves, and text would come
-    out quoted. A template that fails on objects, as DeepSeek-V3's does, gets the text.
+def _as_the_template_takes_it(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Conversation, str]:
+    """The conversation, and its text, with `developer` under the name that the template knows, reasoning under the
+    names that templates read (as transformers 5.23 does by itself and 5.17 does not), and arguments of calls as
+    objects, also where they are JSON text, as OpenAI's API has them: most templates write the JSON themselves, and text
+    would come out quoted. A template that fails on objects, as DeepSeek-V3's does, gets the text.
     """
     renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
-    messages = [{**message, "role": renamed.get(message["role"], message["role"])} for message in conversation.messages]
-    given = conversation._replace(messages=messages)
-    if any("tool_calls" in message for message in messages):
-        for convert in (_as_object, _as_text):
-            changed = [
-                {**message, "tool_calls": [_with_arguments(call, convert) for call in message["tool_calls"]]}
-                if "tool_calls" in message
-                else message
-                for message in messages
-            ]
-            other = given._replace(messages=changed)
-            with suppress(UserError):
-                _render(tokenizer, other)
-                return other
-    return given
+
+    def with_arguments(convert: Callable[[Any], Any]) -> Conversation:
+        messages = []
+        for given in conversation.messages:
+            message = {**given, "role": renamed.get(given["role"], given["role"])}
+            if (said := next((given[name] for name in REASONING if name in given), None)) is not None:
+                message = {"thinking": said, **message, "reasoning_content": said}
+            if "tool_calls" in message:
+                message["tool_calls"] = [_with_arguments(call, convert) for call in message["tool_calls"]]
+            messages.append(message)
+        return conversation._replace(messages=messages)
+
+    try:
+        return (taken := with_arguments(_as_object)), _render(tokenizer, taken)[0]
+    except UserError:
+        return (taken := with_arguments(_as_text)), _render(tokenizer, taken)[0]
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
@@ -246,14 +237,8 @@ def _render(
             raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
         given = {**tokenizer.special_tokens_map, **conversation.template_kwargs}
         given |= {"add_generation_prompt": False, "continue_final_message": False, **options}
-        # Reasoning under the names that templates read, as transformers 5.23 does by itself and 5.17 does not.
-        said = [next((m[key] for key in REASONING if m.get(key) is not None), None) for m in conversation.messages]
-        messages = [
-            m if reasoning is None else {"thinking": reasoning, **m, "reasoning_content": reasoning}
-            for m, reasoning in zip(conversation.messages, said, strict=True)
-        ]
         texts, marked = cast(Any, render_jinja_template)(
-            [messages], tools=conversation.tools, chat_template=template, **given
+            [conversation.messages], tools=conversation.tools, chat_template=template, **given
         )
         return texts[0], marked[0] if marked else []
 

@@ -81,6 +81,14 @@ class Conversation(NamedTuple):
             if message["content"].strip() or message.get("tool_calls") or any(map(message.get, REASONING))
         ]
 
+    def entries(self) -> list[str]:
+        """The names of what messages hold beside roles and contents, as often as they are there."""
+        return [name for message in self.messages for name in message if name not in ("role", "content")]
+
+    def arguments(self) -> list[str]:
+        """The names of what else the template is given."""
+        return [*(["tools"] if self.tools else []), *self.template_kwargs]
+
     def problem(self) -> str:
         """The text by which two rows are the same problem: all that is not the assistant's, whatever the answers."""
         asked = [message for message in self.messages if message["role"] != "assistant"]
