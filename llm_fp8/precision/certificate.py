@@ -50,13 +50,9 @@ class ExpectedKernels:
     """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
     scenario: str | None = None
     """The fp8 scenario in effect; None outside fp8."""
-    num_fp8_weights: int = 0
-    """Weight matrices whose GEMMs run in fp8."""
-    num_recomputed_fp8_weights: int = 0
-    """Those whose fprop GEMM is recomputed in the backward pass; 0 where torch.compile decides about that."""
+    num_fp8_gemms: int = 0
+    """The least number of fp8 GEMM kernels in a micro-batch; a GEMM may take several kernels."""
     fp8_linear_flop_share: float = 0.0
-    num_spared_fp8_gemms: int = 0
-    """wgrads of frozen weights, and dgrads of weights below which nothing is trained: neither is computed."""
 
     @classmethod
     def of_model(
@@ -66,30 +62,28 @@ class ExpectedKernels:
         recomputed: Sequence[nn.Module] = (),
         gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     ) -> ExpectedKernels:
-        """What a model to which `precision` is attached needs; `gemms`: `llm_fp8.models.lora.gemms_per_weight`."""
-        plan, by_torchao = precision.plan, precision.plan.backend == "torchao"
+        """What a model to which `precision` is attached needs; `gemms`: `llm_fp8.models.lora.gemms_per_weight`. The
+        modules in `recomputed` compute fprop once more, unless torch.compile decides about that.
+        """
+        plan, scenario = precision.plan, precision.plan.effective_scenario
+        parts = () if plan.backend == "torchao" else recomputed
+        twice = {module for part in parts for module in part.modules()}
+        num_gemms = {
+            module: min(gemms.get(module, GEMMS_PER_WEIGHT), gemms_in_fp8(scenario)) + (module in twice)
+            for module in precision.fp8_modules
+        }
         return cls(
             precision=plan.name,
             compute=plan.compute_name,
-            scenario=plan.effective_scenario,
-            num_fp8_weights=precision.count_fp8_weights(),
-            num_recomputed_fp8_weights=0 if by_torchao else precision.count_fp8_weights(within=recomputed),
+            scenario=scenario,
+            num_fp8_gemms=sum(len(linear_weights(module)) * number for module, number in num_gemms.items()),
             fp8_linear_flop_share=coverage.fp8_linear_flop_share,
-            num_spared_fp8_gemms=sum(
-                len(linear_weights(module)) * (GEMMS_PER_WEIGHT - gemms.get(module, GEMMS_PER_WEIGHT))
-                for module in precision.fp8_modules
-            ),
         )
 
     @property
     def without_fp8(self) -> ExpectedKernels:
         """What the same model needs after the steps in fp8 (--fp8_until)."""
         return ExpectedKernels(self.compute, self.compute)
-
-    def num_fp8_gemms(self, num_micro_batches: int) -> int:
-        """The least number of fp8 GEMM kernels in a step; a GEMM may take several kernels."""
-        own = gemms_in_fp8(self.scenario) * self.num_fp8_weights - self.num_spared_fp8_gemms
-        return num_micro_batches * (own + self.num_recomputed_fp8_weights)
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,7 @@ def certify(
         remarks=seen.remarks,
         num_gemm_kernels=seen.num_gemms,
         num_fp8_gemm_kernels=seen.num_low,
-        num_expected_fp8_gemm_kernels=expected.num_fp8_gemms(num_micro_batches),
+        num_expected_fp8_gemm_kernels=num_micro_batches * expected.num_fp8_gemms,
         num_unknown_gemm_kernels=seen.unknown.count,
         gemm_kernels_by_type=seen.by_type,
         unknown_gemm_names=list(seen.unknown.names),
@@ -234,7 +228,7 @@ class _Evidence:
     def judge_fp8(self) -> None:
         """Judge a run in fp8."""
         expected, state, row = self.expected, self.state, RECIPES[self.expected.scenario or ""]
-        num_expected = expected.num_fp8_gemms(self.num_micro_batches)
+        num_expected = self.num_micro_batches * expected.num_fp8_gemms
         num_own = self.by_type.get("fp8" if row.has_fp8_peak else "fp4", 0)
         missing = num_expected - num_own
         if self.num_gemms == 0:

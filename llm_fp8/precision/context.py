@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -116,13 +116,6 @@ class Precision:
         """Whether a tensor's scale comes from earlier passes (delayed scaling)."""
         scenario = self.plan.effective_scenario
         return scenario is not None and RECIPES[scenario].scales_lag
-
-    def count_fp8_weights(self, within: Iterable[nn.Module] | None = None) -> int:
-        """Weight matrices whose GEMMs run in fp8: in the modules `within`, or in the model."""
-        modules = self.fp8_modules
-        if within is not None:
-            modules &= {module for part in within for module in part.modules()}
-        return sum(len(linear_weights(module)) for module in modules)
 
     def module_state(self) -> ModuleState:
         """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""

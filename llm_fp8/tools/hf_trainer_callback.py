@@ -244,13 +244,13 @@ def _expected_in_fp8(
     # torch.compile decides whether a recomputed layer of torchao computes fprop again.
     num_recomputed = 0 if is_torchao else sum(num_trained[layer] for layer in layers if layer in recomputed)
     coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=gemms_in_fp8(scenario))
+    num_weights = sum(num_trained.values()) if layers else len(_convertible(model))
+    num_spared = sum(num_trained.get(module, 0) for module in _trained_first(model))
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
         compute="bf16",  # Accelerate's autocast around what is not in fp8
         scenario=scenario,
-        num_fp8_weights=sum(num_trained.values()) if layers else len(_convertible(model)),
-        num_recomputed_fp8_weights=num_recomputed,
-        num_spared_fp8_gemms=sum(num_trained.get(module, 0) for module in _trained_first(model)),
+        num_fp8_gemms=gemms_in_fp8(scenario) * num_weights + num_recomputed - num_spared,
         fp8_linear_flop_share=coverage.fp8_linear_flop_share,
     )
 

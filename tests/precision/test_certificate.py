@@ -55,7 +55,7 @@ RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_G
 NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
 """The same, as if these names did not even tell that they are GEMMs."""
 
-DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_weights=64, fp8_linear_flop_share=0.787)
+DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_gemms=192, fp8_linear_flop_share=0.787)
 NVFP4 = dataclasses.replace(DELAYED, precision="fp8 nvfp4", scenario="nvfp4")
 BF16 = ExpectedKernels("bf16", "bf16")
 IN_FP8 = ModuleState(48, 48, recipes={"DelayedScaling": 48})
@@ -93,7 +93,7 @@ FAILURES = {
     "fp8 asked for, nothing converted": dict(kernels=BF16_STEP, state=ModuleState()),
     "fp8 asked for, autocast lost": dict(kernels=BF16_STEP, state=NOT_IN_FP8),
     "a layer outside fp8": dict(kernels=FP8_STEP | {"nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (72, 0.004)}),
-    "recomputed outside fp8": dict(expected=dataclasses.replace(DELAYED, num_recomputed_fp8_weights=64)),
+    "recomputed outside fp8": dict(expected=dataclasses.replace(DELAYED, num_fp8_gemms=256)),
     "one micro-batch outside fp8": dict(num_micro_batches=4),
     "fp4 asked for, and fp8 ran": dict(expected=NVFP4, state=BY_NVFP4),
     "fp8 asked for, and fp4 ran": dict(kernels=FP4_STEP),
@@ -206,7 +206,7 @@ def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
     precision = Precision(PrecisionPlan("bf16", "bf16"), PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
     precision.attach(model, nn.ModuleList())
     state = precision.module_state()
-    assert (state.num_modules, state.num_in_fp8, precision.count_fp8_weights()) == (2, 1, 0)
+    assert (state.num_modules, state.num_in_fp8, precision.fp8_modules) == (2, 1, frozenset())
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

@@ -271,8 +271,8 @@ def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
     coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=gemms_in_fp8(scenario))
     assert coverage.fp8_linear_flop_share == pytest.approx(all_in_fp8 * num_gemms / 3)
     expected = ExpectedKernels.of_model(precision, coverage, recomputed=decoder_layers(model))
-    assert expected.num_fp8_gemms(2) == 2 * num_gemms * 14, "what torch.compile recomputes is not counted"
-    num_expected = expected.num_fp8_gemms(2)
+    assert expected.num_fp8_gemms == num_gemms * 14, "what torch.compile recomputes is not counted"
+    num_expected = 2 * expected.num_fp8_gemms
 
     def verdict(num_fp8: int, name: str = FP8_KERNEL):
         kernels = {name: (num_fp8, 0.1), BF16_KERNEL: (2 * 3 * 14 - num_fp8 + 6, 0.1)}
@@ -296,7 +296,7 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     model, precision, plan = converted("rowwise")
     on_hardware(model, "rowwise")
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
-    asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_weights=14)
+    asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_gemms=3 * 14)
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
     assert found.verdict == "failed" and "rowwise" in found.reasons[0]
     options = PrecisionConfig(mixed_precision="bf16")
