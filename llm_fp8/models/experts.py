@@ -2,7 +2,7 @@
 compute a token.
 
 transformers 5 keeps the experts of a layer in one module with parameters of three dimensions [experts, ...], which one
-grouped GEMM computes. The router, a module with `top_k`, is their neighbour. Shared experts are ordinary linear layers.
+grouped GEMM computes. The router is their neighbour. Shared experts are ordinary linear layers.
 
 Experts stay in bf16 also in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
 tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 torchao's reached 236 and TE's GroupedLinear 55.
@@ -44,36 +44,20 @@ def expert_weights(module: nn.Module) -> list[nn.Parameter]:
 def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
     """Every module with weights of experts, and every router that is an `nn.Linear`; empty in a dense model."""
     found: dict[nn.Module, Routed] = {}
+    config: Any = getattr(model, "config", None)
     for name, module in model.named_modules():
         if not (weights := expert_weights(module)):
             continue
         num_experts = len(weights[0])
-        router, per_token = _router_of(model, name)
-        per_token = min(per_token or num_experts, num_experts)
+        named = None if config is None else experts_per_token(config)
+        per_token = min(named or num_experts, num_experts)
         reason = f"{per_token} of {num_experts} experts per token, grouped GEMM"
         found[module] = Routed(per_token / num_experts, reason)
-        inside = dict(router.named_modules())
-        if module in inside.values():  # the layer around both has `top_k`: the router is one of its children
-            inside = {name: child for name, child in router.named_children() if "expert" not in name}
-        linears = [inner for inner in inside.values() if getattr(inner, "out_features", None) == num_experts]
-        found |= dict.fromkeys(linears, Routed(1.0, "router"))
+        beside = model.get_submodule(name.rpartition(".")[0]).named_modules()
+        linears = [one for own, one in beside if isinstance(one, nn.Linear) and "expert" not in own]
+        routers = [linear for linear in linears if linear.out_features == num_experts]
+        found |= dict.fromkeys(routers, Routed(1.0, "router"))
     return found
-
-
-def _router_of(model: nn.Module, name: str) -> tuple[nn.Module, int | None]:
-    """The module with `top_k` nearest to the experts `name`, else the one around them, and the experts per token."""
-    parent = name.rpartition(".")[0]
-    around = layer = model.get_submodule(parent)
-    while not isinstance(layer, nn.ModuleList):
-        for inner in layer.modules():
-            if isinstance(top_k := getattr(inner, "top_k", None), int):
-                return inner, top_k
-        if not parent:
-            break
-        parent = parent.rpartition(".")[0]
-        layer = model.get_submodule(parent)
-    config: Any = getattr(model, "config", None)
-    return around, None if config is None else experts_per_token(config)
 
 
 def experts_per_token(hf_config: PretrainedConfig) -> int | None:

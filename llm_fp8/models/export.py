@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,18 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
-from llm_fp8.models.left_out import left_out_of, left_out_tensors, source_names
 from llm_fp8.models.lora import adapters_of, config_for_loading, with_adapter
 from llm_fp8.models.side_files import Origin, edit_json, save_side_files
-from llm_fp8.models.weight_shards import is_adapter, parts_of, saved_tensors, stored_parts
+from llm_fp8.models.weight_shards import (
+    is_adapter,
+    is_left_out,
+    left_out_of,
+    parts_of,
+    saved_tensors,
+    stored_parts,
+)
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.hf_internals import ignored_on_save
+from llm_fp8.utils.hf_internals import ignored_on_save, renaming_on_load
 
 MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
 _NEW_IN_PEFT = ("megatron_core", "peft_version", "qalora_group_size")  # whose defaults are not empty
@@ -68,7 +73,10 @@ def export_hf(
         return
     try:
         with replaced_folder(folder, advice=advice) as temporary:
-            _write_weights(model, gathered, temporary, dtype)
+            source_name, stored = source_names(model), getattr(model, "stored", None)
+            trained = ((source_name(name), tensor) for name, tensor in gathered)
+            taken_over = ((name, stored.read(name, torch.device("cpu"))) for name in left_out_tensors(model))
+            write_weights(planned_tensors(model, dtype), itertools.chain(trained, taken_over), temporary)
             save_side_files(model, tokenizer, temporary, dtype, origin)
             (temporary / "README.md").write_text(model_card(card, auto_class(model.config).__name__))
     finally:
@@ -115,11 +123,10 @@ def _leave_out_defaults(adapter: dict[str, Any]) -> None:
 
 
 def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Approximate size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
+    """Size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.named_parameters() if is_adapter(name))
-    trained = sum(math.prod(part.shape) for parts in stored_parts(model).values() for part in parts)
-    return trained * dtype.itemsize + sum(tensor.nbytes for tensor in left_out_tensors(model).values())
+    return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
 
 
 @contextlib.contextmanager
@@ -166,30 +173,58 @@ def hf_tensors(
         del full
 
 
-def _write_weights(
-    model: PreTrainedModel, gathered: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype
-) -> None:
-    """model.safetensors, or several files and their index, as `save_pretrained` writes them."""
-    left_out, source_name = left_out_tensors(model), source_names(model)
-    # In the order of gathering, so that files are completed one after the other.
-    tensors = saved_tensors(model)
+def planned_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What an export of the model as `dtype` holds, by name and without memory, in the order of `hf_tensors`."""
+    tensors, ignored, source_name = saved_tensors(model), ignored_on_save(model), source_names(model)
     dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
-    planned = {
-        part.hf_name: torch.empty(part.shape, dtype=dtypes[name], device="meta")
+    trained = {
+        source_name(part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
         for name, parts in stored_parts(model).items()
         for part in parts
+        if part.hf_name not in ignored
     }
-    for name in ignored_on_save(model):
-        planned.pop(name, None)
-    planned = {source_name(name): tensor for name, tensor in planned.items()} | left_out
-    trained = ((source_name(name), tensor) for name, tensor in gathered)
-    stored: Any = getattr(model, "stored", None)
-    taken_over = ((name, stored.read(name, torch.device("cpu")).contiguous()) for name in left_out)
+    return trained | left_out_tensors(model)
+
+
+def left_out_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a multimodal checkpoint that text does not pass through, which an export takes over: without
+    memory, by the names that they have in the files of the source.
+    """
+    if not left_out_of(model):
+        return {}
+    stored: Any = model.stored
+    belongs = is_left_out(model)
+    return {name: stored.on_meta(name) for name in stored.stored if belongs(name)}
+
+
+def describe_left_out(model: PreTrainedModel) -> str:
+    """The line for the start of a run."""
+    tensors = left_out_tensors(model).values()
+    what = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB"
+    return f"text alone is trained: {', '.join(left_out_of(model))} ({what}) go into the export as they are"
+
+
+def source_names(model: PreTrainedModel) -> Callable[[str], str]:
+    """From what transformers stores a tensor as to what a source with left out modules calls it: families have an older
+    and a newer layout.
+    """
+    if not left_out_of(model):
+        return str
+    stored: Any = model.stored
+    renamed = renaming_on_load(model)
+    names = {renamed(name): name for name in stored.stored}
+    return lambda name: names.get(renamed(name), name)
+
+
+def write_weights(planned: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """model.safetensors, or several files and their index, as `save_pretrained` writes them: those of `tensors` that
+    are `planned`. In the same order files are completed one after the other.
+    """
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_SIZE
     )
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
-    for name, tensor in itertools.chain(trained, taken_over):
+    for name, tensor in tensors:
         if name not in planned:
             continue
         file_name = split.tensor_to_filename[name]

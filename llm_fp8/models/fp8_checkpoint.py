@@ -4,33 +4,23 @@
     fp8                 `X.weight_scale_inv` [ceil(n / b0), ceil(k / b1)]                  a block of b0 x b1 values
     compressed-tensors  `X.weight_scale` [n, 1], [1] or [ceil(n / b0), ceil(k / b1)]       a row, a matrix or a block
 
-A weight is the fp32 product of its fp8 value and its scale. Scales are fp32, bf16 or fp16. Any other quantisation is
-refused. Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tensors 0.20 (`float-quantized`).
+A weight is the fp32 product of its fp8 value and its scale. Any other quantisation is refused.
+Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tensors 0.20 (`float-quantized`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import reading
 
 _FP8_WEIGHTS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}  # as compressed-tensors says
-_SCALE_DTYPES = ("F32", "BF16", "F16")
-
-
-class StoredTensor(NamedTuple):
-    """A tensor's entry in the header of a safetensors file; `dtype` is "F32", "BF16", "F8_E4M3", ..."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +31,6 @@ class Fp8Format:
     """A scale's name is that of its weight followed by this."""
     block: tuple[int | None, int | None]
     """Rows and columns of a weight that share a scale; None: all that it has."""
-    has_input_scales: bool = False
 
     def describe(self) -> str:
         """For example "fp8 (e4m3) with a scale for each block of 128 x 128 values"."""
@@ -55,7 +44,7 @@ class Fp8Format:
 
     def is_surplus(self, name: str) -> bool:
         """Whether a stored tensor is a scale, and so none of the model's."""
-        return name.endswith(f".weight{self.suffix}") or (self.has_input_scales and name.endswith(".input_scale"))
+        return name.endswith((f".weight{self.suffix}", ".input_scale"))
 
 
 def fp8_format(config: PretrainedConfig) -> Fp8Format | None:
@@ -69,17 +58,15 @@ def fp8_format(config: PretrainedConfig) -> Fp8Format | None:
     with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):
         if entries["quant_method"] == "compressed-tensors":
             return _compressed_tensors_format(entries)
-        if entries["quant_method"] != "fp8" or entries.get("fmt", "e4m3") != "e4m3":
-            raise ValueError(f"quant_method {entries['quant_method']}, fmt {entries.get('fmt')}")
+        if entries["quant_method"] != "fp8":
+            raise ValueError(f"quant_method {entries['quant_method']}")
         rows, columns = entries["weight_block_size"]
         return Fp8Format("_scale_inv", (rows, columns))
 
 
 def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
-    for part in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        value = entries.get(part)
-        if value and value.get("format") != "dense":  # no sparsity
-            raise ValueError(f"{part} {value}")
+    if entries.get("transform_config"):
+        raise ValueError("transform_config")
     formats = set()
     for group in entries["config_groups"].values():
         stored_as, weights = group.get("format") or entries["format"], group["weights"]
@@ -89,29 +76,10 @@ def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
             raise ValueError("weights that are not symmetric fp8")
         blocks = {"channel": (1, None), "tensor": (None, None), "block": weights.get("block_structure")}
         rows, columns = blocks[weights["strategy"]]
-        inputs = group.get("input_activations")
-        formats.add(Fp8Format("_scale", (rows, columns), inputs is not None and not inputs["dynamic"]))
+        formats.add(Fp8Format("_scale", (rows, columns)))
     if len(formats) != 1:
         raise ValueError("config_groups of several kinds")
     return formats.pop()
-
-
-def scales_of(fp8: Fp8Format | None, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Name of each fp8 weight -> name of its scale; `UserError` naming file and tensor where a scale does not fit."""
-    found = {}
-    for name, (path, dtype, shape) in stored.items():
-        if not dtype.startswith("F8"):
-            continue
-        if fp8 is None or dtype != "F8_E4M3" or len(shape) != 2 or not name.endswith(".weight"):
-            raise UserError(f"{path}: '{name}' is {dtype} {list(shape)}, which config.json gives no scales for.")
-        scale, (rows, columns) = name + fp8.suffix, fp8.block_of(shape)
-        expected = (-(-shape[0] // rows), -(-shape[1] // columns))
-        _, scale_dtype, scale_shape = stored.get(scale, StoredTensor(path, "missing", ()))
-        fits = scale_shape == expected or (expected == (1, 1) and scale_shape in ((), (1,)))
-        if not fits or scale_dtype not in _SCALE_DTYPES:
-            raise UserError(f"{path}: '{scale}' is {scale_dtype} {list(scale_shape)}, not {list(expected)} floats.")
-        found[name] = scale
-    return found
 
 
 class DequantisedRows:
@@ -123,7 +91,8 @@ class DequantisedRows:
 
     def __getitem__(self, wanted: slice) -> Tensor:
         first, last, _ = wanted.indices(self._shape[0])
-        return dequantised(self._rows[first:last], self._read_scale(), self._block, first)
+        blocks = (-(-size // shared) for size, shared in zip(self._shape, self._block, strict=True))
+        return dequantised(self._rows[first:last], self._read_scale().reshape(*blocks), self._block, first)
 
 
 def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
@@ -132,7 +101,7 @@ def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: in
     """
     width, (height, columns) = values.shape[1], block
     row_blocks = torch.arange(first, first + len(values), device=values.device) // height
-    scale = scale.to(torch.float32).reshape(-1, -(-width // columns))[row_blocks]
+    scale = scale.to(torch.float32)[row_blocks]
     result, whole = values.to(torch.float32), width // columns
     result[:, : whole * columns].unflatten(1, (whole, columns)).mul_(scale[:, :whole, None])
     result[:, whole * columns :].mul_(scale[:, whole:])

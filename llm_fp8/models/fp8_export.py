@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
-from llm_fp8.models.export import replaced_folder
-from llm_fp8.models.left_out import left_out_of
+from llm_fp8.models.experts import expert_weights
+from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weight_shards import WeightFiller, hf_filler, stored_parts
-from llm_fp8.models.weights import StoredCheckpoint, open_weights, untie, weight_files
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.models.weight_shards import left_out_of
+from llm_fp8.models.weights import StoredCheckpoint, untie, weight_files
+from llm_fp8.utils.errors import UserError, listed
+from llm_fp8.utils.hf_internals import renaming_on_load
 from llm_fp8.utils.json_files import read_json
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -79,31 +79,23 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
     checkpoint = StoredCheckpoint(weight_files(source), hf_config)
     unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
-    model, files = model_on_meta(hf_config), checkpoint.files
-    layout, layers = stored_parts(model), {f"{name}.weight" for name in linear_layers(model)}
-    stored = {part: name for name, parts in layout.items() for part in parts}
-    if any(part.strides for part in stored) or not layers:
+    model = model_on_meta(hf_config)
+    layers, renamed = {f"{name}.weight" for name in linear_layers(model)}, renaming_on_load(model)
+    if any(expert_weights(module) for module in model.modules()) or not layers:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
-    weights = {part.hf_name for part, name in stored.items() if name in layers}
-    # On the meta device: it checks names, shapes and dtypes, and copies nothing.
-    filler, index = hf_filler(model, checkpoint.stored), dict[str, str]()
+    weights = {name for name in checkpoint.stored if renamed(name) in layers}
+    if missing := layers.difference(map(renamed, weights)):
+        raise UserError(f"{folder}: its files lack {listed(sorted(missing))}; export it again.")
+    planned = dict(_in_fp8(((name, checkpoint.on_meta(name)) for name in checkpoint.stored), weights))
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
-        for path in files:
-            contents = dict(_in_fp8(path, weights, filler))
-            index |= dict.fromkeys(contents, path.name)
-            save_file(contents, temporary / path.name, metadata={"format": "pt"})
-            del contents  # before the next file's are read
-        with reading("FINAL_DIR", folder, "all tensors", "Export it again."):
-            filler.finish()
-        before, after = (sum((place / path.name).stat().st_size for path in files) for place in (folder, temporary))
+        write_weights(planned, _in_fp8(_finite_tensors(checkpoint), weights), temporary)
+        written = temporary.glob("*.safetensors")
+        before, after = (sum(path.stat().st_size for path in paths) for paths in (checkpoint.files, written))
         for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):
             if path.is_file() and path.suffix in _COPIED and path.name != SAFE_WEIGHTS_INDEX_NAME:
                 copy = temporary / path.relative_to(folder)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        if len(files) > 1:
-            whole = {"metadata": {"total_size": after}, "weight_map": index}
-            (temporary / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
         add_older_keys(temporary)
         head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
         entries = {
@@ -118,17 +110,20 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     return before, after
 
 
-def _in_fp8(path: Path, weights: set[str], filler: WeightFiller) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, which `filler` checks, those of `weights` as fp8 values and scale."""
-    with open_weights(path, torch.device("cpu")) as tensors:
-        for name in tensors.offset_keys():
-            tensor = tensors.get_tensor(name)
-            filler.fill_rows(name, tuple(tensor.shape), tensor)
-            if not tensor.isfinite().all():
-                raise ValueError(f"'{name}' holds values that are not finite")
-            if name not in weights:
-                yield name, tensor
-                continue
-            values, scale = fp8_rows(tensor, torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32)
-            yield name, values
-            yield f"{name}_scale", scale
+def _finite_tensors(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
+    for name, (path, _, _) in checkpoint.stored.items():
+        tensor = checkpoint.read(name, torch.device("cpu"))
+        if not tensor.isfinite().all():
+            raise UserError(f"{path}: '{name}' holds values that are not finite; nothing is written.")
+        yield name, tensor
+
+
+def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`, those of `weights` as fp8 values and scale."""
+    for name, tensor in tensors:
+        if name not in weights:
+            yield name, tensor
+            continue
+        values, scale = fp8_rows(tensor, torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32)
+        yield name, values
+        yield f"{name}_scale", scale

@@ -27,7 +27,7 @@ from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
-from te_llama import DecoderSpec, Part, UnsupportedArchitecture
+from te_llama import Part, UnsupportedArchitecture
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers stored in older checkpoints and computed by today's models."""
@@ -168,31 +168,29 @@ class WeightFiller:
     """Fills parameters in place from the Hugging Face tensors they are made of: call `fill_rows` once for each, in any
     order, then `finish()`. Raises `UnsupportedArchitecture` naming a tensor that does not fit.
 
-    `entries`, `blocks`: parameter name -> its parts, its shard. `resolve`: the name that `entries` have for a stored
-    tensor; None for one to skip.
+    `entries`, `blocks`: parameter name -> its parts, its shard. `names`: stored tensor -> the name that `entries` have
+    for it; None for one to skip.
     """
 
     def __init__(
         self,
         entries: Mapping[str, tuple[Part, ...]],
         blocks: Mapping[str, LocalShard],
-        resolve: Callable[[str], str | None],
+        names: Mapping[str, str | None],
     ) -> None:
         self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
         self._missing = set(self._targets)
-        self._resolve = resolve
+        self._names = names
 
     def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
         """Copy what this rank needs of one Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]`
         gives rows a to b of dim 0.
         """
-        known_name = self._resolve(hf_name)
+        known_name = self._names[hf_name]
         if known_name is None:
             return
         if known_name not in self._targets:
             raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}', which this architecture does not have")
-        if known_name not in self._missing:
-            raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}' twice")
         shard, part = self._targets[known_name]
         if shape != part.shape:
             raise UnsupportedArchitecture(f"'{hf_name}' has shape {list(shape)}, in the config {list(part.shape)}")
@@ -211,64 +209,52 @@ class WeightFiller:
             raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(self._missing))}")
 
 
-def te_filler(spec: DecoderSpec, blocks: Mapping[str, LocalShard]) -> WeightFiller:
-    """Fills this rank's shards of a TE decoder."""
-
-    def resolve(hf_name: str) -> str | None:
-        # Some checkpoints store the tied matrix a second time.
-        is_tied = hf_name == "lm_head.weight" and spec.tied_embeddings
-        return None if is_tied or re.search("|".join(_PASSED_OVER), hf_name) else hf_name
-
-    return WeightFiller(te_llama.parameter_map(spec), blocks, resolve)
+def left_out_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """The modules that were taken out of `model`; empty for a language model, and where its weights were drawn."""
+    return getattr(model, "left_out", ())
 
 
 def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
     """Whether a stored tensor of this name belongs to a module that was taken out of `model`."""
-    modules = "|".join(map(re.escape, getattr(model, "left_out", ())))
+    modules = "|".join(map(re.escape, left_out_of(model)))
     pattern, renamed = re.compile(rf"({modules})(\.|$)" if modules else r"(?!)"), renaming_on_load(model)
     return lambda name: any(pattern.match(one) for one in (name, renamed(name)))
 
 
-def hf_filler(model: PreTrainedModel, checkpoint_names: Iterable[str]) -> WeightFiller:
-    """Fills this rank's shards of a Hugging Face model. Like `from_pretrained` it takes names with or without the base
-    model's prefix, a tied matrix from whichever of its names is stored, and experts in one tensor too, as which an
-    export then stores them.
+def weight_filler(model: PreTrainedModel, checkpoint_names: Iterable[str]) -> WeightFiller:
+    """Fills this rank's shards of `model`. Like `from_pretrained` it takes names with or without the base model's
+    prefix, a tied matrix from whichever of its names is stored, and experts in one tensor too, as which an export then
+    stores them.
     """
-    tensors, own, parts, prefix = (
-        saved_tensors(model),
-        parts_of(model),
-        stored_parts(model),
-        f"{model.base_model_prefix}.",
-    )
+    own, prefix, names = parts_of(model), f"{model.base_model_prefix}.", list(checkpoint_names)
     passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
     renamed, left_out = renaming_on_load(model), is_left_out(model)
 
     def spellings(name: str) -> tuple[str, ...]:
         return name, f"{prefix}{name}", name.removeprefix(prefix)
 
-    checkpoint_names = list(checkpoint_names)
-    held = {spelling for name in checkpoint_names for spelling in spellings(name)}
-    kept = frozenset(part.hf_name for (part,) in own.values() if part.hf_name in held)
+    held = {spelling for name in names for spelling in spellings(name)}
+    kept = frozenset(parts[0].hf_name for parts in own.values() if parts[0].hf_name in held)
     model.stored_as_they_are = kept  # type: ignore[assignment]
-    entries = {name: own[name] if own[name][0].hf_name in kept else parts[name] for name in tensors}
-    targets = {part.hf_name: part.hf_name for found in entries.values() for part in found}
-    for name, (part,) in own.items():
+    entries = stored_parts(model)
+    targets = {part.hf_name: part.hf_name for parts in entries.values() for part in parts}
+    for name, parts in own.items():
         if len(entries[name]) == 1:
-            targets.setdefault(part.hf_name, entries[name][0].hf_name)
+            targets.setdefault(parts[0].hf_name, entries[name][0].hf_name)
     tied: Mapping[str, str] = model.all_tied_weights_keys
     targets |= {name: targets[first] for name, first in tied.items() if first in targets}
 
-    def known(checkpoint_name: str) -> str:
-        candidates = (checkpoint_name, *spellings(renamed(checkpoint_name)))
-        return next((name for name in candidates if name in targets), checkpoint_name)
+    def known(name: str) -> str:
+        return next((one for one in (name, *spellings(renamed(name))) if one in targets), name)
 
-    stored = {known(name) for name in checkpoint_names}
+    stored = {known(name) for name in names}
 
-    def resolve(hf_name: str) -> str | None:
+    def resolved(hf_name: str) -> str | None:
         name = known(hf_name)
         target = targets.get(name)
         if target is None:
             return None if passed_over.search(hf_name) or left_out(hf_name) else hf_name
         return None if name != target and target in stored else target
 
-    return WeightFiller(entries, {name: local_shard(tensor) for name, tensor in tensors.items()}, resolve)
+    blocks = {name: local_shard(tensor) for name, tensor in saved_tensors(model).items()}
+    return WeightFiller(entries, blocks, {name: resolved(name) for name in names})

@@ -6,24 +6,18 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-import te_llama
-from llm_fp8.models.fp8_checkpoint import DequantisedRows, StoredTensor, fp8_format, scales_of
+from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
 from llm_fp8.models.source import ModelSource, reading_model, text_config
-from llm_fp8.models.weight_shards import (
-    hf_filler,
-    initialize_shards_,
-    is_te_model,
-    local_shard,
-    te_filler,
-)
+from llm_fp8.models.weight_shards import initialize_shards_, weight_filler
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import reading
 
@@ -32,7 +26,7 @@ _TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
 def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
-    """The weights of `source`; None where they are drawn. Raises `UserError` as `StoredCheckpoint`."""
+    """The weights of `source`; None where they are drawn. Raises `UserError` for files that cannot be read."""
     return None if source.is_random else StoredCheckpoint(weight_files(source), hf_config)
 
 
@@ -95,11 +89,7 @@ def fill_weights(
         for parameter in model.parameters():
             if parameter.dtype == torch.bfloat16:
                 give_remainder_(parameter)
-    if is_te_model(model):
-        blocks = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
-        filler = te_filler(te_llama.spec_of(model), blocks)
-    else:
-        filler = hf_filler(model, stored.stored)
+    filler = weight_filler(model, stored.stored)
     place = next(model.parameters()).device
     for path in stored.files:
         with open_weights(path, place) as tensors:
@@ -110,21 +100,29 @@ def fill_weights(
         filler.finish()
 
 
+class StoredTensor(NamedTuple):
+    """A tensor's entry in the header of a safetensors file; `dtype` is "F32", "BF16", "F8_E4M3", ..."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class StoredCheckpoint:
-    """The safetensors `files` of a model; fp8 tensors are read as fp32. Raises `UserError` as `scales_of`."""
+    """The safetensors `files` of a model; fp8 tensors are read as fp32."""
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, fp8_format(hf_config)
         self.stored: dict[str, StoredTensor] = {}
+        self._scales: dict[str, Path] = {}  # weight -> the file with its scale
         for path in files:
             with open_weights(path, torch.device("cpu")) as tensors:
                 for name in tensors.keys():
+                    if self.fp8 is not None and self.fp8.is_surplus(name):
+                        self._scales[name.removesuffix(self.fp8.suffix)] = path
+                        continue
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
-        found = scales_of(self.fp8, self.stored)
-        self._scales = {name: (self.stored[scale].path, scale) for name, scale in found.items()}
-        if self.fp8 is not None:
-            self.stored = {name: entry for name, entry in self.stored.items() if not self.fp8.is_surplus(name)}
 
     def read(self, name: str, device: torch.device) -> Any:
         """Tensor `name`, whole."""
@@ -132,15 +130,23 @@ class StoredCheckpoint:
             rows = self.rows(name, tensors, device)
             return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
 
+    def on_meta(self, name: str) -> torch.Tensor:
+        """As `read`, without memory."""
+        _, dtype, shape = self.stored[name]
+        read_as = torch.float32 if dtype.startswith("F8") else str_to_torch_dtype[dtype]
+        return torch.empty(shape, dtype=read_as, device="meta")
+
     def rows(self, name: str, tensors: Any, device: torch.device) -> Any:
         """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
-        rows = tensors.get_slice(name)
-        if self.fp8 is None or name not in self._scales:
+        rows, (_, dtype, shape) = tensors.get_slice(name), self.stored[name]
+        if not dtype.startswith("F8"):
             return rows
-        path, scale = self._scales[name]
+        if self.fp8 is None or name not in self._scales or len(shape) != 2:
+            raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which there are no scales")
+        scale = name + self.fp8.suffix
 
         def read_scale() -> torch.Tensor:
-            with open_weights(path, device) as file:
+            with open_weights(self._scales[name], device) as file:
                 return file.get_tensor(scale)
 
         return DequantisedRows(rows, self.fp8, read_scale)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from llm_fp8.config.recipes import gemms_in_fp8, size_multiple
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
+from llm_fp8.models.export import describe_left_out
 from llm_fp8.models.grouped_experts import use_grouped_experts
-from llm_fp8.models.left_out import describe_left_out, left_out_of
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.weight_shards import is_adapter
+from llm_fp8.models.weight_shards import is_adapter, left_out_of
 from llm_fp8.models.weights import fill_weights
 from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.precision.certificate import ExpectedKernels

@@ -75,7 +75,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.top_k = 2
+        self.config = AutoConfig.for_model("qwen3_moe", num_experts_per_tok=2)
         self.gate = nn.Linear(16, 4, bias=False)
         self.experts = Experts()
         self.shared_expert = nn.Linear(16, 4, bias=False)

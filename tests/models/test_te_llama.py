@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
-from llm_fp8.models.weight_shards import LocalShard, te_filler
+from llm_fp8.models.weight_shards import LocalShard, WeightFiller
 from te_llama import UnsupportedArchitecture, decoder_spec, in_hf_layout, parameter_map
 from tests.support.families import FAMILIES, family_config
 
@@ -32,12 +32,17 @@ def in_one_shard(te_parameters):
     return {name: LocalShard(parameter, 0) for name, parameter in te_parameters.items()}
 
 
+def filler_of(spec, blocks):
+    entries = parameter_map(spec)
+    return WeightFiller(entries, blocks, {part.hf_name: part.hf_name for parts in entries.values() for part in parts})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     config = family_config(family)
     spec, tensors = decoder_spec(config), hf_tensors(config)
     te_parameters = empty_te_parameters(spec)
-    filler = te_filler(spec, in_one_shard(te_parameters))
+    filler = filler_of(spec, in_one_shard(te_parameters))
     for name in reversed(tensors):  # any order
         filler.fill_rows(name, tuple(tensors[name].shape), tensors[name])
     filler.finish()
@@ -55,14 +60,14 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     config = family_config("qwen2_qkv_bias_tied")
     spec, tensors = decoder_spec(config), hf_tensors(config)
     whole, in_blocks = empty_te_parameters(spec), empty_te_parameters(spec)
-    fillers = [te_filler(spec, in_one_shard(whole))]
+    fillers = [filler_of(spec, in_one_shard(whole))]
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
             rows = parameter.shape[0]
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
             blocks[name] = LocalShard(parameter[start:stop], start)
-        fillers.append(te_filler(spec, blocks))
+        fillers.append(filler_of(spec, blocks))
     for filler in fillers:
         for name, tensor in tensors.items():
             filler.fill_rows(name, tuple(tensor.shape), tensor)
@@ -97,15 +102,6 @@ def test_published_parameter_counts():
         spec = decoder_spec(AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json"))
         shapes = [part.shape for parts in parameter_map(spec).values() for part in parts]
         assert sum(torch.Size(shape).numel() for shape in shapes) == count, name
-
-
-def test_a_tied_head_stored_all_the_same_is_passed_over():
-    config = family_config("llama_tied")
-    spec, tensors = decoder_spec(config), hf_tensors(config)
-    filler = te_filler(spec, in_one_shard(empty_te_parameters(spec)))
-    for name, tensor in {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}.items():
-        filler.fill_rows(name, tuple(tensor.shape), tensor)
-    filler.finish()
 
 
 def test_windows_are_read_per_layer():

@@ -269,7 +269,8 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_
         fill_in_one_piece(rewritten(tmp_path / "model", change), use_te=use_te)
 
 
-def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
+@pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
+def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te):
     tied = {"tie_word_embeddings": True}
     expected = stored_weights(write_model(tmp_path / "plain", **tied))["model.embed_tokens.weight"]
 
@@ -277,7 +278,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path):
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
     for change in (renamed, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})):
-        model = fill_in_one_piece(rewritten(tmp_path / "changed", change, **tied))
+        model = fill_in_one_piece(rewritten(tmp_path / "changed", change, **tied), use_te=use_te)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, expected)
 
