@@ -50,7 +50,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
-from llm_fp8.utils.te_internals import attention_backends
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -565,14 +564,3 @@ def build_te_model(
     hf_class: Any = type(model)
     model.__class__ = _te_class(hf_class)
     return model
-
-
-def attention_backend() -> str | None:
-    """TE's last choice of attention kernels: fused (cuDNN), flash-attn or unfused; None before its first call."""
-    chosen = attention_backends()
-    names = {
-        "use_fused_attention": "fused (cuDNN)",
-        "use_flash_attention": "flash-attn",
-        "use_unfused_attention": "unfused",
-    }
-    return next((name for flag, name in names.items() if chosen[flag]), None)

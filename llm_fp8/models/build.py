@@ -7,7 +7,6 @@ tensor by tensor (weights.py).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 from collections.abc import MutableMapping
@@ -19,7 +18,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -74,7 +72,7 @@ def build_model(
     beyond bf16, in remainders for `llm_fp8.optim.adamw_master`.
     """
     structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
-    model = build_structure(options, hf_config, stored, **structure)
+    model = build_structure(options, hf_config, **structure)
     if not options.use_te:
         materialize_(model, device, device)
         model.tie_weights()  # undone by moving
@@ -85,7 +83,6 @@ def build_model(
 def build_structure(
     options: ModelConfig,
     hf_config: PretrainedConfig,
-    stored: StoredCheckpoint | None,
     *,
     parameter_dtype: torch.dtype,
     compute_dtype: torch.dtype,
@@ -93,8 +90,8 @@ def build_structure(
     unfused_mlp: bool = False,
     te_on_meta: bool = True,
 ) -> PreTrainedModel:
-    """The model with parameters on "meta", buffers on `device` and, beside `stored` weights, their generation settings;
-    fill it with `fill_weights`. For `unfused_mlp` see `te_llama.DecoderSpec`.
+    """The model with parameters on "meta" and buffers on `device`; fill it with `fill_weights`. For `unfused_mlp` see
+    `te_llama.DecoderSpec`.
     """
     if options.use_te:
         require_te("--use_te")
@@ -109,10 +106,6 @@ def build_structure(
         with init_empty_weights(include_buffers=False), torch.device(device):
             model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
         model.tie_weights()  # undone by `init_empty_weights`
-    if stored is not None:
-        location = str(hf_config.name_or_path)
-        with reading_model("generation_config.json", location), contextlib.suppress(OSError):  # there is none
-            model.generation_config = GenerationConfig.from_pretrained(location)
     return model
 
 

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ def export_hf(
         return
     try:
         with replaced_folder(folder, advice=advice) as temporary:
-            source_name, stored = source_names(model), getattr(model, "stored", None)
+            source_name = source_names(model)
+            stored: Any = getattr(model, "stored", None)
             trained = ((source_name(name), tensor) for name, tensor in gathered)
             taken_over = ((name, stored.read(name, torch.device("cpu"))) for name in left_out_tensors(model))
             write_weights(planned_tensors(model, dtype), itertools.chain(trained, taken_over), temporary)
@@ -216,7 +217,7 @@ def source_names(model: PreTrainedModel) -> Callable[[str], str]:
     return lambda name: names.get(renamed(name), name)
 
 
-def write_weights(planned: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """model.safetensors, or several files and their index, as `save_pretrained` writes them: those of `tensors` that
     are `planned`. In the same order files are completed one after the other.
     """

@@ -29,7 +29,6 @@ _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
-_OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,6 @@ def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
     older = {old: config[new] for new, old in renamed.items() if new in config}
     if not (given := config.get("rope_parameters")):
         return older
-    kind = str(config.get("model_type"))
     scaling = dict(given.get("full_attention") or given)  # one of each layer type, or the same of all
     older |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if given.get("sliding_attention") and given.get("full_attention"):
@@ -159,11 +157,10 @@ def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
     if scaling.get("rope_type") == "longrope":
         scaling["type"] = scaling.pop("rope_type")
         older["original_max_position_embeddings"] = original = scaling.pop("original_max_position_embeddings", None)
-        if not kind.startswith("phi"):  # Phi-3 allows three entries
+        if not str(config.get("model_type")).startswith("phi"):  # Phi-3 allows three entries
             scaling["original_max_position_embeddings"] = original
     older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
-    names = _OF_GPT_NEOX if kind == "gpt_neox" else {}
-    return {names.get(key, key): value for key, value in older.items()}
+    return older
 
 
 def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-import te_llama
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import EvalLoader, TrainLoader
 from llm_fp8.distributed.memory import RESERVE_GIB
@@ -45,6 +44,7 @@ from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.start import PhaseClock
+from llm_fp8.utils.te_internals import attention_backend
 
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
@@ -410,7 +410,7 @@ class TrainingLoop:
 
     def _note_attention(self) -> None:
         """Say and record which attention Transformer Engine took, which it chooses in the first step."""
-        backend = self.results.attention_backend = te_llama.attention_backend()
+        backend = self.results.attention_backend = attention_backend()
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
     def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:

@@ -107,7 +107,7 @@ def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
     if plan.strategy.shards_parameters:
-        model = build_structure(options, plan.hf_config, plan.stored, **shared)
+        model = build_structure(options, plan.hf_config, **shared)
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)

@@ -126,8 +126,9 @@ def update_scales() -> None:
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=forward)
 
 
-def attention_backends() -> dict[str, Any]:
-    """What Transformer Engine chose for the attention that it ran last: use_fused_attention, ... -> whether."""
+def attention_backend() -> str | None:
+    """Transformer Engine's last choice of attention kernels; None before its first call."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
-    return dict(_attention_backends)
+    names = {"fused": "fused (cuDNN)", "flash": "flash-attn", "unfused": "unfused"}
+    return next((name for kind, name in names.items() if _attention_backends[f"use_{kind}_attention"]), None)

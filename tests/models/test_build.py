@@ -13,7 +13,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -24,8 +23,6 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
 from llm_fp8.models import build, bundled_architectures
 from llm_fp8.models.build import (
-    build_model,
-    build_structure,
     choose_attention,
     decoder_layers,
     decoder_size,
@@ -35,11 +32,9 @@ from llm_fp8.models.export import export_hf
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
-from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
-from tests.support.stand_in_te import install_stand_in
 
 CPU = torch.device("cpu")
 
@@ -72,22 +67,6 @@ def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_same_bits(built_model(folder).state_dict(), theirs.state_dict())
     assert_same_bits(theirs.state_dict(), other)
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("use_te", [False, True], ids=["Hugging Face", "Transformer Engine"])
-def test_both_decoders_keep_stop_tokens_and_sampling(tmp_path, monkeypatch, use_te, sharded):
-    stored = GenerationConfig(eos_token_id=[1, 5, 6], do_sample=True, temperature=0.6, top_p=0.9)
-    stored.save_pretrained(write_model(tmp_path / "source"))
-    if use_te:
-        install_stand_in(monkeypatch)
-    options = ModelConfig(model_name=str(tmp_path / "source"), use_te=use_te)
-    source = resolve_source(options)
-    shared = dict(parameter_dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
-    hf_config = load_config(source)
-    build = build_structure if sharded else build_model
-    model = build(options, hf_config, checkpoint_of(source, hf_config), **shared)
-    assert model.generation_config.to_diff_dict() == stored.to_diff_dict()
 
 
 def test_the_exported_folder_is_complete(tmp_path, tiny_model):

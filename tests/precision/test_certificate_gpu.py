@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.utils.te_internals import attention_backend
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
 from tests.support.gpu_training import ROOT, certificate_of, common, train
 
@@ -29,7 +29,7 @@ def certified(model, precision, coverage, device, recomputed=()) -> Certificate:
         kernels,
         precision.module_state(),
         num_micro_batches=MICRO_BATCHES,
-        attention=te_llama.attention_backend(),
+        attention=attention_backend(),
     )
 
 

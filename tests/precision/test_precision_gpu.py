@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.te_internals import attention_backend
 from tests.support.batches import packed_batch, padded_batch
 from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8, step
 
@@ -60,7 +60,7 @@ def test_evaluation_of_odd_shapes(scenario, device):
     model, precision, _ = build(BF16 if scenario is None else fp8(fp8_scenario=scenario), device)
     packed, padded = packed_batch(device), padded_batch(device)
     step(model, precision, packed)
-    assert te_llama.attention_backend() == "fused (cuDNN)"
+    assert attention_backend() == "fused (cuDNN)"
     state = {name: tensor.clone() for name, tensor in precision.state_tensors().items()}
     losses = []
     with torch.no_grad(), precision.preserving_state():

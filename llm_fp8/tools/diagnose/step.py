@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-import te_llama
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.distributed.process_group import start_process_group
@@ -41,6 +40,7 @@ from llm_fp8.train.scale_warmup import prepare_with_scales
 from llm_fp8.train.setup import build_setup
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_internals import attention_backend
 
 NUM_WARMUP_STEPS = 4
 NUM_TIMED_STEPS = 7
@@ -112,7 +112,7 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         kernels,
         setup.precision.module_state(),
         num_micro_batches=len(batches),
-        attention=te_llama.attention_backend() if plan.config.model.use_te else setup.attention,
+        attention=attention_backend() if plan.config.model.use_te else setup.attention,
     )
     size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
     peak = device_peak_tflops(plan.device)
