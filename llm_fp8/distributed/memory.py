@@ -50,7 +50,6 @@ from llm_fp8.distributed.sharding_mode import (
 )
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.offload import NUM_BUFFERS, PIECE_ELEMENTS
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
 from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
@@ -169,8 +168,7 @@ class RunSize:
         """Count the memory by part; as an upper bound also where that of activations is not known exactly."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
         spec = self.sizes if upper_bound and self.is_bounded else self.spec
-        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # nothing is communicated
-        mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
+        mode = "fsdp_full" if upper_bound and self.mode in ("fsdp_hybrid", "fsdp_offload") else self.mode
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
         if spec is None:
             return MemoryEstimate({STATE: state / GIB}, is_whole=False)
@@ -211,8 +209,6 @@ class RunSize:
             state -= kept.gradient / num_gpus * trained  # the shards of gradients come with the reduction
         if mode == "ddp" and not config.model.cuda_graphs:
             state += kept.gradient * trained  # buckets
-        if config.optim.offload_optimizer:
-            state += NUM_BUFFERS * kept.state * PIECE_ELEMENTS
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
@@ -231,10 +227,8 @@ class RunSize:
                 (state + gathered, tokens * per_layer, 0.0),  # the end of the backward pass
             ]
             if mode == "fsdp_full" and not self.adapted:
-                # torch 2.11's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, drops them and
-                # allocates their shards; its loop variable still holds the last one, which is the head's.
-                in_fp32, last = 2 * outermost, 0 if spec.tied_embeddings else _BF16 * h * vocabulary
-                moments.append((state + in_fp32 + max(outermost - in_fp32 / num_gpus, last), 0.0, 0.0))
+                # torch's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, beside them.
+                moments.append((state + 3 * outermost, 0.0, 0.0))
         if recomputed and mode == "fsdp_full" and not (unsharded or self.adapted):
             # The last recomputed layer and its gradients, beside the weights of the layer below, the fp32 gradients of
             # the one above as they are reduced, and the head's.

@@ -17,7 +17,7 @@ from torch import nn
 from llm_fp8.data.collate import Batch
 from llm_fp8.precision.context import Precision
 
-_STATE = ("best_step", "best_loss", "reference_loss", "num_without_improvement", "data")
+_STATE = ("best_step", "best_loss", "num_without_improvement", "data")
 
 
 @torch.no_grad()
@@ -60,9 +60,13 @@ class EvalHistory:
     data: str | None = None
     best_step: int | None = None
     """The optimizer step after which the eval loss was lowest, the first of several; None before an evaluation."""
-    best_loss: float | None = None
-    reference_loss: float | None = None  # that of the last improvement
+    best_loss: float = math.inf
     num_without_improvement: int = 0  # evaluations since then
+
+    @property
+    def kept_step(self) -> int | None:
+        """The step whose checkpoint --keep_best keeps."""
+        return self.best_step if self.keeps_best else None
 
     @property
     def stops_early(self) -> bool:
@@ -70,18 +74,12 @@ class EvalHistory:
 
     def add(self, step: int, eval_loss: float) -> None:
         """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""
-        if self.keeps_best and (self.best_loss is None or eval_loss < self.best_loss) and math.isfinite(eval_loss):
-            self.best_step, self.best_loss = step, eval_loss
-        if self.patience == 0 or self.stops_early:  # stopped: a resumed run evaluates again before its export
+        if self.stops_early:  # a resumed run evaluates again before its export
             return
-        if (self.reference_loss is None or eval_loss < self.reference_loss) and math.isfinite(eval_loss):
-            self.reference_loss, self.num_without_improvement = eval_loss, 0
+        if eval_loss < self.best_loss:
+            self.best_step, self.best_loss, self.num_without_improvement = step, eval_loss, 0
         else:
             self.num_without_improvement += 1
-
-    def forget_best(self) -> None:
-        """Begin anew to look for the best step."""
-        self.best_step = self.best_loss = None
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
@@ -92,6 +90,4 @@ class EvalHistory:
             return False
         for name in _STATE:
             setattr(self, name, state[name])
-        if not self.keeps_best:
-            self.forget_best()
         return True

@@ -185,10 +185,8 @@ class TrainingLoop:
         reduces = self.accelerator.num_processes > 1
         return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), update, collective=reduces)
 
-    def train(self, stop_requested: Callable[[bool], bool]) -> None:
-        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested(is the folder lost?)`, which
-        saves too.
-        """
+    def train(self, stop_requested: Callable[[], bool]) -> None:
+        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested()`, which saves too."""
         if self.is_complete:
             return  # resumed after the last step, for evaluation and export
         if self.evaluation_due:
@@ -217,7 +215,7 @@ class TrainingLoop:
                 stamp = self.restart_clocks()
             if self._due(config.parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-            stopping = stop_requested(self.reporter.is_lost)
+            stopping = stop_requested()
             done = stopping or self.step >= self.total_steps
             logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
             saves = stopping or self._due(options.save_every or 0) or (logs and not done and self._checkpoint_due())
@@ -446,7 +444,7 @@ class TrainingLoop:
         if self.eval_loader is None:
             return False
         self.history.add(self.step, self.eval_loss())
-        return self.history.best_step == self.step
+        return self.history.kept_step == self.step
 
     def eval_loss(self) -> float:
         """Evaluate and report; returns the main rank's eval loss."""

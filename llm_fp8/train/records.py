@@ -151,12 +151,12 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
         "wall_time_s": time.time() - results.started_s,
     }
-    if history.best_step is not None:
-        checkpoint = str(loop.state.checkpoints.of_step(history.best_step))
-        summary["best"] = {"step": history.best_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
+    if history.kept_step is not None:
+        checkpoint = str(loop.state.checkpoints.of_step(history.kept_step))
+        summary["best"] = {"step": history.kept_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
     if loop.step < loop.total_steps and history.stops_early:
         since = f"{history.num_without_improvement} evaluations in a row"
-        summary["stopped_early"] = f"{since} did not improve on {history.reference_loss}"
+        summary["stopped_early"] = f"{since} did not improve on {history.best_loss}"
     return summary
 
 
@@ -167,8 +167,6 @@ def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
     steps, own = summary["steps"], loop.reporter.own_steps()
     taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
     say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {loop.precision_name}")
-    if loop.reporter.is_lost:
-        say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := loop.results.certificates.values():

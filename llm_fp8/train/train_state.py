@@ -5,6 +5,7 @@ that continues from one must share with it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,7 @@ class RunState:
             self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
             deepspeed,
-            history.best_step,
+            history.kept_step,
             in_background=plan.config.parallel.async_save,
         )
 
@@ -213,9 +214,9 @@ class RunState:
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
             say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
-        if history.best_step is not None and self.held(history.best_step) is None:
-            say(f"--keep_best: the checkpoint of step {history.best_step} is gone: only steps to come count")
-            history.forget_best()
+        if history.kept_step is not None and self.held(history.kept_step) is None:
+            say(f"--keep_best: the checkpoint of step {history.kept_step} is gone: only steps to come count")
+            history.best_step, history.best_loss = None, math.inf
 
     def held(self, step: int) -> Checkpoint | None:
         """The checkpoint of `step`, where every rank sees it complete. Collective."""
