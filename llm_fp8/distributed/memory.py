@@ -291,6 +291,7 @@ class RunSize:
         most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
         factors = range(num_asked if self.config.optim.merge_micro_batches else 1, 0, -1)
         cuts = {size * factor: num_asked // factor for factor in factors if num_asked % factor == 0}
+        cuts = {rows: steps for rows, steps in cuts.items() if rows <= max(most, size)}
         if resumed_rows in cuts:
             cuts = {resumed_rows: cuts[resumed_rows]}
         run, shares = self, [self.config.model.gradient_checkpointing]
@@ -301,8 +302,7 @@ class RunSize:
             options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
             run = self.changed(**options)
             found = [part.estimate(upper_bound=True) for part in run.phases]
-            fits = all(each.is_whole and each.needed_gib <= (1 - MARGIN) * gpu_gib for each in found)
-            if fits and rows <= max(most, size):
+            if all(each.is_whole and each.needed_gib <= (1 - MARGIN) * gpu_gib for each in found):
                 return run
         return run
 

@@ -45,6 +45,11 @@ def choose_mode(
     return mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}"
 
 
+def num_shards(mode: str, ranks: LaunchRanks) -> int:
+    """Over how many GPUs a mode that shards splits a copy of the model."""
+    return ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
+
+
 def resolve_optimizer(requested: str, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
     """What --optimizer means in this mode on a machine that computes in `compute`: fp32, bf16 or fp16."""
     if requested != "auto":

@@ -98,15 +98,15 @@ class Checkpoint:
         tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         return {name: f"{entry.properties.dtype} {list(entry.size)}" for name, entry in tensors.items()}
 
-    def load(self, tensors: Mapping[str, Tensor], left_out: str = RNG_PREFIX) -> None:
+    def load(self, tensors: Mapping[str, Tensor], left_out: tuple[str, ...] = ()) -> None:
         """Read the tensors of these names in place and bit for bit; collective.
 
-        All must be asked for, but other ranks' random states and names that begin with `left_out`; `UserError`,
+        All must be asked for, but other ranks' random states and names that begin with one of `left_out`; `UserError`,
         before anything changes, where names, shapes or dtypes differ.
         """
         saved = self.tensors
         wanted = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
-        needed = {name for name in saved if not name.startswith((RNG_PREFIX, left_out))}
+        needed = {name for name in saved if not name.startswith((RNG_PREFIX, *left_out))}
         if names := [name for name in sorted(needed | wanted.keys()) if saved.get(name) != wanted.get(name)]:
             problems = [f"{name} is {saved.get(name)} there and {wanted.get(name)} here" for name in names]
             raise UserError(f"--resume_from {self.folder} holds other tensors than this run: {listed(problems)}.")

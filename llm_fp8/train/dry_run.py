@@ -16,7 +16,7 @@ from llm_fp8.config.recipes import chosen
 from llm_fp8.data import prepare_data
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
-from llm_fp8.distributed.sharding_mode import choose_mode
+from llm_fp8.distributed.sharding_mode import choose_mode, num_shards
 from llm_fp8.models.build import count_parameters, model_on_meta
 from llm_fp8.models.lora import add_adapters
 from llm_fp8.models.probe import probe
@@ -32,7 +32,7 @@ ASSUMED_GPU, ASSUMED_GIB = "H100 80 GB", 79.2
 def dry_run(config: Config, ranks: LaunchRanks) -> int:
     """Print what the run would come to; returns the exit code. Collective."""
     start_process_group(ranks)
-    own_gib, num_gpus = smallest_gpu_gib(own_device()), ranks.world_size
+    own_gib = smallest_gpu_gib(own_device())
     gpu_gib = own_gib or ASSUMED_GIB
     source = resolve_source(config.model)
     hf_config = load_config(source)
@@ -43,7 +43,8 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     counts_memory = own_gib is not None or asks_for_gpu
     is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
-    run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters)
+    may_be_bf16 = name == "auto" or config.precision.fp8_until < 1
+    run = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
     resumed = find_checkpoint(config, ranks)
     lines: list[str] = []
     if counts_memory:
@@ -70,7 +71,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if counts_memory:
         found = dataclasses.replace(run, config=config).estimate()
         gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"
-        said.append(f"memory: {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each of {num_gpus} ({gpus})")
+        said.append(f"memory: {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each of {ranks.world_size} ({gpus})")
         said += [f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items()]
         said += [] if found.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
     num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size

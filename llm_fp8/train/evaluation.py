@@ -17,7 +17,7 @@ from torch import nn
 from llm_fp8.data.collate import Batch
 from llm_fp8.precision.context import Precision
 
-_STATE = ("best_step", "best_loss", "num_without_improvement", "data")
+_STATE = ("last_step", "best_step", "best_loss", "num_without_improvement", "data")
 
 
 @torch.no_grad()
@@ -58,6 +58,7 @@ class EvalHistory:
     keeps_best: bool = False
     patience: int = 0  # evaluations without improvement that end the run; 0: none do
     data: str | None = None
+    last_step: int | None = None  # after which the model was evaluated last
     best_step: int | None = None
     """The optimizer step after which the eval loss was lowest, the first of several; None before an evaluation."""
     best_loss: float = math.inf
@@ -74,8 +75,7 @@ class EvalHistory:
 
     def add(self, step: int, eval_loss: float) -> None:
         """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""
-        if self.stops_early:  # a resumed run evaluates again before its export
-            return
+        self.last_step = step
         if eval_loss < self.best_loss:
             self.best_step, self.best_loss, self.num_without_improvement = step, eval_loss, 0
         else:

@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,9 +123,6 @@ class TrainingLoop:
     history: EvalHistory = field(default_factory=EvalHistory)
     step: int = 0
     tokens_seen: int = 0
-    evaluation_due: bool = False  # a signal came before an evaluation; the resumed run begins with it
-    last_checkpoint: Path | None = None
-    evaluated_step: int | None = None
     first_step_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -189,14 +185,13 @@ class TrainingLoop:
         """Train to `total_steps`, until evaluations say to stop, or until `stop_requested()`, which saves too."""
         if self.is_complete:
             return  # resumed after the last step, for evaluation and export
-        if self.evaluation_due:
-            self.evaluation_due = False
+        config = self.setup.plan.config
+        options, eval_every = config.run, 0 if self.eval_loader is None else config.run.eval_every
+        if self._due(eval_every) and 0 < self.step != self.history.last_step:  # a signal came before this evaluation
             if self.evaluate():
                 self.save()
             if self.history.stops_early:
                 return
-        config = self.setup.plan.config
-        options, eval_every = config.run, 0 if self.eval_loader is None else config.run.eval_every
         self.model.train()
         first = self.step + 1
         stamp = self.restart_clocks()
@@ -225,7 +220,6 @@ class TrainingLoop:
             if evaluates:
                 saves = self.evaluate() or saves
                 done = self.history.stops_early
-            self.evaluation_due = stopping and self._due(eval_every) and self.step < self.total_steps
             if saves or (done and options.save_every):
                 self.save()
             if done:
@@ -318,7 +312,9 @@ class TrainingLoop:
             torch.stack([getattr(p, name) for p in pending]).tolist() for name in ("losses", "grad_norm", "tokens")
         )
         coefficients = self.setup.training_model.coefficients
-        memory = self._memory()
+        memory = memory_metrics(self.accelerator.device)
+        if memory and self.accelerator.num_processes > 1:
+            memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
         energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
         in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
         fp8 = in_fp8 and self.precision.plan.has_fp8_peak
@@ -344,13 +340,6 @@ class TrainingLoop:
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
             self.reporter.steps([record])  # one by one: those before a non-finite one show what led to it
-
-    def _memory(self) -> dict[str, float]:
-        """Peak memory of this rank and, of several, the largest over ranks; collective."""
-        memory = memory_metrics(self.accelerator.device)
-        if memory and self.accelerator.num_processes > 1:
-            memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
-        return memory
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
@@ -440,7 +429,6 @@ class TrainingLoop:
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
-        self.evaluated_step = self.step
         if self.eval_loader is None:
             return False
         self.history.add(self.step, self.eval_loss())
@@ -455,12 +443,10 @@ class TrainingLoop:
     def save(self) -> None:
         """Write a checkpoint, unless the weights are not finite."""
         self.require_finite_weights()
-        self.last_checkpoint = self.state.save(
-            self.step, self.optimizer, self.history, tokens_seen=self.tokens_seen, evaluation_due=self.evaluation_due
-        )
+        folder = self.state.save(self.step, self.optimizer, self.history, self.tokens_seen)
         self._saved_s = time.monotonic()
         verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
-        self.reporter.print(f"{verb} {self.last_checkpoint}")
+        self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
         """Whether the last checkpoint is `SAVE_AFTER_S` old on the main rank. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
-from llm_fp8.distributed.sharding_mode import choose_mode, holds_frozen_in_fp8, resolve_optimizer
+from llm_fp8.distributed.sharding_mode import choose_mode, holds_frozen_in_fp8, num_shards, resolve_optimizer
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -36,6 +37,7 @@ from llm_fp8.observability.trackers import require_trackers
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, PrecisionPlan, resolve_precision
+from llm_fp8.train.checkpoint import Checkpoint
 from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -148,10 +150,11 @@ class RunPlan:
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
-def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None) -> RunPlan:
+def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = None) -> RunPlan:
     """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
 
-    `config` passed `check_options`, and the process group exists. `resumed_rows`: as `settle_memory` has it.
+    `config` passed `check_options`, and the process group exists. A run that continues `resumed` has its micro-batches
+    where it can, and what --mixed_precision auto chose then.
     """
     device, num_asked_micro_batches = own_device(), config.optim.gradient_accumulation_steps
     source = resolve_source(config.model)
@@ -160,21 +163,25 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None
     num_parameters = count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, gpu_gib)
     check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
-    measures_precision = False
-    if config.precision.mixed_precision == "auto":
-        measures_precision = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
-        config = config.with_options(mixed_precision="fp8" if measures_precision else "bf16")
+    is_auto, measures_precision = config.precision.mixed_precision == "auto", False
+    if is_auto:
+        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
+        measures_precision = has_fp8 and resumed is None
+        takes_fp8 = has_fp8 if resumed is None else str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
+        config = config.with_options(mixed_precision="fp8" if takes_fp8 else "bf16")
     precision = resolve_precision(config.precision, device)
+    if is_auto:
+        precision = dataclasses.replace(precision, requested="auto")
     optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
-    num_shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
-    notes: list[str] = []
+    shards, notes = num_shards(mode, ranks), list[str]()
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
         recipe = precision.effective_scenario or precision.effective
         may_be_bf16 = measures_precision or config.precision.fp8_until < 1
-        run = RunSize(config, hf_config, recipe, mode, num_shards, num_parameters, may_be_bf16)
-        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, resumed_rows))
+        run = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_bf16)
+        rows = None if resumed is None else resumed.micro_batch_rows
+        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, rows))
     elif config.model.gradient_checkpointing == "auto":
         config = config.with_options(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
@@ -183,7 +190,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed_rows: int | None = None
     if config.model.use_te:
         require_te("--use_te")
         with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
-            check_te_decoder(config, te_llama.decoder_spec(hf_config), precision.effective_scenario, num_shards)
+            check_te_decoder(config, te_llama.decoder_spec(hf_config), precision.effective_scenario, shards)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     stored = checkpoint_of(source, hf_config)

@@ -25,7 +25,7 @@ from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, bytes_on_host, effective_warmup_steps
-from llm_fp8.train.auto_precision import choose_precision, replanned
+from llm_fp8.train.auto_precision import choose_precision
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.dry_run import dry_run
 from llm_fp8.train.evaluation import EvalHistory
@@ -75,7 +75,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     start_process_group(ranks)
     config = with_output_dir(config, ranks)
     resumed = find_checkpoint(config, ranks)
-    plan = plan_run(config, ranks, None if resumed is None else resumed.micro_batch_rows)
+    plan = plan_run(config, ranks, resumed)
     phase_ends("devices")
 
     with explained_failures(lambda: plan.folder):  # noqa: F821  # it is called before the end alone
@@ -84,7 +84,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
-        plan = suited_to(plan, resumed)
+        if resumed is not None:
+            check_compatible(resumed, run_fingerprint(plan))
         phase_ends("config_and_tokenizer")
 
         data = load_data(plan, tokenizer)
@@ -133,19 +134,6 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     del plan, setup, state, loop  # the model goes before the process group
     end_process_group(accelerator, is_own_group)
     return exit_code
-
-
-def suited_to(plan: RunPlan, resumed: Checkpoint | None) -> RunPlan:
-    """The plan in the precision that --mixed_precision auto chose when the run of the checkpoint began; `UserError`
-    where that is another run.
-    """
-    if resumed is None:
-        return plan
-    if plan.measures_precision:
-        was_fp8 = str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
-        plan = replanned(plan, "fp8" if was_fp8 else "bf16")
-    check_compatible(resumed, run_fingerprint(plan))
-    return plan
 
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -200,22 +188,18 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     has_scales = resumed is not None and state.has_the_scales(resumed)
     model, optimizer = prepare_with_scales(setup, optimizer, None if has_scales else data.train)
-    num_steps, saved = state.options["total_steps"], dict[str, Any]()
+    num_steps, step, tokens_seen = state.options["total_steps"], 0, 0
     eval_data = None if data.eval is None else data.eval.data
     history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
     if resumed is not None:
         state.restore(resumed, optimizer)
-        saved = {name: resumed.meta[name] for name in ("step", "tokens_seen", "evaluation_due")}
-        saved["last_checkpoint"] = resumed.folder
-        plan.say(f"resumed from {resumed.folder} after step {resumed.step}")
+        step, tokens_seen = resumed.step, resumed.meta["tokens_seen"]
+        plan.say(f"resumed from {resumed.folder} after step {step}")
         state.restore_history(history, resumed)
-    step = saved.get("step", 0)
     scheduler = build_scheduler(optimizer, config.optim, num_steps, step)
-    evaluates_again = step >= num_steps or history.stops_early or bool(saved.get("evaluation_due"))
-    reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=evaluates_again)
-    return TrainingLoop(
-        setup, model, optimizer, scheduler, data.train, reporter, num_steps, data.eval, state, results, history, **saved
-    )
+    reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=history.last_step != step)
+    parts = (setup, model, optimizer, scheduler, data.train, reporter, num_steps, data.eval)
+    return TrainingLoop(*parts, state, results, history, step, tokens_seen)
 
 
 def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -223,7 +207,7 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
     plan, config = loop.setup.plan, loop.setup.plan.config
     record_stream(loop)
     if not loop.is_complete:
-        stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.last_checkpoint)}
+        stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.state.checkpoints.of_step(loop.step))}
         loop.results.summary = loop.reporter.finish(summary_of(loop, None) | stopped)
         plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {plan.folder}")
         return
@@ -233,7 +217,7 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
     if config.run.export and not loop.history.keeps_best:
         # Before the last evaluation, which may be killed or run out of memory.
         exported = export_final(loop, tokenizer, step, tokens_seen)
-    if loop.evaluated_step != loop.step and loop.evaluate():
+    if loop.history.last_step != loop.step and loop.evaluate():
         loop.save()
         loop.state.checkpoints.finish()
     if config.run.export and exported is None:

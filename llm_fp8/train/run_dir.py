@@ -100,7 +100,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
-    """Hold the output folder on the main rank; `UserError` where another process does or has begun a run there."""
+    """Hold the output folder on the main rank; `UserError` where another process does."""
     if ranks.rank:
         yield
         return
@@ -114,8 +114,6 @@ def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
             raise UserError(f"--output_dir {folder} is in use by {lock.read()}; choose another folder.") from None
         except OSError as error:  # a disk without locks
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
-        if ranks.restart_count == 0:
-            _refuse_other_run(folder, config.run.resume_from)  # one may have begun since the start
         for path in folder.glob(_UNFINISHED):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock.truncate(0)
@@ -135,18 +133,14 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     """Turn a full disk or the loss of another process into a `UserError`."""
-    cause: Exception
     try:
         yield
-        return
-    except OSError as error:
-        if (reason := reason_not_written(error)) is None:
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and (reason := reason_not_written(error)):
+            named = isinstance(error.filename, str)  # libraries' caches name no file
+            what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
+        elif is_loss_of_a_peer(error) and not is_out_of_memory(error):
+            what = f"another process of this run is gone, see what it said: {str(error).splitlines()[0][:200]}"
+        else:
             raise
-        written = error.filename if isinstance(error.filename, str) else folder_of_run()  # libraries' caches name none
-        what, cause = f"{written} (--output_dir, HF_HOME or TMPDIR): {reason}", error
-    except RuntimeError as error:
-        if not is_loss_of_a_peer(error) or is_out_of_memory(error):
-            raise
-        words = str(error).splitlines()[0][:200]
-        what, cause = f"another process of this run is gone, see what it said: {words}", error
-    raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from cause
+        raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error

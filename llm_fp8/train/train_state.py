@@ -51,12 +51,14 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     config, precision = plan.config, plan.precision
     decoder = text_config(plan.hf_config)
     entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
+    saved_by = "any mode but DeepSpeed's"  # by the tensors' names, for any number of processes
+    if deepspeed_of(plan) is not None:
+        saved_by = f"--sharding_mode {plan.strategy.mode} on {plan.accelerator.num_processes} processes"
     return {
         **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": plan.optimizer_kind,
-        # Every mode but DeepSpeed's saves tensors by their names, which all others can read.
-        "saved by": f"--sharding_mode {plan.strategy.mode}" if deepspeed_of(plan) else "any mode but DeepSpeed's",
+        "saved by": saved_by,
         "precision": precision.name if precision.effective == "fp8" else precision.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
@@ -160,13 +162,12 @@ class RunState:
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name in SCALE_OPTIONS)
 
-    def save(self, step: int, optimizer: Any, history: EvalHistory, *, tokens_seen: int, evaluation_due: bool) -> Path:
+    def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
         """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
         plan = self.setup.plan
         scaler, deepspeed = plan.accelerator.scaler, deepspeed_of(plan)
         meta = {
             "tokens_seen": tokens_seen,
-            "evaluation_due": evaluation_due,
             "evaluations": history.state_dict(),
             "fingerprint": self.fingerprint,
             "options": self.options,
@@ -193,12 +194,8 @@ class RunState:
             deepspeed.load_state(checkpoint.folder / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
-        tensors = self.tensors(optimizer) | rng
-        if self.has_the_scales(checkpoint):
-            checkpoint.load(tensors)
-        else:
-            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
-            checkpoint.load(kept, left_out=SCALES)
+        tensors, left_out = self.tensors(optimizer) | rng, () if self.has_the_scales(checkpoint) else (SCALES,)
+        checkpoint.load({name: each for name, each in tensors.items() if not name.startswith(left_out)}, left_out)
         if deepspeed is None:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             # What is derived from the weights is cast anew.

@@ -161,13 +161,14 @@ def test_an_interrupted_and_resumed_run_stops_at_the_same_step(tmp_path, options
 
 
 @pytest.mark.slow
-def test_the_evaluation_after_the_last_step_ends_nothing_early(tmp_path, options, eval_losses):
+def test_a_run_that_is_made_longer_counts_the_evaluation_after_its_last_step(tmp_path, options, eval_losses):
     eval_losses |= {1: 3.0, 2: 4.0, 3: 4.0, 4: 2.0}
     options = [*options, "--eval_every=1", "--early_stopping_patience=2", "--save_every=9", f"--output_dir={tmp_path}"]
     assert train(*options, "--max_steps=3") == 0
     assert "stopped_early" not in summary_json(tmp_path)
     assert train(*options, "--max_steps=4", "--resume_from=latest", "--allow_changed=total_steps") == 0
-    assert steps(tmp_path)[-1]["step"] == 4
+    assert steps(tmp_path)[-1]["step"] == 3 and "stopped_early" in summary_json(tmp_path)
+    assert evaluated(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.slow

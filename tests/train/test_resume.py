@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.train import loop as loop_module
-from llm_fp8.train import run
 from llm_fp8.train.evaluation import evaluate_loss
 from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.run_dir import LOCK
@@ -312,11 +311,3 @@ def test_what_a_killed_run_left_half_written_is_removed(stopped, options):
     (stopped / ".final.123.tmp").mkdir()
     assert train(*options, f"--output_dir={stopped}", "--resume_from=latest") == 0
     assert sorted(path.name for path in stopped.glob("*.tmp")) == [".mine.tmp", "a.7.tmp"]
-
-
-def test_a_run_that_began_while_another_was_being_set_up_is_kept(tmp_path, options, monkeypatch):
-    folder, build = tmp_path / "run", run.build_setup
-    monkeypatch.setattr(run, "build_setup", lambda plan: (_write(folder / "run.json"), build(plan))[1])
-    with pytest.raises(UserError, match="holds another run"):
-        train(*options, f"--output_dir={folder}")
-    assert (folder / "run.json").read_text() == "mine"
