@@ -23,7 +23,7 @@ from typing import Any, Literal, TextIO, get_args
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import extract_model_from_parallel, gather_object
+from accelerate.utils import extract_model_from_parallel
 from torch import distributed, nn, optim
 from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
@@ -111,7 +111,7 @@ class CertificateCallback(TrainerCallback):
         requested = asked_precision(self._precision, self._launch, args)
         own = self._judge(kwargs["model"], kwargs["optimizer"], requested)
         self._profile = None
-        certificate = self.certificate = worst(gather_object([own]))
+        certificate = self.certificate = worst(gathered(own))
         path = Path(args.output_dir or ".") / "certificate.json"
         if state.is_world_process_zero:
             write_json_atomic(path, certificate.to_dict())
@@ -129,7 +129,7 @@ class CertificateCallback(TrainerCallback):
         """Write the energy of all GPUs since the training began, evaluations included, if all of them have counters."""
         if self.certificate is None:
             return
-        all_j: list[float] = gather_object([energy_j(PartialState().device) - self._begin_j])
+        all_j = gathered(energy_j(PartialState().device) - self._begin_j)
         total_j = sum(all_j)
         num_steps = state.global_step - self._begin_step
         if state.is_world_process_zero and num_steps > 0 and math.isfinite(total_j):
@@ -219,9 +219,7 @@ def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], arg
     """fp8, bf16, fp16 or no: as `given`, else as the launcher requested, else as in the TrainingArguments."""
     if given is not None:
         return given
-    # Only an fp8 launch exports the variables of fp8_config, so they reveal one whose other variable was lost.
-    lost = "fp8" if any(name.startswith(PREFIX) for name in launch) else "no"
-    launched = launch.get("ACCELERATE_MIXED_PRECISION", lost).lower()
+    launched = launch.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launched != "no":
         return launched
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"

@@ -86,9 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
     add("--group", help="show the runs of this W&B group only (default: all training runs)")
     add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--view", metavar="URL", help="address of a saved view to update instead of making one")
-    what.add_argument("--dry_run", action="store_true", help="build the view, print its panels and contact nobody")
+    add("--view", metavar="URL", help="address of a saved view to update instead of making one")
     return parser.parse_args(argv)
 
 
@@ -125,9 +123,10 @@ def _panel(panel: Panel) -> Any:
     return wr.BarPlot(title=title, metrics=[key], max_runs_to_show=MAX_RUNS, max_bars_to_show=MAX_RUNS, **bars)
 
 
-def lay_out(options: argparse.Namespace) -> None:
+def main() -> int:
     """Make or update the view in W&B and print its address."""
-    import wandb
+    options = parse(sys.argv[1:])
+    import wandb  # here, so that --help and mistakes answer without loading it
     import wandb_workspaces.workspaces as ws
 
     require_wandb_login("scripts/wandb_dashboard.py")
@@ -144,14 +143,4 @@ def lay_out(options: argparse.Namespace) -> None:
             view = build_workspace(entity, project, options.group, options.name)
         view.save()
     print(f"the runs of {entity}/{project} are compared in {view.url}")
-
-
-def main() -> int:
-    options = parse(sys.argv[1:])
-    if options.dry_run:
-        build_workspace("ENTITY", options.project, options.group, options.name)
-        for title, panels in SECTIONS.items():
-            print("\n  ".join([title, *(panel.title for panel in panels)]))
-    else:
-        lay_out(options)
     return 0

@@ -20,7 +20,6 @@ WITHIN = "within the seeds' spread"
 _ADVICE = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
-    "slower": "it gains no speed here",
     "not faster": "it gains no speed here",
     "speed unknown": "whether it gains speed is not known",
     "too few seeds": f"too few seeds to tell, run at least {MIN_SEEDS}",
@@ -110,8 +109,6 @@ def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality
         return "speed unknown"
     if speedup.low is None or speedup.high is None:
         return "too few seeds"
-    if speedup.high < 1:
-        return "slower"
     if speedup.low <= 1:
         return "not faster"
     if quality_confounded or gap is None:

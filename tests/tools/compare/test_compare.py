@@ -161,7 +161,7 @@ def test_the_quality_margin_is_an_argument():
         ({"exact_match_gap": dataclasses.replace(MATCH, value=8.0, low=6.0, high=10.0)}, "use it", "as good"),
         # Every seed alone is no proof and no recommendation.
         ({"exact_match_gap": Gap(-4.0, -9.0, 1.0, {1: -1.0, 2: -5.0, 3: -6.0})}, "not shown", "not shown"),
-        ({"speedup": Interval(0.8, 0.79, 0.81)}, "slower", "as good"),
+        ({"speedup": Interval(0.8, 0.79, 0.81)}, "not faster", "as good"),
         ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "as good"),
         ({"speedup": None}, "speed unknown", "as good"),
         ({"loss_gap": Gap(0.0, None, None, {1: 0.0})}, "too few seeds", "not shown"),
