@@ -1,10 +1,5 @@
 """Training throughput of variants that take turns. Each variant is a line of options of the training scripts.
 
-    python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
-        --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"
-    python scripts/benchmark.py --model Llama-3.1-8B --num_gpus 2 --output result.json --variants "\\
-        full: --use_te --mixed_precision fp8 --sharding_mode fsdp_full; hf: baseline hf_bf16 --sharding_mode fsdp_full"
-
 A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
 tokens, each row one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py, with the same
 data and options. The first --warmup steps and the step whose kernels are recorded are not timed.
@@ -23,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import RECORDED_STEP
@@ -131,8 +128,8 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
         steps = read_jsonl(folder / "metrics.jsonl")
         summary = read_json(folder / "summary.json")
     timed = [step for step in steps[plan.warmup :] if RECORDED_STEP not in step]
-    found = {"failed": None, "steps": timed, "losses": [step["loss"] for step in steps]}
-    return found | {name: summary[name] for name in ("recorded_step", "gpu_idle") if summary.get(name)}
+    losses = [step["loss"] for step in steps]
+    return {"failed": None, "steps": timed, "losses": losses, "recorded_step": summary.get("recorded_step")}
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,15 +143,14 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
         row["failed_rounds"] = [found["failed"] for found in rounds if found["failed"]]
     steps = [step for found in measured for step in found["steps"]]
     for name in SPEEDS:
-        values = [step[name] for step in steps]
-        tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
-        row |= {name: statistics.median(values), f"{name}_p10": tenths[0], f"{name}_p90": tenths[-1]}
+        low, median, high = np.quantile([step[name] for step in steps], (0.1, 0.5, 0.9)).tolist()
+        row |= {name: median, f"{name}_p10": low, f"{name}_p90": high}
     row |= {"num_rounds": len(measured), "num_timed_steps": len(steps), "losses": measured[0]["losses"]}
     # Which grow from step to step.
     peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
     if peaks:
         row["peak_memory_gib"] = max(peaks)
-    return row | {name: measured[-1][name] for name in ("recorded_step", "gpu_idle") if name in measured[-1]}
+    return row | {"recorded_step": measured[-1].get("recorded_step")}
 
 
 def measure_all(

@@ -119,20 +119,15 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     """The model's config, and the words that name the model on a training command line."""
     from llm_fp8.models.source import load_config, resolve_source
 
-    plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
-    bundled = next((known for known in bundled_architectures() if known.lower() == plain), None)
-    words = [f"--model_name={name}"]
-    if bundled is not None and not Path(name).is_dir():
-        owner = next((owner for start, owner in HUB_OWNERS.items() if bundled.startswith(start)), None)
-        if "/" not in name or name.startswith("/"):
-            words = [f"--model_name={owner}/{bundled}"] if owner else [f"--model_name={bundled}", "--random_init"]
-        model = ModelConfig(model_name=bundled, random_init=True)  # a bundled config needs no hub
-    elif "/" in name or name == EMBEDDED or Path(name).is_dir():
-        model = ModelConfig(model_name=name)
-    else:
-        near = did_you_mean(plain, bundled_architectures())
-        raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
-    return load_config(resolve_source(model)), words
+    words, bundled = [f"--model_name={name}"], bundled_architectures()
+    if "/" not in name and name != EMBEDDED and not Path(name).is_dir():
+        if name not in bundled:
+            near = did_you_mean(name, bundled)
+            raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
+        owner = next((owner for start, owner in HUB_OWNERS.items() if name.startswith(start)), None)
+        words = [f"--model_name={owner}/{name}"] if owner else [*words, "--random_init"]
+    # A bundled config needs no hub, and is that of random weights.
+    return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), words
 
 
 def rows_of(

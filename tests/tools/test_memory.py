@@ -49,7 +49,7 @@ def test_an_unknown_gpu_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("llama-3.1-8b", ["--model_name=meta-llama/Llama-3.1-8B"]),
+        ("Llama-3.1-8B", ["--model_name=meta-llama/Llama-3.1-8B"]),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
         ("Llama-57M", ["--model_name=Llama-57M", "--random_init"]),
         ("embedded", ["--model_name=embedded"]),
@@ -67,7 +67,7 @@ def test_a_misspelt_model_name_suggests_the_nearest():
 
 
 def test_rows_cover_every_way_and_mode_and_fitting_ones_come_first(figures):
-    rows = figures("--model_name=llama-3.1-8b", "--gpu=H100", "--num_gpus=2")["rows"]
+    rows = figures("--model_name=Llama-3.1-8B", "--gpu=H100", "--num_gpus=2")["rows"]
     assert {(row["training"], row["sharding_mode"]) for row in rows} == {
         *((way, mode) for way in memory.WAYS if way != "offload" for mode in ("ddp", "fsdp_grad", "fsdp_full")),
         ("offload", "ddp"),

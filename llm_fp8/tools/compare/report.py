@@ -69,10 +69,10 @@ def compare(
     figures = [variant_figures(name, by_variant.get(name, []), reference, num_failed[name]) for name in variants]
     baseline = figures[0] if figures[0].variant == REFERENCE else None
     verdicts = {own.variant: judge(own, baseline, differences, quality_margin) for own in figures}
-    if len(figures) == 1 and runs:
-        advice = f"add runs in {'fp8' if baseline else REFERENCE} of seeds {', '.join(map(str, figures[0].seeds))}"
-        alone = f"Every run is in {figures[0].name}, so there is nothing to compare: {advice}."
-        verdicts = {figures[0].variant: Verdict("nothing to compare", [alone])}
+    if baseline and len(figures) == 1:
+        seeds = ", ".join(map(str, baseline.seeds))
+        alone = f"Every run is in {baseline.name}, so there is nothing to compare: add runs in fp8 of seeds {seeds}."
+        verdicts = {REFERENCE: Verdict("nothing to compare", [alone])}
     first = runs[0].stored
     curves = []
     for run in in_order:
