@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -53,18 +52,15 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
     result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
     """
     import torch
+    from torch.utils.benchmark import Timer
 
     from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
     from llm_fp8.utils.torch_internals import fp8_gemm
 
     def tflops(launch: Callable[[], object]) -> float:
-        for _ in range(2):  # clocks settle in the first round
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            for _ in range(NUM_GEMMS):
-                launch()
-            torch.cuda.synchronize(device)
-        return NUM_GEMMS * 2 * GEMM_SIZE**3 / (time.perf_counter() - began) / 1e12
+        timer = Timer("launch()", globals={"launch": launch})  # which synchronises
+        timer.timeit(NUM_GEMMS)  # clocks settle
+        return 2 * GEMM_SIZE**3 / timer.timeit(NUM_GEMMS).mean / 1e12
 
     with torch.cuda.device(device):
         left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
