@@ -91,18 +91,13 @@ def _check_recipe(config: Config) -> None:
         if getattr(precision, name) is not None and name not in recipe.options:
             raise UserError(f"--{name} has no effect with --fp8_scenario {recipe.name}; drop one of them.")
     if config.parallel.fp8_params:
-        check_fp8_params(recipe.name)
+        if not recipe.one_scale_per_weight:
+            able = ", ".join(name for name, row in RECIPES.items() if row.one_scale_per_weight)
+            raise UserError(f"--fp8_params cannot go with --fp8_scenario {recipe.name}, only with {able}.")
         if not (config.model.use_te or backend == "torchao"):
             raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one.")
         if config.lora.lora_rank and config.exports_drawn_weights:
             raise UserError("--fp8_params keeps random weights of a frozen model in fp8 alone; add --no_export.")
-
-
-def check_fp8_params(scenario: str | None) -> None:
-    """Raise `UserError` where the recipe cannot gather weights in fp8."""
-    able = [name for name, recipe in RECIPES.items() if recipe.one_scale_per_weight]
-    if scenario not in able:
-        raise UserError(f"--fp8_params cannot go with --fp8_scenario {scenario}, only with {', '.join(able)}.")
 
 
 def _check_names(config: Config) -> None:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import precision_name
-from llm_fp8.config.validation import check_declared, check_fp8_params, check_machine
+from llm_fp8.config.validation import check_declared, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.memory import RunSize, settle_memory
@@ -190,7 +190,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     if config.model.use_te:
         require_te("--use_te")
         with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
-            check_te_decoder(config, te_llama.decoder_spec(hf_config), precision.effective_scenario, shards)
+            check_te_decoder(config, te_llama.decoder_spec(hf_config), shards)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     stored = checkpoint_of(source, hf_config)
@@ -240,14 +240,13 @@ def _check_run(
             )
 
 
-def check_te_decoder(config: Config, spec: te_llama.DecoderSpec, scenario: str | None, num_shards: int) -> None:
-    """Raise `UserError` where options cannot take effect with this decoder and recipe, split over `num_shards` GPUs."""
+def check_te_decoder(config: Config, spec: te_llama.DecoderSpec, num_shards: int) -> None:
+    """Raise `UserError` where options cannot take effect with this decoder, split over `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
     if config.model.cuda_graphs and spec.attention_dropout > 0:
         raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")
     if config.parallel.fp8_params:
-        check_fp8_params(scenario)  # it may be one that was fallen back to
         if rows := [rows for rows, _ in te_llama.layer_weight_shapes(spec) if rows % num_shards != 0]:
             raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")
 
