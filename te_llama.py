@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
 
@@ -283,15 +284,6 @@ class RotaryTable(nn.Module):
         return self.angles
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE of `x` [B, S, heads, d] by `angles` fp32 [B, S, 1, rotary_dim], rotary_dim <= d, rotate-half layout."""
-    rotary_dim = angles.shape[-1]
-    rotated, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
-
-
 class _SwiGLU(torch.autograd.Function):
     """TE's fused kernels: fc1's output [tokens, 2 * ffn] (gate, then up) -> SiLU(gate) * up [tokens, ffn]."""
 
@@ -497,10 +489,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """Attention under Hugging Face's 4-D mask (None: causal) and KV cache: [B, S, size] -> [B, S, heads * d]."""
         batch, length = fused.shape[:2]
         assert position_ids is not None
-        rows = angles[position_ids].flatten(2).unsqueeze(2)
-        q, k, v = self._split(fused)
-        q, k = _rotate(q, rows).transpose(1, 2), _rotate(k, rows).transpose(1, 2)
-        v = v.transpose(1, 2)
+        own_angles = angles[position_ids].flatten(2)
+        q, k, v = (part.transpose(1, 2) for part in self._split(fused))
+        q, k = apply_rotary_pos_emb(q, k, own_angles.cos().to(q.dtype), own_angles.sin().to(q.dtype))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.spec.attention_dropout if self.training else 0.0
@@ -553,8 +544,6 @@ def build_te_model(
     model.to_empty(device=device)
     model.tie_weights()
     rotary = RotaryTable(config, hf_rotary_class, torch.device(table_device or device))
-    if rotary.attention_scaling != 1.0 and rotary.angles.shape[-1] != spec.head_dim:
-        raise UnsupportedArchitecture("rope_parameters combine an attention factor with a partial rotary dimension")
     softmax_scale = rotary.attention_scaling**2 / math.sqrt(spec.head_dim)
     model.model.rotary_emb = rotary
     model.model.norm = te.RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype, device=device)

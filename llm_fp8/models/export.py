@@ -38,7 +38,7 @@ from llm_fp8.models.weight_shards import (
     is_adapter,
     is_left_out,
     left_out_of,
-    parts_of,
+    name_without_adapter,
     saved_tensors,
     stored_parts,
 )
@@ -156,16 +156,16 @@ def hf_tensors(
     adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
     part in the collectives.
     """
-    tensors, own = saved_tensors(model), parts_of(model)
+    tensors = saved_tensors(model)
     adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
     for name, parts in stored_parts(model).items():
         is_parameter = isinstance(tensors[name], nn.Parameter)
         full = (full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
-        if len(own[name]) == 1 and (adapter := adapters.get(own[name][0].hf_name)):
+        if adapter := adapters.pop(name_without_adapter(name), None):
             full = with_adapter(full, adapter, full_tensor)
         for part in parts:
             tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
-            if len(own[name]) > 1 and (adapter := adapters.get(part.hf_name)):
+            if adapter := adapters.pop(part.hf_name, None):  # of a fused weight
                 tensor = with_adapter(tensor, adapter, full_tensor)
             if dtype is not None:
                 stored = dtype if is_parameter else tensor.dtype

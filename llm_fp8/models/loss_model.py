@@ -22,7 +22,6 @@ from llm_fp8.models.experts import router_loss
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.hf_internals import chosen_attention
 
 ROUTER_LOSS = "router_aux_loss"
 
@@ -45,7 +44,7 @@ class TrainingModel(nn.Module):
         model: PreTrainedModel,
         max_seq_length: int,
         compute_dtype: torch.dtype,
-        packed_form: PackedForm | None = None,
+        packed_form: PackedForm | None = "rows",
     ) -> None:
         super().__init__()
         self.model = model
@@ -55,8 +54,7 @@ class TrainingModel(nn.Module):
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()
         self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
-        has_flash = chosen_attention(model.config) == "flash_attention_2"
-        self.packed_form: PackedForm = packed_form or ("flash" if has_flash else "rows")
+        self.packed_form = packed_form  # None: no batch is packed
         config = text_config(model.config)
         factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
         self.logit_scale = math.prod(f**power for f, power in zip(factors, _SCALES.values(), strict=True))

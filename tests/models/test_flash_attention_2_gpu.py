@@ -47,7 +47,7 @@ def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, devi
         )
     for parameter in model.parameters():  # the same bf16 values in both dtypes; the rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16().to(dtype)
-    training = TrainingModel(model, S, dtype)
+    training = TrainingModel(model, S, dtype, "flash" if attention == "flash_attention_2" else "rows")
     loss, _ = training(BATCHES[layout](device))
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
