@@ -27,11 +27,11 @@ ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TOR
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
-def output_of(*command: str, timeout_s: float = 30) -> str | None:
+def output_of(*command: str) -> str | None:
     """What a program prints to stdout; None where it does not exist, fails or hangs."""
     try:
         return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=timeout_s
+            command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=60
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return None

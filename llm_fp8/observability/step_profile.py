@@ -6,6 +6,7 @@ NCCL's kernels are communication, all others work. A rank that waits for another
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +30,13 @@ from llm_fp8.observability.metrics import throughput_summary
 WORTH_A_WORD = 0.2  # idle share of a step from which on a run reports it
 
 
-def covered(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals as disjoint ones in order."""
-    union: list[Interval] = []
+def covered_s(intervals: Iterable[Interval]) -> float:
+    """How long at least one of the intervals lasts."""
+    total_s, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        else:
-            union.append((start, end))
-    return union
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+        total_s += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total_s
 
 
 @dataclass
@@ -90,13 +85,12 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
     if trace is not None:
         recorded.export_chrome_trace(str(trace))
     intervals = kernel_intervals(recorded)
-    communication = covered(span for name, span in intervals if kernel_class(name) == "communication")
-    work = covered(span for name, span in intervals if kernel_class(name) != "communication")
-    everything = covered([*communication, *work])
+    everything = [span for _, span in intervals]
     if everything:
-        result.span_s = everything[-1][1] - everything[0][0]
-    result.communication_s, result.work_s = length(communication), length(work)
-    result.exposed_communication_s = length(everything) - length(work)
+        result.span_s = max(end for _, end in everything) - min(start for start, _ in everything)
+    result.communication_s = covered_s(span for name, span in intervals if kernel_class(name) == "communication")
+    result.work_s = covered_s(span for name, span in intervals if kernel_class(name) != "communication")
+    result.exposed_communication_s = covered_s(everything) - result.work_s
     result.kernels = kernel_times(recorded)
 
 

@@ -91,10 +91,8 @@ def compare(
     )
 
 
-def _text(value: Interval | float | None, shape: str) -> str:
-    if isinstance(value, Interval):
-        return value.describe(shape)
-    return "-" if value is None else shape.format(value)
+def _text(value: Interval | float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
 
 
 def figure_rows(own: VariantFigures) -> dict[str, str]:
@@ -103,15 +101,15 @@ def figure_rows(own: VariantFigures) -> dict[str, str]:
     return {
         "ran as": " and ".join(own.effective) if set(own.effective) - {own.name} else "-",
         "runs": f"{len(own.seeds)}" + (f", {own.num_failed} failed" if own.num_failed else ""),
-        "tokens/s": _text(own.tokens_per_s, "{:,.0f}"),
-        "speed-up over bf16": _text(own.speedup, "{:.3f}"),
-        "peak memory, GiB": _text(own.peak_memory_gib, "{:.1f}"),
-        "energy, J per million tokens": _text(own.energy_j_per_million_tokens, "{:,.0f}"),
-        "time to bf16's final loss, s": "not reached" if own.loss_gap and time_s is None else _text(time_s, "{:,.1f}"),
-        "eval loss, nats/token": _text(fmean(own.eval_loss.values()) if own.eval_loss else None, "{:.4f}"),
-        "gap to bf16, nats/token": _text(own.loss_gap, "{:+.4f}"),
-        "exact match, %": _text(own.exact_match_percent, "{:.1f}"),
-        "exact match above bf16's, points": _text(own.exact_match_gap, "{:+.1f}"),
+        "tokens/s": _text(own.tokens_per_s, ",.0f"),
+        "speed-up over bf16": _text(own.speedup, ".3f"),
+        "peak memory, GiB": _text(own.peak_memory_gib, ".1f"),
+        "energy, J per million tokens": _text(own.energy_j_per_million_tokens, ",.0f"),
+        "time to bf16's final loss, s": "not reached" if own.loss_gap and time_s is None else _text(time_s, ",.1f"),
+        "eval loss, nats/token": _text(fmean(own.eval_loss.values()) if own.eval_loss else None, ".4f"),
+        "gap to bf16, nats/token": _text(own.loss_gap, "+.4f"),
+        "exact match, %": _text(own.exact_match_percent, ".1f"),
+        "exact match above bf16's, points": _text(own.exact_match_gap, "+.1f"),
         "certificate": ": ".join([certificate.state, *filter(None, ["; ".join(certificate.reasons)])]),
     }
 

@@ -27,10 +27,9 @@ class Interval:
     low: float | None
     high: float | None
 
-    def describe(self, shape: str) -> str:
-        """The interval as text; `shape` is the format of a number."""
-        between = "" if self.low is None else f" ({shape.format(self.low)} to {shape.format(self.high)})"
-        return f"{shape.format(self.value)}{between}"
+    def __format__(self, spec: str) -> str:
+        """The estimate and the ends, each formatted as a number by `spec`."""
+        return format(self.value, spec) + ("" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})")
 
 
 def t_interval(values: Sequence[float]) -> Interval:

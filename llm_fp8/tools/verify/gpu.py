@@ -26,7 +26,7 @@ def check_gpu(setup: Setup) -> Result:
 
     from llm_fp8.observability.provenance import output_of
 
-    listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout_s=60)
+    listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     gpus = (listed or "").splitlines()
     cuda = torch.version.cuda
     result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})

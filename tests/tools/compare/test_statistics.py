@@ -97,7 +97,7 @@ def test_equal_models_are_called_worse_by_their_answers_once_in_forty(num_seeds)
 
 
 def test_one_run_has_no_interval():
-    assert t_interval([5.0]).describe("{:.1f}") == "5.0"
+    assert f"{t_interval([5.0]):.1f}" == "5.0"
     assert rate_interval([1.2]) == Interval(pytest.approx(1.2), None, None)
-    assert t_interval([1.0, 2.0, 3.0]).describe("{:.3f}") == "2.000 (-0.484 to 4.484)"
+    assert f"{t_interval([1.0, 2.0, 3.0]):.3f}" == "2.000 (-0.484 to 4.484)"
     assert rate_interval([1.0, 2.0, 3.0]).low > 0, "a rate is never negative"

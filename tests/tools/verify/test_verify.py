@@ -106,7 +106,7 @@ def test_variables(environ, expected):
     ],
 )
 def test_a_gpu_that_torch_cannot_use(listed, environ, status, setup, monkeypatch):
-    monkeypatch.setattr("llm_fp8.observability.provenance.output_of", lambda *command, timeout_s: listed)
+    monkeypatch.setattr("llm_fp8.observability.provenance.output_of", lambda *command: listed)
     setup.environ = environ
     result = gpu.check_gpu(setup)
     assert result.status == status
