@@ -84,7 +84,7 @@ def variant_figures(
         loss_gap=_gap(compared, lambda run: run.final_eval_loss),
         exact_match_percent=_mean([run.exact_match_percent for run in runs]),
         exact_match_gap=_gap(asked_the_same, lambda run: run.exact_match_percent),
-        certificate=certificate_state([c for run in runs for c in _certificates(run.summary)]),
+        certificate=certificate_state([run.summary for run in runs]),
         num_failed=num_failed,
     )
 
@@ -109,14 +109,12 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
     return Gap(found.value, found.low, found.high, by_seed)
 
 
-def _certificates(summary: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """The certificate of the steps in fp8, or of all, and that of those after fp8, if the run has some."""
-    return [summary.get("certificate"), *([after] if (after := summary.get("certificate_after_fp8")) else [])]
-
-
-def certificate_state(certificates: Sequence[dict[str, Any] | None]) -> CertificateState:
-    """The state of the certificates of a variant's runs (`llm_fp8.precision.certificate`); a run may have None."""
-    known = [certificate or {"verdict": "missing"} for certificate in certificates]
+def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
+    """The state of the certificates of a variant's runs (`llm_fp8.precision.certificate`), those of the steps after
+    fp8 among them; a run may have none.
+    """
+    known = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
+    known += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((certificate["verdict"] for certificate in known), key=_SEVERITY.index, default="missing")
     of_worst = [certificate for certificate in known if certificate["verdict"] == worst]
     reasons = [reason for certificate in of_worst for reason in certificate.get("reasons") or []]
@@ -163,23 +161,22 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """All differences among `runs`, the most severe first."""
-    found = _differing([(run, _facts(run)) for run in runs])
+    found = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         group = [run for run in runs if run.variant == variant]
-        found += _differing([(run, {"config": {"precision": run.stored["config"]["precision"]}}) for run in group])
-        found += _differing([(run, {"precision": {"effective": run.effective_name}}) for run in group])
+        found += _differing(group, lambda run: {"config.precision": run.stored["config"]["precision"]})
+        found += _differing(group, lambda run: {"precision.effective": run.effective_name})
     for seed in sorted({run.seed for run in runs}):  # a seed should give the same sequences, order and weights
         group = [run for run in runs if run.seed == seed]
-        tokens = {run.label: sum(step.get("tokens_seen", 0) for step in run.steps) for run in group}
-        found += _differing([(run, {"tokens_seen": tokens[run.label]}) for run in group])
+        found += _differing(group, lambda run: {"tokens_seen": sum(step.get("tokens_seen", 0) for step in run.steps)})
         losses = [run.steps[0]["loss"] for run in group]
         if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
-            found += _differing([(run, {"first_loss": run.steps[0]["loss"]}) for run in group])
+            found += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
     return sorted(found, key=lambda difference: (difference.effect, difference.field))
 
 
-def _differing(trees: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Difference]:
-    facts = [(run, dict(flattened(tree))) for run, tree in trees]
+def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[str, Any]]) -> list[Difference]:
+    facts = [(run, dict(flattened(facts_of(run)))) for run in runs]
     found = []
     for field in sorted({field for _, entries in facts for field in entries}):
         matching = [prefix for prefix in _EFFECTS if field.startswith(prefix)]
@@ -189,11 +186,9 @@ def _differing(trees: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Differ
             runs_by_value.setdefault(str(entries.get(field)), []).append(run)
         if not effect or len(runs_by_value) < 2:
             continue
-        reference_values = {
-            value for value, runs in runs_by_value.items() if any(run.variant == REFERENCE for run in runs)
-        }
+        of_reference = {str(entries.get(field)) for run, entries in facts if run.variant == REFERENCE}
         # Where the baseline's own runs differ, the difference concerns all variants.
-        concerned = runs_by_value if len(reference_values) > 1 else runs_by_value.keys() - reference_values
+        concerned = runs_by_value if len(of_reference) > 1 else runs_by_value.keys() - of_reference
         variants = sorted({run.variant for value in concerned for run in runs_by_value[value]})
         labels = {value: [run.label for run in runs] for value, runs in runs_by_value.items()}
         found.append(Difference(field, effect, labels, variants))

@@ -201,10 +201,15 @@ def test_verdict_of_runs_that_differ(effect, conclusion):
 
 def test_a_variant_has_the_certificate_of_its_worst_run():
     good, open_, bad = ({"verdict": v, "reasons": [v]} for v in ("certified", "undetermined", "failed"))
-    assert certificate_state([good, good]).state == "certified"
-    assert certificate_state([good, None]).state == certificate_state([]).state == "missing"
-    assert certificate_state([good, open_, None]) == CertificateState("undetermined", ["undetermined"])
-    assert certificate_state([good, bad, open_]) == CertificateState("failed", ["failed"])
+
+    def state(*certificates: dict[str, Any] | None) -> CertificateState:
+        return certificate_state([{"certificate": certificate} for certificate in certificates])
+
+    assert state(good, good).state == "certified"
+    assert state(good, None).state == state().state == "missing"
+    assert state(good, open_, None) == CertificateState("undetermined", ["undetermined"])
+    assert state(good, bad, open_) == CertificateState("failed", ["failed"])
+    assert certificate_state([{"certificate": good, "certificate_after_fp8": bad}]).state == "failed"
 
 
 # ---- differences ----
