@@ -95,8 +95,7 @@ class _Comparison:
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
         """The divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
         self._in_bf16 = in_bf16
-        divergence: Any = torch.zeros((), dtype=torch.float64, device=self.setup.plan.device)
-        loss_difference: Any = torch.zeros_like(divergence)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         weight = self.setup.model.get_output_embeddings().weight
         for batch, reference in zip(self.batches, self.reference, strict=True):
             labels = batch.labels[batch.labels != IGNORE_INDEX]
@@ -104,10 +103,8 @@ class _Comparison:
             for exact, own, label in zip(*parts, strict=True):
                 log_p = F.log_softmax((exact @ weight.to(exact.dtype).t()).float(), -1)
                 log_q = F.log_softmax((own @ weight.to(own.dtype).t()).float(), -1)
-                difference = log_p - log_q
-                divergence += (log_p.exp() * difference).sum()
-                loss_difference += difference.gather(-1, label[:, None]).sum()
-        sums = torch.stack([divergence, loss_difference])
+                sums[0] += F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+                sums[1] += F.nll_loss(log_q, label, reduction="sum") - F.nll_loss(log_p, label, reduction="sum")
         divergence, loss_difference = (sums / self.num_tokens).tolist()
         return {"divergence": divergence, "loss_difference": loss_difference}
 
