@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from llm_fp8.data.collate import Batch, Layout
-from llm_fp8.data.pack import pack
+from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 
@@ -64,40 +61,3 @@ def test_a_batch_without_sequences_teaches_nothing(collate: Layout) -> None:
     assert (batch.labels == IGNORE_INDEX).all() and batch.row_ids == ()
     if batch.attention_mask is not None:
         assert batch.attention_mask.any(dim=1).all()
-
-
-def _loss_and_gradients(batch: Batch, view: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=4)
-    model = LlamaForCausalLM(config)
-    mask = None if batch.attention_mask is None else batch.attention_mask.view(view)
-    logits = model(
-        input_ids=batch.input_ids.view(view),
-        position_ids=batch.position_ids.view(view),
-        attention_mask=mask,
-        use_cache=False,
-    ).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("missing_sequences", [0, 2])
-def test_a_model_learns_the_same_from_packed_and_padded(missing_sequences: int) -> None:
-    lengths = [30, 64, 7, 12, 51, 2, 33, 20]
-    documents = [_document(length, row_id, prompt=length // 3) for row_id, length in enumerate(lengths)]
-    plan = pack(lengths, 64)
-    rows = [[documents[i] for i in plan[row]] for row in range(len(plan))]
-    batch_size = len(rows) + missing_sequences
-    packed = Layout(batch_size, 64, PAD, packed=True)(rows)
-    padded = Layout(8 + missing_sequences, 64, PAD, packed=False)([[d] for d in documents])
-    packed_loss, packed_grads = _loss_and_gradients(packed, (batch_size, 64))
-    padded_loss, padded_grads = _loss_and_gradients(padded, (8 + missing_sequences, 64))
-    torch.testing.assert_close(packed_loss, padded_loss, rtol=1e-5, atol=1e-5)
-    assert packed_grads.keys() == padded_grads.keys()
-    for name, gradient in packed_grads.items():
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, padded_grads[name], rtol=1e-4, atol=1e-5, msg=name)

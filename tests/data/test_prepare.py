@@ -232,7 +232,7 @@ def test_a_mix_resumes_exactly_and_only_as_itself(
         options = [*OF_THE_MIX, "--batch_size=2", f"--dataset_weights={weights}", *streaming]
         return prepare(_mix(tmp_path), *options)
 
-    for done in (1, 7, 20):  # beyond an epoch
+    for done in (1, 20):  # within an epoch and beyond
         whole, begun, resumed = (fresh("0.5,0.5") for _ in range(3))
         wanted = _take(whole, done + 6)
         _take(begun, done)
@@ -276,13 +276,13 @@ def test_a_stream_resumes_where_it_was(
     def fresh() -> PreparedData:
         return prepare(tmp_path, *options)
 
-    whole = _take(fresh(), 40)
-    for done in (0, 1, 7, 19):
+    whole = _take(fresh(), 25)
+    for done in (1, 19):
         first, second = fresh(), fresh()
         _take(first, done)
         state = json.loads(json.dumps(first.train.state_dict()))
         second.train.load_state_dict(state)
-        assert _same(_take(second, 40 - done), whole[done:])
+        assert _same(_take(second, 25 - done), whole[done:])
     write_jsonl(tmp_path / "train.jsonl", [{**row, "generated_solution": "another answer"} for row in rows])
     other = fresh()
     other.train.load_state_dict(state)

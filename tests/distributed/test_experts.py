@@ -25,6 +25,7 @@ from tests.support.small import (
 pytestmark = pytest.mark.slow
 
 MODES = {"qwen3_moe": "fsdp_full", "gpt_oss": "fsdp_grad"}
+RESUMED = "qwen3_moe"
 
 
 def train_before(runs: list[list[str]], ports: list[int]) -> None:
@@ -48,18 +49,19 @@ def test_experts_are_sharded(tmp_path, rows):
         options += ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}"]
         options += ["--save_every=2", "--save_total_limit=9"]
         runs.append([*options, f"--output_dir={tmp_path / kind}-whole"])
-        checkpoint = f"{tmp_path / kind}-whole/checkpoints/step-00000002"
-        runs.append([*options, f"--output_dir={tmp_path / kind}-again", f"--resume_from={checkpoint}"])
+        if kind == RESUMED:
+            checkpoint = f"{tmp_path / kind}-whole/checkpoints/step-00000002"
+            runs.append([*options, f"--output_dir={tmp_path / kind}-again", f"--resume_from={checkpoint}"])
     *before, last = runs
     ports = [free_port() for _ in runs]
     run_ranks(2, tmp_path / "ranks", *last, first=functools.partial(train_before, before, ports))
 
+    assert_goes_on(tmp_path / f"{RESUMED}-whole", tmp_path / f"{RESUMED}-again", completed=2)
     for kind, model in models.items():
-        one, whole, again = (tmp_path / f"{kind}-{name}" for name in ("one", "whole", "again"))
+        one, whole = (tmp_path / f"{kind}-{name}" for name in ("one", "whole"))
         for key in ("loss", "grad_norm"):
             found, wanted = ([step[key] for step in steps(folder)] for folder in (whole, one))
             assert found == pytest.approx(wanted, rel=1e-5 if key == "loss" else 1e-4)
-        assert_goes_on(whole, again, completed=2)
         assert final_weights(whole).keys() == stored_weights(model).keys()
         exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
         expected = AutoModelForCausalLM.from_pretrained(one / "final", dtype=torch.float32)

@@ -263,7 +263,6 @@ def is_fp8(name: str) -> bool:
     [
         (2, "fsdp_full", False),
         (2, "fsdp_grad", False),
-        (2, "fsdp_full", True),
         (2, "fsdp_grad", True),
         (4, "fsdp_hybrid", False),
     ],

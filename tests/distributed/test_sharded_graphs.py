@@ -89,11 +89,15 @@ WITH_GRAPHS: dict[str, tuple[str, Callable[[], None]]] = {
 
 @pytest.mark.parametrize(
     ("mode", "ways"),
-    [("fsdp_full", [*WITH_GRAPHS]), ("fsdp_grad", ["asked for"]), ("ddp", ["begun within", "failed on one"])],
+    [
+        ("fsdp_full", ["begun within", "failed", "failed on one"]),
+        ("fsdp_grad", ["asked for"]),
+        ("ddp", ["begun within", "failed on one"]),
+    ],
 )
 def test_a_run_with_graphs_is_the_run_without(mode, ways, tmp_path, tiny_model, unequal_rows):
     options = [f"--model_name={tiny_model}", f"--dataset_name={unequal_rows}", "--validation_fraction=0.2", "--use_te"]
-    options += ["--packing", "--max_seq_length=128", "--batch_size=2", "--max_steps=8", "--learning_rate=1e-3"]
+    options += ["--packing", "--max_seq_length=128", "--batch_size=2", "--max_steps=5", "--learning_rate=1e-3"]
     options += ["--mixed_precision=bf16", f"--sharding_mode={mode}", "--log_every=1", "--eval_every=3"]
     # The stand-in's GEMMs round otherwise than autograd, which DDP needs.
     rounding = 2e-3 if mode == "ddp" else 0
@@ -104,7 +108,7 @@ def test_a_run_with_graphs_is_the_run_without(mode, ways, tmp_path, tiny_model, 
         folder = tmp_path / name
         said = run_ranks(2, folder, *options, more, f"--output_dir={folder}", first=first)
         found[name] = [(step["loss"], step["grad_norm"]) for step in steps(folder) if "loss" in step]
-        assert len(found[name]) == 8 and found[name] == [pytest.approx(each, rel=rounding) for each in found["eager"]]
+        assert len(found[name]) == 5 and found[name] == [pytest.approx(each, rel=rounding) for each in found["eager"]]
         if mode != "ddp":
             assert_same_bits(final_weights(folder), final_weights(tmp_path / "eager"))
         graphs = summary_json(folder)["cuda_graphs"]

@@ -65,8 +65,6 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool], signal.Signals, int]] = {
     "before the first checkpoint": ("packed", lambda folder: num_steps(folder) > 0, signal.SIGKILL, -9),
     "in a save": ("packed", lambda folder: _saves_again(folder), signal.SIGKILL, -9),
     "between saves": ("lora", lambda folder: num_steps(folder) > 6, signal.SIGKILL, -9),
-    "stopped": ("packed", lambda folder: num_steps(folder) > 4, signal.SIGTERM, 143),
-    "interrupted": ("lora", lambda folder: num_steps(folder) > 2, signal.SIGINT, 130),
 }
 """The scenario, when a signal is sent, which, and the exit code that it comes to."""
 

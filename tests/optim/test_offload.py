@@ -12,7 +12,6 @@ from llm_fp8.optim.adamw import MasterAdamW
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of
 from llm_fp8.optim.offload import OffloadedMasterAdamW, largest_first
 from llm_fp8.optim.optimizers import build_optimizer, bytes_on_host, clip_and_step, optimizer_scalars, optimizer_tensors
-from tests.support.optimizer_state import initialize_state, take_over
 
 pytestmark = pytest.mark.slow
 
@@ -104,15 +103,3 @@ def test_the_largest_are_offloaded_whole():
             places = {name: tensor.untyped_storage().data_ptr() for name, tensor in optimizer.state[parameter].items()}
             assert (places == arenas) == (number < count)
     assert bytes_on_host(build(parameters, 0.0)) == 0
-
-
-@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.4, 0.9)])
-def test_a_checkpoint_resumes_with_any_share(before, after):
-    whole, first, second = (make_parameters(remainders=True) for _ in range(3))
-    never_stopped, stopped, resumed = build(whole, 0.0), build(first, before), build(second, after)
-    initialize_state(never_stopped), initialize_state(stopped)
-    train(whole, never_stopped, range(6))
-    train(first, stopped, range(3))
-    take_over(resumed, second.items(), stopped, first.items())
-    train(second, resumed, range(3, 6))
-    assert_same_bits(whole, never_stopped, second, resumed)

@@ -222,7 +222,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
     """All decoder layers, recomputed too, are one graph: many would reach torch.compile's limit and run uncompiled."""
     from torch._dynamo.utils import counters
 
-    model, _, _ = converted("rowwise", num_hidden_layers=9)
+    model, _, _ = converted("rowwise", num_hidden_layers=3)
     layers = decoder_layers(model)
     enable_gradient_checkpointing(layers, 1, uses_te=False)
     names = [name for name, _ in model.named_parameters()]

@@ -30,17 +30,6 @@ MULTI_NODE = SCRIPTS / "launch_multi_node.sh"
 MULTI_GPU = ("train_bf16_multi_gpu", "train_fp8_multi_gpu")
 PAIRS = [("train_bf16", "train_fp8"), MULTI_GPU, ("llama_8b_full_finetune_bf16", "llama_8b_full_finetune_fp8")]
 
-# Says who it is, forms a process group of CPUs with the others and says what they add up to.
-RANKS_SCRIPT = """
-import json, os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-ranks = torch.tensor([dist.get_rank()])
-dist.all_reduce(ranks)
-told = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "sum": ranks.item(), "arguments": sys.argv[1:]}
-open(f"{os.environ['FOLDER']}/rank{dist.get_rank()}.json", "w").write(json.dumps(told))
-dist.destroy_process_group()
-"""
-
 
 @pytest.fixture
 def stand_in(tmp_path) -> str:
@@ -134,13 +123,10 @@ def test_a_file_of_accelerate_asks_for_what_its_name_says(monkeypatch, precision
 
 
 @pytest.fixture
-def environment(tmp_path):
-    """The environment of a launcher, and a training script that says who its processes are."""
+def environment(stand_in):
+    """The environment of a launcher whose Python prints the words it is given."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "WORLD_SIZE", "RANK", "GPU_NUM")
-    script = tmp_path / "script.py"
-    script.write_text(RANKS_SCRIPT)
-    own = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "FOLDER": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    own |= {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {"PYTHON": stand_in, "NPROC_PER_NODE": "1"}
     return {**{name: value for name, value in os.environ.items() if name not in names}, **own}
 
 
@@ -151,8 +137,10 @@ def launch(command, environment, **options) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_prints_the_command(environment):
     own = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "2"}
     done = launch([MULTI_NODE, "--dry_run", "--model_name", "a b"], environment | own)
-    expected = f"{sys.executable} -m torch.distributed.run --nnodes=4 --nproc_per_node=8 --max_restarts=2 --node_rank=3"
-    expected += f" --master_addr=10.0.0.1 --master_port=29500 {environment['TRAIN_SCRIPT']} --model_name a\\ b"
+    expected = f"{environment['PYTHON']} -m torch.distributed.run --nnodes=4 --nproc_per_node=8 --max_restarts=2"
+    expected += (
+        f" --node_rank=3 --master_addr=10.0.0.1 --master_port=29500 {ROOT / 'train_multi_gpu.py'} --model_name a\\ b"
+    )
     assert done.returncode == 0 and done.stdout.strip() == expected, done.stderr
     assert shlex.split(done.stdout)[-1] == "a b"
 
@@ -173,25 +161,28 @@ def test_what_is_missing_is_one_sentence(environment, variables, sentence):
     assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_slurm_script_starts_one_launcher_per_host_and_they_form_one_group(environment, tmp_path):
+def test_the_slurm_script_starts_one_launcher_per_host_for_one_group(environment, tmp_path):
     """With an `scontrol` and an `srun` that take two hosts to be this one."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[1-2]" ] && printf "127.0.0.1\\nother\\n"\n')
+    (programs / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[1-2]" ] && printf "10.0.0.1\\nother\\n"\n')
     (programs / "srun").write_text(
         "#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\n"
-        'for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done\n'
-        'for task in "${tasks[@]}"; do wait "$task" || exit 1; done\n'
+        'for node in 0 1; do SLURM_NODEID=$node "$@" || exit 1; done\n'
     )
     for program in programs.iterdir():
         program.chmod(0o755)
     copy = shutil.copy(SCRIPTS / "slurm_multi_node.sbatch", tmp_path / "slurm_script")  # as sbatch does
-    environment |= {"PATH": f"{programs}:{environment['PATH']}", "SLURM_JOB_ID": str(free_port())}
+    environment |= {"PATH": f"{programs}:{environment['PATH']}", "SLURM_JOB_ID": "31234"}
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
     done = launch(["bash", copy, "--resume_from", "latest"], environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
-    assert [(one["rank"], one["world_size"], one["sum"]) for one in told] == [(0, 2, 1), (1, 2, 1)]
-    for one in told:
-        assert one["arguments"][-2:] == ["--resume_from", "latest"]
-        parse_config(one["arguments"][:-2], parallel=True)  # the options that the file holds are ours
+    for rank, words in enumerate(done.stdout.strip().removeprefix("-m\n").split("\n-m\n")):
+        launcher, script, options = words.partition(f"{ROOT / 'train_multi_gpu.py'}\n")
+        assert launcher.split() == [
+            *("torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=0"),
+            *(f"--node_rank={rank}", "--master_addr=10.0.0.1", "--master_port=21234"),
+        ]
+        assert script and options.split()[-2:] == ["--resume_from", "latest"]
+        parse_config(options.split()[:-2], parallel=True)  # the options that the file holds are ours
+    assert rank == 1

@@ -35,7 +35,7 @@ from tests.support.reference import mean_loss
 from tests.support.small import CARD, built_model, stored_weights
 
 CPU = torch.device("cpu")
-NUM_STEPS, LENGTHS, ROW = 3, (11, 14), 32
+NUM_STEPS, LENGTHS, ROW = 2, (11, 14), 32
 
 _TEXT: dict[str, Any] = dict(
     vocab_size=1040, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

@@ -79,7 +79,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     for cell in json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]:
         if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
+            exec("".join(cell["source"]).replace("max_steps=20", "max_steps=4, num_of_samples=100"), names)
     bf16, fp8 = names["bf16"], names["fp8"]
     assert (bf16["precision"]["effective"], fp8["precision"]["effective"]) == ("bf16", "fp8")
     assert fp8["last_step"]["loss"] == pytest.approx(bf16["last_step"]["loss"], rel=0.1)

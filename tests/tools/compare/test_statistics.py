@@ -23,7 +23,7 @@ def covers(interval: Interval, truth: float) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_seeds", SEEDS)
+@pytest.mark.parametrize("num_seeds", [2, 5])
 def test_intervals_of_speed_cover_the_truth_95_times_in_100(num_seeds):
     """Machines differ by 2% from run to run; the seed does another 5% to both variants of a pair."""
     world = np.random.default_rng(num_seeds)

@@ -21,6 +21,7 @@ from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.torch_internals import fp8_gemm
+from tests.support.processes import run_program
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -179,7 +180,8 @@ def test_the_model_is_cut(setup):
 
 @pytest.mark.slow
 @without_gpu
-def test_check_steps_trains_on_the_cpu(setup):
+def test_check_steps_trains_on_the_cpu(setup, monkeypatch):
+    monkeypatch.setattr(runs, "run_program", run_program)
     run = runs.train(setup, "bf16", "--mixed_precision", "bf16", "--max_steps", "2")
     result = Result()
     runs.judge(result, run)
