@@ -91,27 +91,19 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         "bf16": {"check_grad_overflow": False},
         # Below stage 3 weights become views of one tensor; kernels need them aligned to load 16 bytes at a time.
         "zero_optimization": {"parameter_alignment": True} if stage < 3 else {},
-        "zero_allow_untested_optimizer": True,
         # DeepSpeed's own clock waits for the GPU in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
     with reading("--deepspeed_config", path):
-        settings = _without_auto(read_json(path, "--deepspeed_config"))
+        settings = _completed(defaults, read_json(path, "--deepspeed_config"))
         for key in settings.keys() & _SET_ELSEWHERE:
             raise UserError(f'--deepspeed_config {path}, "{key}": use {_SET_ELSEWHERE[key]}; remove the entry.')
-        return _completed(_completed(defaults, settings), own, f"--deepspeed_config {path}")
-
-
-def _without_auto(value: Any) -> Any:
-    """`value` without its "auto" entries, at any depth."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_auto(entry) for key, entry in value.items() if entry != "auto"}
+        return _completed(settings, own, f"--deepspeed_config {path}")
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """`settings` with the entries of `others` added, at any depth. Where `origin` names the file of the settings, an
-    entry with two different values raises `UserError`.
+    """`settings` with the entries of `others` added, at any depth, but those that are "auto". Where `origin` names the
+    file of the settings, an entry with two different values raises `UserError`.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -120,7 +112,7 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
         elif origin and settings.get(key, value) != value:
             found, wanted = json.dumps(settings[key]), json.dumps(value)
             raise UserError(f'{origin}, "{key}": {found}: this run has {wanted}; remove the entry or make it "auto".')
-        else:
+        elif value != "auto":
             merged[key] = value
     return merged
 

@@ -20,7 +20,7 @@ from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import WORTH_GRAPHS, StepClock
-from llm_fp8.train.plan import RunPlan, silent
+from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.scale_warmup import first_step
 from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.train.train_state import restore_rng_state, rng_state
@@ -48,7 +48,7 @@ def choose_precision(plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[s
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
-    setup, batches = build_setup(dataclasses.replace(plan, say=silent)), first_step(data.train)
+    setup, batches = build_setup(dataclasses.replace(plan, say=lambda text: None)), first_step(data.train)
     found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
     del setup
     plan.strategy.layers = None

@@ -92,24 +92,17 @@ class Checkpoint:
         return int(self.meta["options"]["batch_size"])
 
     @cached_property
-    def tensors(self) -> dict[str, str]:
-        """Name -> dtype and shape."""
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of its tensors, by their names."""
         entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
-        tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        return {name: f"{entry.properties.dtype} {list(entry.size)}" for name, entry in tensors.items()}
+        return {name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
-    def load(self, tensors: Mapping[str, Tensor], left_out: tuple[str, ...] = ()) -> None:
-        """Read the tensors of these names in place and bit for bit; collective.
-
-        All must be asked for, but other ranks' random states and names that begin with one of `left_out`; `UserError`,
-        before anything changes, where names, shapes or dtypes differ.
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read the tensors of these names in place and bit for bit; collective. `UserError`, before anything changes,
+        where the checkpoint has none of a name or dtype.
         """
-        saved = self.tensors
-        wanted = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
-        needed = {name for name in saved if not name.startswith((RNG_PREFIX, *left_out))}
-        if names := [name for name in sorted(needed | wanted.keys()) if saved.get(name) != wanted.get(name)]:
-            problems = [f"{name} is {saved.get(name)} there and {wanted.get(name)} here" for name in names]
-            raise UserError(f"--resume_from {self.folder} holds other tensors than this run: {listed(problems)}.")
+        if names := [name for name, tensor in tensors.items() if self.dtypes.get(name) != tensor.dtype]:
+            raise UserError(f"--resume_from {self.folder} lacks {listed(names)} of this run, or in this dtype.")
         detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
         dcp.load(detached, storage_reader=dcp.FileSystemReader(self.folder))
 

@@ -46,10 +46,6 @@ from llm_fp8.utils.te_internals import require_te
 Say = Callable[[str], None]  # prints a line on the main process
 
 
-def silent(text: str) -> None:
-    """A `Say` that prints nothing."""
-
-
 @dataclass(frozen=True)
 class RunPlan:
     """What is settled before the model exists."""
@@ -214,7 +210,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         export_dtype=stored_dtype(hf_config, default=parameter_dtype),  # building the model changes the entry
         stored=stored,
         packed_form=packed_form,
-        say=print_line if accelerator.is_main_process else silent,
+        say=print_line if accelerator.is_main_process else lambda text: None,
         measures_precision=measures_precision,
         num_asked_micro_batches=num_asked_micro_batches,
         notes=tuple(notes),

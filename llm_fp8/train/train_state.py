@@ -189,13 +189,13 @@ class RunState:
         plan, meta, deepspeed = self.setup.plan, checkpoint.meta, deepspeed_of(self.setup.plan)
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         own_rng = rng_state(plan.accelerator.process_index)
-        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.tensors}
+        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.dtypes}
         if deepspeed is not None:
             deepspeed.load_state(checkpoint.folder / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
-        tensors, left_out = self.tensors(optimizer) | rng, () if self.has_the_scales(checkpoint) else (SCALES,)
-        checkpoint.load({name: each for name, each in tensors.items() if not name.startswith(left_out)}, left_out)
+        tensors, left_out = self.tensors(optimizer) | rng, () if self.has_the_scales(checkpoint) else SCALES
+        checkpoint.load({name: each for name, each in tensors.items() if not name.startswith(left_out)})
         if deepspeed is None:
             load_optimizer_scalars(optimizer, meta["optimizer"])
             # What is derived from the weights is cast anew.

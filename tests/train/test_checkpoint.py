@@ -146,15 +146,13 @@ def test_damage_is_named(tmp_path, name, damage):
 @pytest.mark.parametrize(
     "change",
     [
-        {"model/bf16": None},
         {"model/lora_A": torch.zeros(3)},
-        {"model/weight": torch.zeros(32, 64)},
         {"model/bf16": torch.zeros(33)},
     ],
 )
 def test_other_tensors_are_refused_by_name(tmp_path, change):
     path = CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {})
-    targets = {name: tensor for name, tensor in {**blank_like(make_tensors()), **change}.items() if tensor is not None}
+    targets = {**blank_like(make_tensors()), **change}
     with pytest.raises(UserError, match=next(iter(change))):
         Checkpoint.open(path).load(targets)
     assert not any(tensor.any() for tensor in targets.values())
