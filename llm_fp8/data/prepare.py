@@ -79,14 +79,14 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
 
-    `rank` and `world_size` count context groups (--context_parallel_size), whose ranks get the same sequences;
-    `split_batch` takes a rank's slice of a batch. `asked_batch_size`, by default that of `config`, is what
-    --eval_batches counts, so that merged micro-batches change nothing in it. Within `main_process_first` (such as
-    `accelerator.local_main_process_first`) the other processes wait for the main one and find its result in the cache.
+    The ranks of a context group (--context_parallel_size) get the same sequences; `split_batch` takes a rank's slice of
+    a batch. `asked_batch_size`, by default that of `config`, is what --eval_batches counts, so that merged
+    micro-batches change nothing in it. Within `main_process_first` (such as `accelerator.local_main_process_first`) the
+    other processes wait for the main one and find its result in the cache.
     """
-    data, size = config.data, config.data.batch_size
+    data, size, context_size = config.data, config.data.batch_size, config.parallel.context_parallel_size
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
-    layout = Layout(size, data.max_seq_length, pad, config.packing, config.parallel.context_parallel_size)
+    layout = Layout(size, data.max_seq_length, pad, config.packing, context_size)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
         batch = layout(sequences)
@@ -96,7 +96,7 @@ def prepare_data(
 
     with main_process_first():
         sequences, evaluation, report, description, eos_ids = _Job(config, tokenizer, layout).prepare()
-    share, evals = Share(rank, world_size), None
+    share, evals = Share(rank // context_size, world_size // context_size), None
     train = TrainLoader(sequences, collate, size, config.optim.gradient_accumulation_steps, share)
     if len(evaluation):
         figures, read = figures_of(evaluation), document_reader(evaluation)

@@ -55,12 +55,11 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         probe(config, hf_config, own_device(), torch.float32 if recipe == "no" else torch.bfloat16)
     if config.lora.lora_rank:
         add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
-    size = config.parallel.context_parallel_size
     data = prepare_data(
         config,
         tokenizer,
-        rank=ranks.rank // size,
-        world_size=ranks.world_size // size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
     )
     if torch.distributed.is_initialized():

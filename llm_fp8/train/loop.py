@@ -123,7 +123,6 @@ class TrainingLoop:
     history: EvalHistory = field(default_factory=EvalHistory)
     step: int = 0
     tokens_seen: int = 0
-    first_step_s: float | None = None
 
     def __post_init__(self) -> None:
         plan, setup = self.setup.plan, self.setup
@@ -324,7 +323,7 @@ class TrainingLoop:
             aux = {name: value / coefficients[name] for name, value in zip(coefficients, weighted, strict=True)}
             tokens, seconds = StepTokens(*count), self._clock.seconds(taken.start, taken.end)
             self.tokens_seen += tokens.num_real_tokens
-            self.first_step_s = self.first_step_s or seconds
+            self.results.clock.seconds.setdefault("first_step", seconds)
             record = {
                 "step": taken.step,
                 "epoch": taken.epoch,

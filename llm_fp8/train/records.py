@@ -148,7 +148,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,
         "exported": None if exported is None else str(exported),
-        "phases_s": {**results.clock.seconds, "first_step": loop.first_step_s},
+        "phases_s": results.clock.seconds,
         "wall_time_s": time.time() - results.started_s,
     }
     if history.kept_step is not None:

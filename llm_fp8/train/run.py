@@ -138,12 +138,12 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """The run's data; ranks that share sequences have the same ones."""
-    config, size, context = plan.config, plan.config.parallel.context_parallel_size, plan.context_group
+    context = plan.context_group
     data = prepare_data(
-        config,
+        plan.config,
         tokenizer,
-        rank=plan.accelerator.process_index // size,
-        world_size=plan.accelerator.num_processes // size,
+        rank=plan.accelerator.process_index,
+        world_size=plan.accelerator.num_processes,
         pin_memory=plan.device.type == "cuda",
         main_process_first=plan.accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
