@@ -106,17 +106,12 @@ def rounding_key(seed: int, step: int, number: int) -> Key:
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
     """Random numbers from 0 to 65535 for `count` elements from `start` on, an even number: int32 [count]."""
     pair_step, first_factor, second_factor = MIXER
-    x = torch.arange(start // 2, (start + count + 1) // 2, device=device)
-    x = _times(x & 0xFFFFFFFF, pair_step) + key[0] & 0xFFFFFFFF
-    x = _times(x ^ (x >> 16), first_factor)
-    x = _times(x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF), second_factor)
+    x = torch.arange(start // 2, (start + count + 1) // 2, device=device)  # int64, whose products wrap
+    x = x * pair_step + key[0] & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) * first_factor & 0xFFFFFFFF
+    x = (x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF)) * second_factor & 0xFFFFFFFF
     x = x ^ (x >> 16)
     return torch.stack([x & 0xFFFF, x >> 16], dim=1).view(-1)[:count].to(torch.int32)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    """The lower 32 bits of the product of 32-bit numbers, in int64."""
-    return (x & 0xFFFF) * factor + ((x >> 16) * factor << 16 & 0xFFFFFFFF) & 0xFFFFFFFF
 
 
 def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
