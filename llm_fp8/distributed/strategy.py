@@ -28,7 +28,7 @@ from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import clip_and_step
-from llm_fp8.utils.torch_internals import local_part
+from llm_fp8.utils.torch_internals import local_of
 
 
 class DistributedStrategy:
@@ -87,7 +87,7 @@ class DistributedStrategy:
 
     def local_tensor(self, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter; all of it where it is not sharded."""
-        return local_part(parameter.detach())
+        return local_of(parameter.detach())
 
 
 class PlainCopiesStrategy(DistributedStrategy):

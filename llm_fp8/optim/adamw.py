@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, Key, rounding_key
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
-from llm_fp8.utils.torch_internals import local_part
+from llm_fp8.utils.torch_internals import local_of
 
 Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
 
@@ -76,11 +76,11 @@ class GroupedAdamW(Optimizer):
             )
             for parameter in group["params"]:
                 number = next(numbers)
-                weight = local_part(parameter)
+                weight = local_of(parameter)
                 if parameter.grad is None or weight.numel() == 0:
                     continue
-                gradient = local_part(parameter.grad).contiguous()
-                state = {name: local_part(tensor) for name, tensor in self.state_of(parameter).items()}
+                gradient = local_of(parameter.grad).contiguous()
+                state = {name: local_of(tensor) for name, tensor in self.state_of(parameter).items()}
                 key = self._key(group["step"], number, parameter)
                 self._update_(parameter, weight, gradient, state, gradient_scale, coefficients, key)
 

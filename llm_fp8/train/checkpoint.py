@@ -46,7 +46,7 @@ from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
 from llm_fp8.utils.json_files import read_json, write_json_atomic
-from llm_fp8.utils.torch_internals import local_part, sharded_like
+from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
 def _host_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU, sharded as `tensor` is."""
-    copied = local_part(tensor.detach()).to("cpu", copy=True)
+    copied = local_of(tensor.detach()).to("cpu", copy=True)
     return sharded_like(copied, tensor) if isinstance(tensor, DTensor) else copied
 
 

@@ -23,13 +23,8 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor itself; `to_local()` of a Parameter is a view in 2.13."""
-    return tensor._local_tensor  # type: ignore[attr-defined]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's shard of a DTensor itself, or the tensor; `to_local()` of a Parameter is a view in 2.13."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:

@@ -22,7 +22,7 @@ from llm_fp8.optim.adamw_8bit_codes import (
     rounding_bits,
     rounding_key,
 )
-from llm_fp8.utils.torch_internals import local_part, sharded_like
+from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -231,8 +231,8 @@ def test_a_shard_is_updated_as_the_rows_of_the_whole(shape):
             for optimizer in optimizers:
                 optimizer.step()
         encoded = shape[-1] % 256 == 0
-        state = {name: local_part(tensor) for name, tensor in optimizers[1].state[shard].items()}
+        state = {name: local_of(tensor) for name, tensor in optimizers[1].state[shard].items()}
         assert ("exp_avg_scale" in state) == encoded and all(tensor.is_contiguous() for tensor in state.values())
-        torch.testing.assert_close(local_part(shard), whole.detach()[first:], rtol=0, atol=0 if encoded else 2e-4)
+        torch.testing.assert_close(local_of(shard), whole.detach()[first:], rtol=0, atol=0 if encoded else 2e-4)
     finally:
         dist.destroy_process_group()
