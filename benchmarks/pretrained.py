@@ -51,7 +51,7 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.data import prepare_data
 from llm_fp8.data.collate import Batch
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.compare.statistics import t_interval
+from llm_fp8.tools.compare.figures import t_interval
 from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic

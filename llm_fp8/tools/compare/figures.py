@@ -1,21 +1,57 @@
 """From run records to the figures of each variant: speed, memory, energy, quality relative to the reference runs of the
 same seeds, and certificates; and to the other differences between the runs.
+
+The unit of the statistics is the run, since the steps of a run share its machine and weights, and its answers share its
+problems: pooled over runs as trials, they would reject a true null hypothesis far too often. Intervals are Student's t
+intervals over runs; for two variants over the differences by seed. Rates and their ratios are averaged as logarithms. A
+single run has no interval. `tests/tools/compare/test_statistics.py` simulates how often these intervals are right.
 """
 
 from __future__ import annotations
 
 import math
-import statistics as plain
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from scipy import special
+
 from llm_fp8.config.recipes import RECIPES, precision_name
 from llm_fp8.observability.trackers import flattened
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
-from llm_fp8.tools.compare.statistics import Interval, rate_interval, t_interval
 
+CONFIDENCE = 0.95
 _SEVERITY = ("certified", "missing", "undetermined", "failed")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the ends of its 95% interval, which are None for a single run."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    def __format__(self, spec: str) -> str:
+        """The estimate and the ends, each formatted as a number by `spec`."""
+        return format(self.value, spec) + ("" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})")
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """The mean of one or more independent `values`, with Student's t interval."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, None, None)
+    quantile = special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
+    half = float(quantile * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return Interval(mean, mean - half, mean + half)
+
+
+def rate_interval(rates: Sequence[float]) -> Interval:
+    """The geometric mean of `rates`, with the interval of their logarithms, whose ends cannot be negative."""
+    found = t_interval(np.log(rates).tolist())
+    return Interval(*(None if end is None else math.exp(end) for end in (found.value, found.low, found.high)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -92,7 +128,7 @@ def variant_figures(
 def _mean(values: Sequence[float | None]) -> float | None:
     """The mean over runs; None unless every run has a finite number."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return plain.mean(known) if known and len(known) == len(values) else None
+    return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:

@@ -17,9 +17,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.tools.compare.figures import Difference, VariantFigures, find_differences, variant_figures
+from llm_fp8.tools.compare.figures import Difference, Interval, VariantFigures, find_differences, variant_figures
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
-from llm_fp8.tools.compare.statistics import Interval
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
 from llm_fp8.utils.errors import UserError
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_fp8.tools.compare.figures import Difference, VariantFigures, concerning
-from llm_fp8.tools.compare.statistics import Interval
+from llm_fp8.tools.compare.figures import Difference, Interval, VariantFigures, concerning
 from llm_fp8.utils.errors import listed
 
 MIN_SEEDS = 3  # the fewest common seeds for a recommendation: the losses of two seeds may be near each other by chance

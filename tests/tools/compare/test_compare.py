@@ -18,6 +18,7 @@ from llm_fp8.tools.compare.figures import (
     CertificateState,
     Difference,
     Gap,
+    Interval,
     VariantFigures,
     certificate_state,
     find_differences,
@@ -25,7 +26,6 @@ from llm_fp8.tools.compare.figures import (
 )
 from llm_fp8.tools.compare.report import Failure, compare, render_page, without_folders
 from llm_fp8.tools.compare.run_record import RunRecord, parse_variants, read_run_folder, read_wandb, variant_words
-from llm_fp8.tools.compare.statistics import Interval
 from llm_fp8.tools.compare.verdict import judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llm_fp8.tools.compare.figures import Gap, variant_figures
-from llm_fp8.tools.compare.statistics import Interval, rate_interval, t_interval
+from llm_fp8.tools.compare.figures import Gap, Interval, rate_interval, t_interval, variant_figures
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
 from tests.support.made_up_runs import made_up_run
 
