@@ -169,19 +169,18 @@ def main() -> int:
     asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
     problems = [prompt_and_solution(*row) for row in itertools.islice(rows, options.num_problems) if max(row[1]) >= 0]
+    problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding
     prompts = [prompt for prompt, _ in problems]
     expected: Any = tokenizer.batch_decode([solution for _, solution in problems], skip_special_tokens=True)
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
     loss, num_tokens = eval_loss(model, data.eval)
-    answered: dict[int, str] = {}
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    for start in range(0, len(order), options.batch_size):
-        batch = order[start : start + options.batch_size]
-        answers = generate(model, tokenizer, [prompts[number] for number in batch], options.max_new_tokens)
-        answered |= zip(batch, answers, strict=True)
-    right = [is_right(gold, answered[number]) for number, gold in enumerate(expected)]
+    answers: list[str] = []
+    for start in range(0, len(prompts), options.batch_size):
+        batch = prompts[start : start + options.batch_size]
+        answers += generate(model, tokenizer, batch, options.max_new_tokens)
+    right = list(map(is_right, expected, answers))
     interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
     share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
     print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
@@ -190,9 +189,8 @@ def main() -> int:
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:
         told = [
-            {"row_id": number, "problem": tokenizer.decode(prompt), "expected": expected[number]}
-            | {"answer": answered[number], "correct": right[number]}
-            for number, prompt in enumerate(prompts)
+            {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer, "correct": is_correct}
+            for prompt, gold, answer, is_correct in zip(prompts, expected, answers, right, strict=True)
         ]
         figures = {"exact_match": share, "wilson_95": [interval.low, interval.high], "eval_loss": loss}
         write_json_atomic(path, {"model": options.model_name, **figures, "answers": told})
