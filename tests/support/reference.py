@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.small import final_weights, steps, train
 
 NUM_ROWS = 16
-NUM_STEPS = 5
+NUM_STEPS = 3
 OPTIONS = {
     "--learning_rate": 3e-3,
     "--weight_decay": 0.5,
