@@ -92,22 +92,16 @@ def folder_with_validation(folder: Path, rows: str) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def taken_rows(monkeypatch) -> list[list[int]]:
-    """Fills with the dataset rows of each optimizer step that is taken."""
-    taken: list[list[int]] = []
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, sixteen_rows, monkeypatch, packing):
+    taken_rows: list[list[int]] = []
     take_step = TrainingLoop.take_step
 
     def remember_rows(self, batches, start):
-        taken.append([row for batch in batches for row in batch.row_ids])
+        taken_rows.append([row for batch in batches for row in batch.row_ids])
         return take_step(self, batches, start)
 
     monkeypatch.setattr(TrainingLoop, "take_step", remember_rows)
-    return taken
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, sixteen_rows, taken_rows, packing):
     train(
         f"--model_name={tiny_model}",
         f"--dataset_name={sixteen_rows}",
