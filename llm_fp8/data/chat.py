@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llm_fp8.data.json_rows import read_row
-from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, repr_of
+from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, called, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
@@ -38,7 +38,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -193,8 +193,8 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
     """Count the text of a supervised turn that a template leaves out beside a call, as Llama 3's does; `UserError`
     where it leaves out a call, or an answer.
     """
-    calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
-    if calls and ("tool_calls" not in template or any(str(call) not in shown for call in calls)):
+    calls = called(message)
+    if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
     answer = _THINK_TAGS.split(message["content"])[-1].strip()
     if answer not in shown:
@@ -233,8 +233,6 @@ def _render(
         template = tokenizer.get_chat_template(tools=conversation.tools)
         # transformers 5 passes no function of ours to a template.
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
-        if "strftime_now(" in template:
-            raise ValueError("it asks for the date in a format that is no literal, and tokens would depend on the day")
         given = {**tokenizer.special_tokens_map, **conversation.template_kwargs}
         given |= {"add_generation_prompt": False, "continue_final_message": False, **options}
         texts, marked = cast(Any, render_jinja_template)(
@@ -269,15 +267,13 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
     for turn in conversation.supervised_turns():
         message = conversation.messages[turn]
         answer = message["content"].rpartition("</think>")[2].strip()
-        calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
-        essence = answer or str(calls[0] if calls else "")
+        essence = answer or "".join(called(message)[:1])
         # Phi-3's template has an EOS after the last turn.
         until = _render(tokenizer, conversation.until(turn + 1))[0].removesuffix(str(tokenizer.eos_token))
         if turn:
             whole = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
         else:  # templates have no prompt for a first turn: it begins with its content
-            content = message["content"].strip()
-            whole = until[: until.rfind(content if content and content in until else essence or until)]
+            whole = until[: until.rfind(essence or until)]
         prompts = [whole, _OPEN_THINKING.sub("", whole)]
         before = next(filter(until.startswith, prompts), None)
         if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":

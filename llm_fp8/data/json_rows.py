@@ -37,9 +37,7 @@ class JsonRows(ArrowBasedBuilder):
         for number, file in enumerate(files):
             with open(file, encoding="utf-8-sig") as stream:
                 rows = _rows(stream, Path(file).name)
-                for batch in itertools.count():
-                    if not (texts := list(itertools.islice(rows, 1000))):
-                        break
+                for batch, texts in enumerate(iter(lambda: list(itertools.islice(rows, 1000)), [])):  # noqa: B023
                     yield Key(number, batch), pa.table({ROW: texts})
 
 
@@ -60,15 +58,15 @@ class _Number(float):
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
     """The text of each row; `ValueError` that names the line for one that is none."""
-    lines = ((number, line) for number, line in enumerate(stream, 1) if line.strip())
-    for position, (number, line) in enumerate(lines):
-        try:
-            if position == 0 and line.lstrip().startswith("["):
-                yield from _items(line.lstrip() + stream.read())
-            else:
-                yield _object(json.loads(line), line.strip())
-        except ValueError as error:
-            raise ValueError(f"{name}, from line {number}: {error}") from error
+    number = 0
+    try:
+        for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007
+            if line.startswith("["):
+                yield from _items(f"{line}\n{stream.read()}")
+            elif line:
+                yield _object(json.loads(line), line)
+    except ValueError as error:
+        raise ValueError(f"{name}, from line {number}: {error}") from error
 
 
 def _items(text: str) -> Iterator[str]:
@@ -77,6 +75,8 @@ def _items(text: str) -> Iterator[str]:
         value, end = decoder.raw_decode(text, at)
         yield _object(value, text[at:end])
         at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    if rest := text[at + 1 :].strip():
+        raise ValueError(f"after the list there is {rest[:80]}")
 
 
 def _object(value: Any, text: str) -> str:

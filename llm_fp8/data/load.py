@@ -175,32 +175,34 @@ def load_split(source: DatasetSource, split: str, streaming: bool = False, num_r
     """One split, or its first `num_rows`, as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read
     within `reading_of`.
     """
+    # Naming the files keeps `datasets` from downloading and converting every other split too.
+    # They are patterns to it, and names may hold [ and *.
+    patterns, first = list(map(glob.escape, source.files[split])), next(iter(source.files[split]), "")
     with reading_of(source):
-        rows = _load(source, split, streaming)
+        if source.is_json:
+            builder = JsonRows(dataset_name="json_rows", data_files={split: patterns})
+            if not streaming:
+                builder.download_and_prepare()
+            rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=split)
+        else:
+            # A file of the hub is hf://datasets/owner/name@revision/path.
+            names = [re.sub("^hf://[^@]*@[^/]*/", "", pattern) for pattern in patterns]
+            options = {"data_files": {split: names} if names else None, **_as_text(first)}
+            rows = datasets.load_dataset(source.path, source.config, split=split, streaming=streaming, **options)
         return rows if num_rows is None else rows.take(num_rows)
 
 
-def _load(source: DatasetSource, split: str, streaming: bool) -> Any:
-    # Naming the files keeps `datasets` from downloading and converting every other split too.
-    # They are patterns to it, and names may hold [ and *.
-    patterns = list(map(glob.escape, source.files[split]))
-    first = next(iter(source.files[split]), "")
-    if source.is_json:
-        rows = JsonRows(dataset_name="json_rows", data_files={split: patterns})
-        if streaming:
-            return rows.as_streaming_dataset(split=split)
-        rows.download_and_prepare()
-        return rows.as_dataset(split=split)
-    # A file of the hub is hf://datasets/owner/name@revision/path.
-    data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", pattern) for pattern in patterns]} if patterns else None
-    options: dict[str, Any] = {"split": split, "streaming": streaming, "data_files": data_files}
-    if (kind := DATA_FILE.search(first)) and kind[1] in (".csv", ".tsv"):
-        # pandas would make 42.0 of 42 in a column with an empty cell, and nothing of "None".
-        how = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
-        with fsspec.open(first, compression="infer") as file:
-            names = csv.open_csv(file, parse_options=how).schema.names  # fails where the first rows have more cells
-        options |= {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
-    return datasets.load_dataset(source.path, source.config, **options)
+def _as_text(file: str) -> dict[str, Any]:
+    """What `load_dataset` is told for the cells of a CSV file like this one to stay text: pandas would make 42.0 of 42
+    in a column with an empty cell, and nothing of "None".
+    """
+    kind = DATA_FILE.search(file)
+    if kind is None or kind[1] not in (".csv", ".tsv"):
+        return {}
+    how = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
+    with fsspec.open(file, compression="infer") as opened:
+        names = csv.open_csv(opened, parse_options=how).schema.names  # fails where the first rows have more cells
+    return {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
 
 
 def beginning_of(source: DatasetSource, split: str, dataset: Any) -> tuple[list[str], dict[str, Any]]:

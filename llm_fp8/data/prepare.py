@@ -36,7 +36,6 @@ from llm_fp8.data.tokenise import (
     DataReport,
     Document,
     TokeniseOptions,
-    cache_key,
     content_key,
     document_reader,
     figures_of,
@@ -123,7 +122,7 @@ class _Job:
 
     def prepare(self) -> tuple[Sequences, Dataset, DataReport, str, tuple[int, ...]]:
         """The sequences to train on, the tokenised rows to evaluate on, and what `PreparedData` says of both."""
-        data, report = self.data, DataReport(self.data.max_seq_length)
+        data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
         if data.streaming and fraction is None:
             fraction = DEFAULT_FRACTION
@@ -153,14 +152,22 @@ class _Job:
                 why = why if data.streaming else f"all {len(keys)} usable rows ask the same"
                 report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
         report.num_eval_rows = len(evaluation)
-        self.check_evaluation(report)
+        if not len(evaluation) and (
+            data.validation_fraction or self.config.run.eval_every or self.config.run.eval_batches
+        ):
+            why = report.nothing_held_out or "--validation_fraction is 0"
+            raise UserError(f"--validation_fraction, --eval_every: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
+        seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
+        parts = [self.shares, data.num_of_samples, fraction] if data.streaming else []
+        content = json.dumps([documents, *parts, self.config.packing, seed, self.layout.multiple])
+        identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
-            sequences = self.stream(options, fraction, report)
+            how = (partial(self.open_stream, options), fraction, self.layout.plan, report)
+            sequences: Sequences = StreamSequences(seed, identity, [source for source, _ in self.train], *how)
         else:
             plan = self.layout.plan(figures["length"], chosen)
-            identity = self.identify(content_key(figures["document_key"][chosen]))
-            sequences = MapSequences(self.config.optim.seed, identity, plan, document_reader(rows))
+            sequences = MapSequences(seed, identity, plan, document_reader(rows))
             order = sequences.order(0, len(plan))
             report.num_rows_of_batches = len(plan)
             report.num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
@@ -213,19 +220,11 @@ class _Job:
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, options: Sequence[Options], fraction: float) -> Dataset:
-        """The first rows of the stream: a piece with a row to train on, and enough of them to evaluate on."""
-        pieces, num_used, num_held_out = list[Dataset](), 0, 0
+        """The first rows of the stream, among which are enough to evaluate on."""
+        wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*(source for source, _ in self.train)):
             stream = iter(self.open_stream(options))
-            while not num_used or (fraction and num_held_out < STREAMED_EVAL_ROWS):
-                rows = next_rows(stream, STREAMED_SCAN_ROWS)
-                pieces.append(rows)
-                if not len(rows) or sum(map(len, pieces)) >= STREAMED_EVAL_SCAN_ROWS:
-                    break
-                figures = figures_of(rows)
-                held_out = is_held_out(figures["problem_key"][figures["length"] > 0], fraction)
-                num_held_out += int(held_out.sum())
-                num_used += int((~held_out).sum())
+            pieces = [next_rows(stream, STREAMED_SCAN_ROWS) for _ in range(0, wanted, STREAMED_SCAN_ROWS)]
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
@@ -250,27 +249,6 @@ class _Job:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
             raise _nothing(parts, "evaluated on", why)
         return rows.select(np.flatnonzero(used & ~seen))
-
-    def check_evaluation(self, report: DataReport) -> None:
-        """`UserError` where nothing is left to evaluate on, and it was asked for."""
-        if report.nothing_held_out and self.data.validation_fraction is not None:
-            raise UserError(f"--validation_fraction: no row can be held out: {report.nothing_held_out}.")
-        if not report.num_eval_rows and (self.config.run.eval_every or self.config.run.eval_batches):
-            why = report.nothing_held_out or "raise --validation_fraction"
-            raise UserError(f"--eval_every and --eval_batches need rows that are held out: {why}.")
-
-    def stream(self, options: Sequence[Options], fraction: float, report: DataReport) -> StreamSequences:
-        keys = [cache_key("", self.tokenizer, how) for _, how in options]
-        splits = [[source.path, source.config, split] for source, split in self.train]
-        identity = self.identify(splits, self.shares, keys, self.data.num_of_samples, fraction)
-        sources = [source for source, _ in self.train]
-        how = (partial(self.open_stream, options), fraction, self.layout.plan, report)
-        return StreamSequences(self.config.optim.seed, identity, sources, *how)
-
-    def identify(self, *parts: Any) -> str:
-        """Hash of what decides which sequences there are and in which order they come."""
-        content = [*parts, self.config.packing, self.config.optim.seed, self.layout.multiple]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def describe(self, report: DataReport, example: Document, taken: Sequence[str]) -> str:
         """Lines to print; `taken` says how much of each dataset is trained on."""

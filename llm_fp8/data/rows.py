@@ -160,6 +160,11 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
 
 
+def called(message: Mapping[str, Any]) -> list[str]:
+    """The names of what a message calls."""
+    return [str(call.get("function", call).get("name")) for call in message.get("tool_calls", ())]
+
+
 def repr_of(value: Any) -> str:
     """The beginning of a value, for an error message."""
     return textwrap.shorten(repr(value), 80, placeholder="...")
@@ -196,9 +201,12 @@ def _json(text: Any, what: str) -> Any:
 
 def _both(entry: Any) -> Sequence[Any]:
     """The messages of an entry of `history`: a question and its answer, or a message."""
-    roles = ("user", "assistant")
     is_pair = isinstance(entry, list) and len(entry) == 2
-    return [{"role": r, "content": text} for r, text in zip(roles, entry, strict=True)] if is_pair else [entry]
+    return (
+        [{"from": name, "value": text} for name, text in zip(("human", "gpt"), entry, strict=True)]
+        if is_pair
+        else [entry]
+    )
 
 
 def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:

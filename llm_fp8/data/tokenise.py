@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
-from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, Unused, conversation_of
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, conversation_of
 from llm_fp8.data.split import problem_key
 from llm_fp8.utils.ranks import end_with_parent
 
@@ -72,7 +72,6 @@ class DataReport:
     out + overlong dropped + empty; truncated rows are used or held out.
     """
 
-    max_seq_length: int
     num_rows_read: int = 0
     num_rows_used: int = 0
     num_rows_held_out: int = 0
@@ -122,7 +121,7 @@ class DataReport:
 
     def forget_rows(self) -> None:
         """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
-        names = ("max_seq_length", "num_eval_rows", "eval_rows_left_out", "nothing_held_out")
+        names = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
         kept = {name: getattr(self, name) for name in names}
         files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
         vars(self).update(vars(DataReport(**kept, unused=Counter(files))))
@@ -130,7 +129,7 @@ class DataReport:
     def summary(self) -> str:
         return (
             f"{self.num_rows_read} rows read, {self.num_rows_used} used, {self.num_rows_held_out} held out, "
-            f"{self.num_overlong_dropped} dropped as longer than {self.max_seq_length} tokens, "
+            f"{self.num_overlong_dropped} dropped as longer than --max_seq_length, "
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
@@ -210,15 +209,13 @@ def _tokenise_batch(
         end_with_parent()
     conversations, used = [], set(columns.values())
     for i in range(len(row_ids)):
-        filled = Unused()
         if ROW in batch:
             row = read_row(batch[ROW][i])
             names = [name for name, value in row.items() if value not in (None, "", [], {})]
         else:
-            row = {name: _as_stored(batch[name][i], (features or {}).get(name), filled) for name in columns.values()}
+            row = {name: _as_stored(batch[name][i], (features or {}).get(name)) for name in columns.values()}
             names = list(others)
         read = conversation_of({ours: row.get(theirs) for ours, theirs in columns.items()}, options.form)
-        read.unused.update(filled)
         read.unused.update(f"column '{name}'" for name in names if name not in used)
         kwargs = {**options.template_kwargs, **read.template_kwargs}
         conversations.append(read._replace(template_kwargs=kwargs) if options.template_kwargs else read)
@@ -240,22 +237,15 @@ def _tokenise_batch(
     return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
 
 
-def _as_stored(value: Any, feature: Any, unused: Unused, in_arguments: bool = False) -> Any:
+def _as_stored(value: Any, feature: Any) -> Any:
     """A value without the fields that Arrow fills with None where rows differ; its type JSON has none of those."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
         inner: Any = feature if isinstance(feature, Mapping) else {}
-        unused["null in a call's arguments, which Parquet and Arrow cannot tell from none"] += in_arguments * sum(
-            each is None for each in value.values()
-        )
-        return {
-            name: _as_stored(each, inner.get(name), unused, in_arguments or name == "arguments")
-            for name, each in value.items()
-            if each is not None
-        }
+        return {name: _as_stored(each, inner.get(name)) for name, each in value.items() if each is not None}
     inner = getattr(feature, "feature", None)
-    return [_as_stored(each, inner, unused, in_arguments) for each in value] if isinstance(value, list) else value
+    return [_as_stored(each, inner) for each in value] if isinstance(value, list) else value
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:

@@ -283,11 +283,13 @@ def test_a_stream_resumes_where_it_was(
         state = json.loads(json.dumps(first.train.state_dict()))
         second.train.load_state_dict(state)
         assert _same(_take(second, 25 - done), whole[done:])
-    write_jsonl(tmp_path / "train.jsonl", [{**row, "generated_solution": "another answer"} for row in rows])
-    other = fresh()
-    other.train.load_state_dict(state)
+    state["rows"]["content"] = "of other rows"
+    second.train.load_state_dict(state)
     with pytest.raises(UserError, match="--resume_from: the stream's rows are not those"):
-        _take(other, 1)
+        _take(second, 1)
+    write_jsonl(tmp_path / "train.jsonl", [{**row, "generated_solution": "another answer"} for row in rows])
+    with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
+        fresh().train.load_state_dict(state)
 
 
 @PACKED_OR_NOT
