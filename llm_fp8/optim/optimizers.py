@@ -15,7 +15,7 @@ the fraction (1 - beta2) (g^2 / v - 1), at beta2 = 0.999 often less than 2^-9: a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -152,14 +152,10 @@ def bytes_on_host(optimizer: Optimizer) -> int:
     return getattr(unwrap(optimizer), "host_bytes", 0)
 
 
-def optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
-    """State that is not a tensor, for JSON: the step of each group of a `GroupedAdamW`."""
-    return {"group_steps": [group.get("step") for group in unwrap(optimizer).param_groups]}
-
-
-def load_optimizer_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
-    for group, step in zip(unwrap(optimizer).param_groups, scalars["group_steps"], strict=True):
-        if step is not None:
+def set_completed_steps(optimizer: Optimizer, step: int) -> None:
+    """Let a `GroupedAdamW` go on after `step` steps; torch's AdamW counts them in its state."""
+    for group in unwrap(optimizer).param_groups:
+        if "step" in group:
             group["step"] = step
 
 

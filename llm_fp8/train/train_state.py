@@ -22,7 +22,7 @@ from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weights import weights_digest
-from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.optim.optimizers import initialize_state, optimizer_tensors, set_completed_steps
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import LATEST, RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
@@ -172,7 +172,6 @@ class RunState:
             "fingerprint": self.fingerprint,
             "options": self.options,
             "loader": self.data.train.state_dict(),
-            "optimizer": None if deepspeed else optimizer_scalars(optimizer),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
         return self.checkpoints.save(
@@ -197,7 +196,7 @@ class RunState:
         tensors, left_out = self.tensors(optimizer) | rng, () if self.has_the_scales(checkpoint) else SCALES
         checkpoint.load({name: each for name, each in tensors.items() if not name.startswith(left_out)})
         if deepspeed is None:
-            load_optimizer_scalars(optimizer, meta["optimizer"])
+            set_completed_steps(optimizer, checkpoint.step)
             # What is derived from the weights is cast anew.
             requantise_(self.setup.model)
             refresh_scales_(self.setup.model)

@@ -1,18 +1,13 @@
 """Weights and optimizer state of a stopped run, put into another one as a checkpoint does it, bit for bit."""
 
-import json
-
 import torch
 
-from llm_fp8.optim.optimizers import initialize_state, load_optimizer_scalars, optimizer_scalars, optimizer_tensors
+from llm_fp8.optim.optimizers import initialize_state, optimizer_tensors, set_completed_steps
 
 
 def take_over(optimizer, named_parameters, stopped, stopped_parameters):
-    """Let `optimizer` and its parameters go on from `stopped` and its own, which have the same names. Its numbers pass
-    through JSON.
-    """
+    """Let `optimizer` and its parameters go on from `stopped` and its own, which have the same names."""
     saved = optimizer_tensors(stopped, stopped_parameters)
-    scalars = json.loads(json.dumps(optimizer_scalars(stopped)))
     weights = dict(stopped_parameters)
     with torch.no_grad():
         for name, parameter in named_parameters:
@@ -24,4 +19,4 @@ def take_over(optimizer, named_parameters, stopped, stopped_parameters):
         for name, target in targets.items():
             assert target.dtype == saved[name].dtype
             target.copy_(saved[name])
-    load_optimizer_scalars(optimizer, scalars)
+    set_completed_steps(optimizer, stopped.param_groups[0].get("step", 0))
