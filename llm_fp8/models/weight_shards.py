@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,59 +154,23 @@ class LocalShard:
     remainder: Tensor | None = None
     """The lower bits of the fp32 values of bf16 `data`, where these are kept (`llm_fp8.optim.adamw_master`)."""
 
-    def write(self, part: Part, first: int, last: int, values: Tensor) -> None:
-        """Copy what `part` has in rows `first` to `last` of the parameter into place, cast to the shard's dtype."""
-        rows = slice(first - self.start, last - self.start)
+    def fill(self, part: Part, rows: Any) -> None:
+        """Copy what this rank has of a Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]` gives
+        its rows a to b of dim 0.
+        """
+        first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
+        if first >= last:
+            return
+        wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
+        values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
+        if self.data.is_floating_point() and not values.is_floating_point():
+            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint, not floats")
+        own = slice(first - self.start, last - self.start)
         if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
             values, remainder = split_master(values.to(self.data.device, torch.float32))
             if self.remainder is not None:
-                part.view(self.remainder[rows]).copy_(remainder)
-        part.view(self.data[rows]).copy_(values)
-
-
-class WeightFiller:
-    """Fills parameters in place from the Hugging Face tensors they are made of: call `fill_rows` once for each, in any
-    order, then `finish()`. Raises `UnsupportedArchitecture` naming a tensor that does not fit.
-
-    `entries`, `blocks`: parameter name -> its parts, its shard. `names`: stored tensor -> the name that `entries` have
-    for it; None for one to skip.
-    """
-
-    def __init__(
-        self,
-        entries: Mapping[str, tuple[Part, ...]],
-        blocks: Mapping[str, LocalShard],
-        names: Mapping[str, str | None],
-    ) -> None:
-        self._targets = {part.hf_name: (blocks[name], part) for name, parts in entries.items() for part in parts}
-        self._missing = set(self._targets)
-        self._names = names
-
-    def fill_rows(self, hf_name: str, shape: tuple[int, ...], rows: Any) -> None:
-        """Copy what this rank needs of one Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]`
-        gives rows a to b of dim 0.
-        """
-        known_name = self._names[hf_name]
-        if known_name is None:
-            return
-        if known_name not in self._targets:
-            raise UnsupportedArchitecture(f"the checkpoint holds '{hf_name}', which this architecture does not have")
-        shard, part = self._targets[known_name]
-        if shape != part.shape:
-            raise UnsupportedArchitecture(f"'{hf_name}' has shape {list(shape)}, in the config {list(part.shape)}")
-        first, last = max(part.start, shard.start), min(part.stop, shard.start + len(shard.data))
-        if first < last:
-            with torch.no_grad():
-                wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
-                values = rows[wanted] if shape else torch.atleast_1d(rows[...])
-                if shard.data.is_floating_point() and not values.is_floating_point():
-                    raise UnsupportedArchitecture(f"'{hf_name}' holds {values.dtype} in the checkpoint, not floats")
-                shard.write(part, first, last, values)
-        self._missing.discard(known_name)
-
-    def finish(self) -> None:
-        if self._missing:
-            raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(self._missing))}")
+                part.view(self.remainder[own]).copy_(remainder)
+        part.view(self.data[own]).copy_(values)
 
 
 def left_out_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -221,40 +185,51 @@ def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
     return lambda name: any(pattern.match(one) for one in (name, renamed(name)))
 
 
-def weight_filler(model: PreTrainedModel, checkpoint_names: Iterable[str]) -> WeightFiller:
-    """Fills this rank's shards of `model`. Like `from_pretrained` it takes names with or without the base model's
-    prefix, a tied matrix from whichever of its names is stored, and experts in one tensor too, as which an export then
-    stores them.
+def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[LocalShard, Part]]:
+    """Name of a stored tensor -> the shard of this rank that it belongs to, and as which part; `stored` gives all names
+    and shapes. Raises `UnsupportedArchitecture` naming tensors that do not fit.
+
+    Like `from_pretrained` it takes names with or without the base model's prefix, a tied matrix from whichever of its
+    names is stored, and experts in one tensor too, as which an export then stores them.
     """
-    own, prefix, names = parts_of(model), f"{model.base_model_prefix}.", list(checkpoint_names)
+    own, tensors, prefix = parts_of(model), saved_tensors(model), f"{model.base_model_prefix}."
     passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
     renamed, left_out = renaming_on_load(model), is_left_out(model)
 
     def spellings(name: str) -> tuple[str, ...]:
         return name, f"{prefix}{name}", name.removeprefix(prefix)
 
-    held = {spelling for name in names for spelling in spellings(name)}
+    held = {spelling for name in stored for spelling in spellings(name)}
     kept = frozenset(parts[0].hf_name for parts in own.values() if parts[0].hf_name in held)
     model.stored_as_they_are = kept  # type: ignore[assignment]
     entries = stored_parts(model)
-    targets = {part.hf_name: part.hf_name for parts in entries.values() for part in parts}
+    shards = {part.hf_name: (local_shard(tensors[name]), part) for name, parts in entries.items() for part in parts}
+    accepted = {name: name for name in shards}
     for name, parts in own.items():
         if len(entries[name]) == 1:
-            targets.setdefault(parts[0].hf_name, entries[name][0].hf_name)
+            accepted.setdefault(parts[0].hf_name, entries[name][0].hf_name)
     tied: Mapping[str, str] = model.all_tied_weights_keys
-    targets |= {name: targets[first] for name, first in tied.items() if first in targets}
+    accepted |= {name: accepted[first] for name, first in tied.items() if first in accepted}
 
     def known(name: str) -> str:
-        return next((one for one in (name, *spellings(renamed(name))) if one in targets), name)
+        return next((one for one in (name, *spellings(renamed(name))) if one in accepted), name)
 
-    stored = {known(name) for name in names}
-
-    def resolved(hf_name: str) -> str | None:
-        name = known(hf_name)
-        target = targets.get(name)
-        if target is None:
-            return None if passed_over.search(hf_name) or left_out(hf_name) else hf_name
-        return None if name != target and target in stored else target
-
-    blocks = {name: local_shard(tensor) for name, tensor in saved_tensors(model).items()}
-    return WeightFiller(entries, blocks, {name: resolved(name) for name in names})
+    names = {name: known(name) for name in stored}
+    present = set(names.values())
+    found: dict[str, tuple[LocalShard, Part]] = {}
+    for stored_name, name in names.items():
+        if (target := accepted.get(name)) is None:
+            if not (passed_over.search(stored_name) or left_out(stored_name)):
+                what = f"the checkpoint holds '{stored_name}', which this architecture does not have"
+                raise UnsupportedArchitecture(what)
+            continue
+        if name != target and target in present:  # a tied matrix that is stored twice
+            continue
+        shard, part = shards[target]
+        if stored[stored_name] != part.shape:
+            shapes = f"shape {list(stored[stored_name])}, in the config {list(part.shape)}"
+            raise UnsupportedArchitecture(f"'{stored_name}' has {shapes}")
+        found[stored_name] = shard, part
+    if missing := shards.keys() - {part.hf_name for _, part in found.values()}:
+        raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(missing))}")
+    return found

@@ -17,7 +17,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
 from llm_fp8.models.source import ModelSource, reading_model, text_config
-from llm_fp8.models.weight_shards import initialize_shards_, weight_filler
+from llm_fp8.models.weight_shards import initialize_shards_, targets_of
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import reading
 
@@ -89,15 +89,15 @@ def fill_weights(
         for parameter in model.parameters():
             if parameter.dtype == torch.bfloat16:
                 give_remainder_(parameter)
-    filler = weight_filler(model, stored.stored)
+    with reading("--model_name", stored.files[0].parent, "the weights", _FETCH):
+        targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
     place = next(model.parameters()).device
     for path in stored.files:
         with open_weights(path, place) as tensors:
             for name in tensors.offset_keys():
-                if name in stored.stored:
-                    filler.fill_rows(name, stored.stored[name].shape, stored.rows(name, tensors, place))
-    with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
-        filler.finish()
+                if name in targets:
+                    shard, part = targets[name]
+                    shard.fill(part, stored.rows(name, tensors, place))
 
 
 class StoredTensor(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
-from llm_fp8.models.weight_shards import LocalShard, WeightFiller
+from llm_fp8.models.weight_shards import LocalShard
 from te_llama import UnsupportedArchitecture, decoder_spec, in_hf_layout, parameter_map
 from tests.support.families import FAMILIES, family_config
 
@@ -28,13 +28,14 @@ def empty_te_parameters(spec):
     }
 
 
+def fill(spec, tensors, shards):
+    for name, parts in parameter_map(spec).items():
+        for part in reversed(parts):  # any order
+            shards[name].fill(part, tensors[part.hf_name])
+
+
 def in_one_shard(te_parameters):
     return {name: LocalShard(parameter, 0) for name, parameter in te_parameters.items()}
-
-
-def filler_of(spec, blocks):
-    entries = parameter_map(spec)
-    return WeightFiller(entries, blocks, {part.hf_name: part.hf_name for parts in entries.values() for part in parts})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,10 +43,7 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     config = family_config(family)
     spec, tensors = decoder_spec(config), hf_tensors(config)
     te_parameters = empty_te_parameters(spec)
-    filler = filler_of(spec, in_one_shard(te_parameters))
-    for name in reversed(tensors):  # any order
-        filler.fill_rows(name, tuple(tensors[name].shape), tensors[name])
-    filler.finish()
+    fill(spec, tensors, in_one_shard(te_parameters))
     assert not any(parameter.isnan().any() for parameter in te_parameters.values())
     back = in_hf_layout(parameter_map(spec), te_parameters)
     assert back.keys() == tensors.keys()
@@ -60,18 +58,14 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     config = family_config("qwen2_qkv_bias_tied")
     spec, tensors = decoder_spec(config), hf_tensors(config)
     whole, in_blocks = empty_te_parameters(spec), empty_te_parameters(spec)
-    fillers = [filler_of(spec, in_one_shard(whole))]
+    fill(spec, tensors, in_one_shard(whole))
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
             rows = parameter.shape[0]
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
             blocks[name] = LocalShard(parameter[start:stop], start)
-        fillers.append(filler_of(spec, blocks))
-    for filler in fillers:
-        for name, tensor in tensors.items():
-            filler.fill_rows(name, tuple(tensor.shape), tensor)
-        filler.finish()
+        fill(spec, tensors, blocks)
     assert all(torch.equal(in_blocks[name], parameter) for name, parameter in whole.items())
 
 
