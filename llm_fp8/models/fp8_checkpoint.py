@@ -20,8 +20,6 @@ from transformers import PretrainedConfig
 
 from llm_fp8.utils.errors import reading
 
-_FP8_WEIGHTS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}  # as compressed-tensors says
-
 
 @dataclass(frozen=True)
 class Fp8Format:
@@ -72,8 +70,6 @@ def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
         stored_as, weights = group.get("format") or entries["format"], group["weights"]
         if stored_as != "float-quantized":
             raise ValueError(f"format {stored_as}")
-        if any(weights.get(name, value) != value for name, value in _FP8_WEIGHTS.items()):
-            raise ValueError("weights that are not symmetric fp8")
         blocks = {"channel": (1, None), "tensor": (None, None), "block": weights.get("block_structure")}
         rows, columns = blocks[weights["strategy"]]
         formats.add(Fp8Format("_scale", (rows, columns)))

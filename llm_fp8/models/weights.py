@@ -89,7 +89,7 @@ def fill_weights(
         for parameter in model.parameters():
             if parameter.dtype == torch.bfloat16:
                 give_remainder_(parameter)
-    with reading("--model_name", stored.files[0].parent, "the weights", _FETCH):
+    with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
         targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
     place = next(model.parameters()).device
     for path in stored.files:
@@ -141,8 +141,8 @@ class StoredCheckpoint:
         rows, (_, dtype, shape) = tensors.get_slice(name), self.stored[name]
         if not dtype.startswith("F8"):
             return rows
-        if self.fp8 is None or name not in self._scales or len(shape) != 2:
-            raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which there are no scales")
+        if self.fp8 is None or name not in self._scales or dtype != "F8_E4M3" or len(shape) != 2:
+            raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which config.json gives no scales")
         scale = name + self.fp8.suffix
 
         def read_scale() -> torch.Tensor:
