@@ -75,7 +75,7 @@ class RunPlan:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
+        return Path(str(self.config.run.output_dir))
 
     @property
     def context_group(self) -> ContextGroup | None:
