@@ -8,7 +8,7 @@ Only the main process writes.
       wandb/             the W&B run's files (with --use_wandb); so tensorboard/
       trackers.json      the ids of the trackers' runs, and the last step that they were given before a resume
 
-A metrics.jsonl that is moved or deleted meanwhile is written again, with run.json, from the open file.
+A metrics.jsonl that is moved or deleted meanwhile is written again, with run.json, from the open file (`is_lost`).
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
 In trackers it continues the same run, which cannot take back steps: those that it has are not sent again.
@@ -71,6 +71,7 @@ class RunReporter:
         self._folder = Path(str(config.run.output_dir))
         self._total_steps = total_steps
         self._known_step = 0  # the last one that an earlier start reported
+        self.is_lost = False  # whether metrics.jsonl was moved or deleted meanwhile
         self.run_record: dict[str, Any] = {}  # what run.json holds
         self._metrics = self._folder / "metrics.jsonl"
         if not self._is_main:
@@ -127,7 +128,7 @@ class RunReporter:
         except OSError as error:  # a disk of the network may fail for a moment
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 return
-        self.print(f"WARNING: {self._metrics} was moved or deleted; it is written again, with run.json")
+        self.is_lost = True
         self._file.seek(0)
         with reading("--output_dir", self._folder, "the run's files, which were moved or deleted"):
             write_text_atomic(self._metrics, self._file.read())

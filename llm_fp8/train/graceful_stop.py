@@ -2,7 +2,8 @@
 
 Inside of `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C) only
 sets a flag, and the run saves after its step and returns `exit_code`. A later Ctrl-C raises KeyboardInterrupt at once.
-The signal may reach one rank only, so with several ranks use `agreed` in place of `requested`.
+The signal may reach one rank only, so with several ranks use `agreed` in place of `requested`. A run whose folder was
+moved or deleted stops in the same way.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from llm_fp8.distributed.process_group import largest
 from llm_fp8.utils.console import outliving_the_terminal
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-_REASONS = (None, *(number.name for number in SIGNALS))  # the later one counts where ranks have several
+LOST = "the loss of its folder"
+_REASONS = (None, LOST, *(number.name for number in SIGNALS))  # the later one counts where ranks have several
 
 
 class GracefulStop:
-    """Turns the first of `SIGNALS` into `requested`, its name; in the main thread only."""
+    """Turns the first of `SIGNALS` into `requested`, its name (or `LOST`); in the main thread only."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -31,9 +33,9 @@ class GracefulStop:
         """0, or as a shell says it of the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop; if so, sets `requested` on all. Collective."""
-        reason = _REASONS[largest(_REASONS.index(self.requested))]
+    def agreed(self, is_lost: bool = False) -> bool:
+        """Whether any rank was asked to stop or has lost its folder; if so, sets `requested` on all. Collective."""
+        reason = _REASONS[largest(_REASONS.index(self.requested or (LOST if is_lost else None)))]
         self.requested = self.requested or reason
         return reason is not None
 

@@ -167,6 +167,8 @@ def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
     steps, own = summary["steps"], loop.reporter.own_steps()
     taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
     say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {loop.precision_name}")
+    if loop.reporter.is_lost:
+        say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := loop.results.certificates.values():

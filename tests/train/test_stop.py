@@ -91,8 +91,8 @@ def test_a_closed_terminal_lets_the_run_save(tmp_path, options, to):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["folder", "metrics.jsonl"])
-def test_a_run_whose_folder_is_moved_goes_on_there(tmp_path, options, whole, monkeypatch, capsys, lost):
-    """Whatever is known of the run lies where it was asked to lie."""
+def test_a_run_whose_folder_is_moved_saves_there_again_and_stops(tmp_path, options, whole, monkeypatch, lost):
+    """Whatever is known of the run lies where it was asked to lie, and the run goes on from there to the same end."""
     folder = tmp_path / "run"
     take_step = loop_module.TrainingLoop.take_step
 
@@ -102,8 +102,10 @@ def test_a_run_whose_folder_is_moved_goes_on_there(tmp_path, options, whole, mon
         return take_step(self, batches, start)
 
     monkeypatch.setattr(loop_module.TrainingLoop, "take_step", moving)
-    assert train(*options, f"--output_dir={folder}") == 0
-    assert "moved or deleted" in capsys.readouterr().out and run_json(folder)
+    with pytest.raises(UserError, match=f"--output_dir {folder}"):
+        train(*options, f"--output_dir={folder}")
+    assert [step["step"] for step in steps(folder)] == [1, 2, 3, 4, 5] and run_json(folder)
+    assert train(*options, f"--output_dir={folder}", "--resume_from=latest") == 0
     assert [step["loss"] for step in steps(folder)] == [step["loss"] for step in steps(whole)]
     assert_same_bits(final_weights(folder), final_weights(whole))
 
