@@ -158,9 +158,10 @@ def test_a_model_that_cannot_be_trained_is_refused(kind, sizes):
         TrainingModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), 16, torch.float32)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "biogpt", "phi3", "olmo2"])
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "biogpt", "phi3", "olmo2", "qwen3"])
 def test_other_architectures_have_their_own_loss_and_size(model_type):
-    config = another_family(model_type)
+    wide_heads = {"head_dim": 24, "num_key_value_heads": 1} if model_type == "qwen3" else {}
+    config = another_family(model_type, **wide_heads)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(1, 96, (2, 16))
@@ -173,7 +174,7 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
         module.weight for module in model.modules() if hasattr(module, "weight") and id(module) not in embeddings
     ]
     assert size.num_linear_parameters == sum(weight.numel() for weight in matrices if weight.dim() == 2)
-    assert (size.num_layers, size.attention_width) == (2, 32)
+    assert (size.num_layers, size.attention_width) == (2, 48 if wide_heads else 32)
 
 
 @pytest.mark.parametrize(

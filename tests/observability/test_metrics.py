@@ -1,4 +1,4 @@
-"""FLOPs against the matrices of real models, peaks, and the keys' table in docs/monitoring.md."""
+"""Speeds, peaks, and the keys' table in docs/monitoring.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from llm_fp8.observability.metrics import (
 )
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
-SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def test_speed_is_per_second_and_per_gpu() -> None:
