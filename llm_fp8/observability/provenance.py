@@ -43,13 +43,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """
     if told := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": told, "dirty": None}
-    root, commit, changes = (
-        output_of("git", "-C", str(folder), *words.split())
-        for words in ("rev-parse --show-toplevel", "rev-parse --verify HEAD", "status --porcelain")
-    )
-    if root is None or commit is None or changes is None or Path(root).resolve() != folder.resolve():
+    if not (folder / ".git").exists():
         return None
-    return {"commit": commit, "dirty": changes != ""}
+    commit = output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
+    changes = output_of("git", "-C", str(folder), "status", "--porcelain")
+    return None if commit is None or changes is None else {"commit": commit, "dirty": changes != ""}
 
 
 def _gpu(index: int) -> dict[str, Any]:

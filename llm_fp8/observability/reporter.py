@@ -183,8 +183,7 @@ class RunReporter:
 
     def own_steps(self) -> list[dict[str, float]]:
         """The steps of this process; empty on other processes than the main one."""
-        own = (record for record in self._written() if record["step"] > self._resume_step)
-        return [record for record in own if "eval_loss" not in record]
+        return [each for each in self._written() if each["step"] > self._resume_step and "eval_loss" not in each]
 
     def _written(self) -> Iterator[dict[str, float]]:
         """The lines of metrics.jsonl, those of earlier processes included; none beside the main process."""

@@ -139,8 +139,6 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
     measured = [found for found in rounds if found["failed"] is None]
     if not measured:
         return row | {"failed": rounds[0]["failed"]}
-    if len(measured) < len(rounds):
-        row["failed_rounds"] = [found["failed"] for found in rounds if found["failed"]]
     steps = [step for found in measured for step in found["steps"]]
     for name in SPEEDS:
         low, median, high = np.quantile([step[name] for step in steps], (0.1, 0.5, 0.9)).tolist()
