@@ -170,7 +170,8 @@ class _Job:
             sequences = MapSequences(seed, identity, plan, document_reader(rows))
             order = sequences.order(0, len(plan))
             report.num_rows_of_batches = len(plan)
-            report.num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
+            num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
+            report.padding_efficiency = report.num_tokens / num_positions
         description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], taken)
         # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
         asked = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))

@@ -80,7 +80,8 @@ class DataReport:
     num_empty: int = 0
     num_tokens: int = 0
     num_supervised_tokens: int = 0
-    num_positions: int = 0  # of the first epoch, padding included; 0 for a stream
+    padding_efficiency: float | None = None
+    """The filled share of the first epoch's positions, as `packing_efficiency` is of a step; None for a stream."""
     num_rows_of_batches: int = 0
     """Sequences of the used rows."""
     num_eval_rows: int = 0
@@ -92,11 +93,6 @@ class DataReport:
     """What of the rows is not used -> how often."""
     nothing_held_out: str = ""
     """Why there is no row to evaluate on, though a share was to be held out."""
-
-    @property
-    def padding_efficiency(self) -> float | None:
-        """The filled share of the positions, which `packing_efficiency` tells of each step."""
-        return self.num_tokens / self.num_positions if self.num_positions else None
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
         """Add rows of the training split, which have these `figures`."""
@@ -153,9 +149,6 @@ class DataReport:
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
             lines.append("  WARNING: many rows are not trained on; see --max_seq_length and --overlong")
         return lines
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "padding_efficiency": self.padding_efficiency}
 
 
 @dataclass(frozen=True)

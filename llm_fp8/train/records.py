@@ -64,7 +64,7 @@ def record_run(loop: TrainingLoop) -> None:
             "num_trainable_parameters": setup.num_trainable_parameters,
             "config": setup.model.config.to_dict(),
         },
-        "data": loop.state.data.report.to_dict(),
+        "data": dict(vars(loop.state.data.report)),
         "provenance": collect_provenance(sys.argv),
     }
     path, written = plan.folder / "run.json", record
@@ -83,7 +83,7 @@ def record_stream(loop: TrainingLoop) -> None:
     if loop.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data, pass after pass:", *report.describe()]))
         record = loop.reporter.run_record
-        [record, *record.get("resumes", ())][-1]["data"] = report.to_dict()
+        [record, *record.get("resumes", ())][-1]["data"] = dict(vars(report))
         write_json_atomic(plan.folder / "run.json", record)
 
 

@@ -87,9 +87,9 @@ def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path
         if data.train.steps_per_epoch is None:
             next(iter(data.train))
             times = data.report.num_rows_read // 12
-            assert data.report.to_dict()["unused"] == {what: times * number for what, number in wanted.items()}
+            assert data.report.unused == {what: times * number for what, number in wanted.items()}
         else:
-            assert data.report.to_dict()["unused"] == wanted
+            assert data.report.unused == wanted
             assert all(f"{what} ({number})" in data.description for what, number in wanted.items())
     data = _prepare(tmp_path, tokenizer, "--validation_fraction=0")
     assert data.report.num_rows_read == 12 and all(data.report.unused[f"file '{name}'"] == 1 for name in others)
