@@ -1,12 +1,5 @@
-"""Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json.
-
-Only the main process writes.
-
-    output_dir/
-      metrics.jsonl      one line per optimizer step and per evaluation, keys of `metrics.METRICS`
-      summary.json       written at the end: last values, medians, whatever the loop adds
-      wandb/             the W&B run's files (with --use_wandb); so tensorboard/
-      trackers.json      the ids of the trackers' runs, and the last step that they were given before a resume
+"""Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json (docs/monitoring.md). Only the main
+process writes.
 
 A metrics.jsonl that is moved or deleted meanwhile is written again, with run.json, from the open file (`is_lost`).
 
@@ -88,7 +81,7 @@ class RunReporter:
 
     def start_trackers(self, record: dict[str, Any]) -> None:
         """Start the trackers that are asked for, before the first step; `record` is what run.json holds of this start.
-        A resumed run goes on in the runs of trackers.json.
+        A resumed run goes on in the runs of trackers.json, which has their ids and the last step that they were given.
         """
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
