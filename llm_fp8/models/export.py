@@ -43,7 +43,7 @@ from llm_fp8.models.weight_shards import (
     stored_parts,
 )
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.hf_internals import ignored_on_save, renaming_on_load
+from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
 _NEW_IN_PEFT = ("megatron_core", "peft_version", "qalora_group_size")  # whose defaults are not empty
@@ -73,9 +73,9 @@ def export_hf(
         return
     try:
         with replaced_folder(folder, advice=advice) as temporary:
-            source_name = source_names(model)
+            names = source_names(model)
             stored: Any = getattr(model, "stored", None)
-            trained = ((source_name(name), tensor) for name, tensor in gathered)
+            trained = ((names.get(name, name), tensor) for name, tensor in gathered)
             taken_over = ((name, stored.read(name, torch.device("cpu"))) for name in left_out_tensors(model))
             write_weights(planned_tensors(model, dtype), itertools.chain(trained, taken_over), temporary)
             save_side_files(model, tokenizer, temporary, dtype, origin)
@@ -176,10 +176,10 @@ def hf_tensors(
 
 def planned_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """What an export of the model as `dtype` holds, by name and without memory, in the order of `hf_tensors`."""
-    tensors, ignored, source_name = saved_tensors(model), ignored_on_save(model), source_names(model)
+    tensors, ignored, names = saved_tensors(model), ignored_on_save(model), source_names(model)
     dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
     trained = {
-        source_name(part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
+        names.get(part.hf_name, part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
         for name, parts in stored_parts(model).items()
         for part in parts
         if part.hf_name not in ignored
@@ -205,16 +205,12 @@ def describe_left_out(model: PreTrainedModel) -> str:
     return f"text alone is trained: {', '.join(left_out_of(model))} ({what}) go into the export as they are"
 
 
-def source_names(model: PreTrainedModel) -> Callable[[str], str]:
-    """From what transformers stores a tensor as to what a source with left out modules calls it: families have an older
-    and a newer layout.
+def source_names(model: PreTrainedModel) -> dict[str, str]:
+    """What transformers stores a tensor as -> what a source with left out modules calls it: families have an older and
+    a newer layout.
     """
-    if not left_out_of(model):
-        return str
-    stored: Any = model.stored
-    renamed = renaming_on_load(model)
-    names = {renamed(name): name for name in stored.stored}
-    return lambda name: names.get(renamed(name), name)
+    names: Any = model.source_names if left_out_of(model) else {}
+    return names
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -126,10 +126,11 @@ def check_parity(
 def check_weights(model: PreTrainedModel, stored: StoredCheckpoint, full_tensor: FullTensor) -> int:
     """Test 1; returns how many stored tensors were compared. Raises `UserError` naming the first that differs."""
     parameters, compared = dict(model.named_parameters()), 0
+    source_names: Any = model.source_names
     for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
         full = full_tensor(parameters[te_name])
         for part in parts:
-            weight = stored.read(part.hf_name, full.device)
+            weight = stored.read(source_names[part.hf_name], full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
                 weight = split_master(weight.float())[0]  # as it was loaded
             if not torch.equal(full[part.start : part.stop], weight.to(full)):

@@ -91,6 +91,7 @@ def fill_weights(
                 give_remainder_(parameter)
     with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
         targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
+    model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
     place = next(model.parameters()).device
     for path in stored.files:
         with open_weights(path, place) as tensors:

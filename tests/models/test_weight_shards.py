@@ -23,6 +23,7 @@ from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import build_structure, decoder_layers
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.parity import check_weights
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
@@ -279,6 +280,8 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
         model = fill_in_one_piece(rewritten(tmp_path / "changed", change, **tied), use_te=use_te)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, expected)
+        if use_te:
+            check_weights(model, weights_of(ModelConfig(model_name=str(tmp_path / "changed"))), torch.Tensor.detach)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
