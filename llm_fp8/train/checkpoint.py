@@ -51,12 +51,10 @@ from llm_fp8.utils.torch_internals import local_of, sharded_like
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
-RNG_PREFIX = "rng/"
 STRATEGY_STATE = "engine"  # folder in a checkpoint for what DeepSpeed's engine saves itself
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _CHECKSUM_LIMIT_BYTES = 2**20
-_FREE_SPACE_MARGIN_BYTES = 2**20
 
 # torch warns at each save and load of a single process that it takes it for one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -173,7 +171,7 @@ class CheckpointManager:
         best_step: int | None,
     ) -> None:
         final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
-        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + own_bytes + _FREE_SPACE_MARGIN_BYTES
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + own_bytes
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from llm_fp8.data.collate import Batch, count_tokens
-from llm_fp8.data.loader import EvalLoader, TrainLoader
+from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.memory import RESERVE_GIB
 from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
 from llm_fp8.distributed.process_group import gathered, largest
@@ -117,7 +117,6 @@ class TrainingLoop:
     loader: TrainLoader
     reporter: RunReporter
     total_steps: int
-    eval_loader: EvalLoader | None = None
     state: RunState = None  # type: ignore[assignment]  # a benchmark, which calls `take_step` alone, has none
     results: RunResults = field(default_factory=RunResults)
     history: EvalHistory = field(default_factory=EvalHistory)
@@ -187,7 +186,7 @@ class TrainingLoop:
         if self.is_complete:
             return  # resumed after the last step, for evaluation and export
         config = self.setup.plan.config
-        options, eval_every = config.run, 0 if self.eval_loader is None else config.run.eval_every
+        options, eval_every = config.run, 0 if self.state.data.eval is None else config.run.eval_every
         if self._due(eval_every) and 0 < self.step != self.history.last_step:  # a signal came before this evaluation
             if self.evaluate():
                 self.save()
@@ -430,14 +429,14 @@ class TrainingLoop:
 
     def evaluate(self) -> bool:
         """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
-        if self.eval_loader is None:
+        if self.state.data.eval is None:
             return False
         self.history.add(self.step, self.eval_loss())
         return self.history.kept_step == self.step
 
     def eval_loss(self) -> float:
         """Evaluate and report; returns the main rank's eval loss."""
-        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.eval_loader or ())
+        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.state.data.eval or ())
         self.reporter.evaluation({"step": self.step, **figures})
         return gathered(figures["eval_loss"])[0]
 

@@ -159,7 +159,8 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     num_parameters = count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, gpu_gib)
     check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
-    is_auto, measures_precision = config.precision.mixed_precision == "auto", False
+    measures_precision = False
+    is_auto = config.precision.mixed_precision == "auto"
     if is_auto:
         has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
         measures_precision = has_fp8 and resumed is None
@@ -169,7 +170,8 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     if is_auto:
         precision = dataclasses.replace(precision, requested="auto")
     optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
-    shards, notes = num_shards(mode, ranks), list[str]()
+    shards = num_shards(mode, ranks)
+    notes: list[str] = []
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")

@@ -189,18 +189,20 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     has_scales = resumed is not None and state.has_the_scales(resumed)
     model, optimizer = prepare_with_scales(setup, optimizer, None if has_scales else data.train)
-    num_steps, step, tokens_seen = state.options["total_steps"], 0, 0
+    num_steps = state.options["total_steps"]
+    step = tokens = 0
     eval_data = None if data.eval is None else data.eval.data
     history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
     if resumed is not None:
         state.restore(resumed, optimizer)
-        step, tokens_seen = resumed.step, resumed.meta["tokens_seen"]
+        step, tokens = resumed.step, resumed.meta["tokens_seen"]
         plan.say(f"resumed from {resumed.folder} after step {step}")
         state.restore_history(history, resumed)
     scheduler = build_scheduler(optimizer, config.optim, num_steps, step)
     reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=history.last_step != step)
-    parts = (setup, model, optimizer, scheduler, data.train, reporter, num_steps, data.eval)
-    return TrainingLoop(*parts, state, results, history, step, tokens_seen)
+    return TrainingLoop(
+        setup, model, optimizer, scheduler, data.train, reporter, num_steps, state, results, history, step, tokens
+    )
 
 
 def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:

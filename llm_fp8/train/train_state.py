@@ -24,7 +24,7 @@ from llm_fp8.models.source import text_config
 from llm_fp8.models.weights import weights_digest
 from llm_fp8.optim.optimizers import initialize_state, optimizer_tensors, set_completed_steps
 from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
-from llm_fp8.train.checkpoint import LATEST, RNG_PREFIX, STRATEGY_STATE, Checkpoint, CheckpointManager
+from llm_fp8.train.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.setup import TrainingSetup
@@ -193,8 +193,10 @@ class RunState:
             deepspeed.load_state(checkpoint.folder / STRATEGY_STATE)
         else:
             initialize_state(optimizer)
-        tensors, left_out = self.tensors(optimizer) | rng, () if self.has_the_scales(checkpoint) else SCALES
-        checkpoint.load({name: each for name, each in tensors.items() if not name.startswith(left_out)})
+        tensors = self.tensors(optimizer) | rng
+        if not self.has_the_scales(checkpoint):
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
+        checkpoint.load(tensors)
         if deepspeed is None:
             set_completed_steps(optimizer, checkpoint.step)
             # What is derived from the weights is cast anew.
@@ -223,9 +225,9 @@ class RunState:
 
 def rng_state(rank: int) -> dict[str, Tensor]:
     """The states of torch's random generators of the CPU and of the current GPU; names carry the rank."""
-    states = {f"{RNG_PREFIX}rank-{rank}/torch_cpu": torch.get_rng_state()}
+    states = {f"rng/rank-{rank}/torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"{RNG_PREFIX}rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()
+        states[f"rng/rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()
     return states
 
 
