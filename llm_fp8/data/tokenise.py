@@ -210,8 +210,7 @@ def _tokenise_batch(
             names = list(others)
         read = conversation_of({ours: row.get(theirs) for ours, theirs in columns.items()}, options.form)
         read.unused.update(f"column '{name}'" for name in names if name not in used)
-        kwargs = {**options.template_kwargs, **read.template_kwargs}
-        conversations.append(read._replace(template_kwargs=kwargs) if options.template_kwargs else read)
+        conversations.append(read._replace(template_kwargs={**options.template_kwargs, **read.template_kwargs}))
     encoded = encode_batch(conversations, options.form, tokenizer, options.train_on_prompt)
     made: list[Sequence[Any]] = []
     for read, row_id, (ids, supervised) in zip(conversations, row_ids, encoded, strict=True):
@@ -224,7 +223,7 @@ def _tokenise_batch(
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
         keys = problem_key(read.problem()), document_key(ids, supervised)
-        told = json.dumps(+read.unused, sort_keys=True) if read.unused else "{}"
+        told = json.dumps(+read.unused, sort_keys=True)
         end = ids[-1] if outcome is Outcome.USED else -1
         made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), end, *keys, row_id, told))
     return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
