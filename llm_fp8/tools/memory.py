@@ -119,7 +119,9 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     """The model's config, and the words that name the model on a training command line."""
     from llm_fp8.models.source import load_config, resolve_source
 
-    words, bundled = [f"--model_name={name}"], bundled_architectures()
+    bundled = bundled_architectures()
+    name = next((known for known in bundled if known.lower() == name.lower()), name)
+    words = [f"--model_name={name}"]
     if "/" not in name and name != EMBEDDED and not Path(name).is_dir():
         if name not in bundled:
             near = did_you_mean(name, bundled)
