@@ -124,13 +124,12 @@ class _Job:
         """The sequences to train on, the tokenised rows to evaluate on, and what `PreparedData` says of both."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
-        if data.streaming and fraction is None:
-            fraction = DEFAULT_FRACTION
+        share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
         datasets = self.load(self.train, data.num_of_samples)
         options = self.options(self.train, datasets)
         if data.streaming:
-            rows = self.first_rows(options, fraction)
-            taken = [f"{share:.2%} of the rows" for share in self.shares or [1.0]]
+            rows = self.first_rows(options, share)
+            taken = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
         else:
             mixed = self.mixed(datasets)
             rows = concatenate_datasets(self.tokenise(self.train, mixed, options))
@@ -138,7 +137,7 @@ class _Job:
         figures = figures_of(rows)
         used = figures["length"] > 0
         held_out, keys = np.zeros_like(used), figures["problem_key"][used]
-        held_out[used] = is_held_out(keys, fraction) if data.streaming else held_out_mask(keys, fraction)
+        held_out[used] = is_held_out(keys, share) if data.streaming else held_out_mask(keys, fraction)
         report.count(rows, figures, held_out)
         chosen = np.flatnonzero(used & ~held_out)
         if len(chosen) == 0:
@@ -159,11 +158,11 @@ class _Job:
             raise UserError(f"--validation_fraction, --eval_every: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
-        parts = [self.shares, data.num_of_samples, fraction] if data.streaming else []
+        parts = [self.shares, data.num_of_samples, share] if data.streaming else []
         content = json.dumps([documents, *parts, self.config.packing, seed, self.layout.multiple])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
-            how = (partial(self.open_stream, options), fraction, self.layout.plan, report)
+            how = (partial(self.open_stream, options), share, self.layout.plan, report)
             sequences: Sequences = StreamSequences(seed, identity, [source for source, _ in self.train], *how)
         else:
             plan = self.layout.plan(figures["length"], chosen)
