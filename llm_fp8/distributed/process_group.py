@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks, end_with_parent
@@ -49,6 +50,14 @@ def start_process_group(ranks: LaunchRanks) -> None:
 
 def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
+    """Free what a run prepared, and end the group unless the run was started in it."""
+    # DDP goes first. As the last owner of the group it would hold the GIL and wait for gloo's threads, which need it.
+    accelerator.free_memory()
+    if is_own and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def largest(value: int) -> int:

@@ -34,7 +34,7 @@ def is_adapter_folder(folder: str | Path) -> bool:
 
 
 def resolve_source(options: ModelConfig) -> ModelSource:
-    """Resolve --model_name. Raises `UserError` for the folder of an adapter."""
+    """Resolve --model_name. Raises `UserError` for a path that does not exist, and the folder of an adapter."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), is_random=True)
@@ -42,6 +42,8 @@ def resolve_source(options: ModelConfig) -> ModelSource:
         raise UserError(f"--model_name {name} holds a PEFT adapter alone; merge it first (scripts/merge_adapter.py).")
     if Path(name).is_dir():
         return ModelSource(name, name, options.random_init)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"--model_name {name}: no such folder, and a hub id is OWNER/NAME.")
     # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
     plain = name.rpartition("/")[2].replace("Meta-Llama", "Llama").removesuffix("-Instruct")
     if options.random_init and plain in bundled_architectures():

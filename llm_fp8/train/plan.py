@@ -75,7 +75,7 @@ class RunPlan:
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.config.run.output_dir))
+        return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
 
     @property
     def context_group(self) -> ContextGroup | None:

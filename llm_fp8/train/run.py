@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.side_files import Origin, save_side_files
@@ -38,6 +38,7 @@ from llm_fp8.train.run_dir import (
     explained_failures,
     find_checkpoint,
     run_lock,
+    with_default_folder,
     with_output_dir,
 )
 from llm_fp8.train.scale_warmup import first_step, prepare_with_scales
@@ -77,7 +78,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     plan = plan_run(config, ranks, resumed)
     phase_ends("devices")
 
-    with explained_failures(plan.folder):
+    with explained_failures(lambda: plan.folder):  # noqa: F821  # it is called before the end alone
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
@@ -96,6 +97,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         if plan.measures_precision:
             plan, results.measured_tokens_per_s = choose_precision(plan, data)
             phase_ends("auto_precision")
+        plan = with_default_folder(plan)
         announce(plan)
         options = run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
@@ -129,11 +131,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
                     checkpoints.finish()
                 finish(loop, stop, tokenizer)
     exit_code, accelerator = 0 if loop.is_complete else stop.exit_code, plan.accelerator
-    # DDP goes before the group. As its last owner it would hold the GIL and wait for gloo's threads, which need it.
-    del plan, setup, state, loop
-    accelerator.free_memory()
-    if is_own_group and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    del plan, setup, state, loop  # the model goes before the process group
+    end_process_group(accelerator, is_own_group)
     return exit_code
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, Checkpoint, CheckpointManager
+from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.console import say
 from llm_fp8.utils.errors import UserError, existing_part, is_out_of_memory, listed, reading, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
@@ -36,27 +38,35 @@ def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
         raise UserError(f"the processes were started with different {listed(differing)}; give all the same options.")
-    output_dir, resume_from = decided_by_main(lambda: _checked(config, ranks))
+    output_dir, resume_from = decided_by_main(lambda: _checked(config.run, ranks))
     return config.with_options(output_dir=output_dir, resume_from=resume_from)
 
 
-def _checked(config: Config, ranks: LaunchRanks) -> tuple[str, str | None]:
-    """--output_dir, by default named after time, model and precision, and --resume_from of the run."""
-    output_dir, resume_from = config.run.output_dir, config.run.resume_from
-    if output_dir is None:
-        asked = f"{config.model.model_name} {config.precision.mixed_precision or ''}"
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub('[^A-Za-z0-9.]+', '-', asked).strip('-')}"
-        output_dir = agree_on("output_dir", str(Path("runs") / name))
-    folder = Path(output_dir)
+def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None]:
+    """--output_dir and --resume_from of the run; no folder where `with_default_folder` is to name one."""
+    output_dir, resume_from = run.output_dir, run.resume_from
+    if output_dir is None and ranks.restart_count > 0:
+        output_dir = agree_on("output_dir", "") or None
+    folder = Path(output_dir or "runs")
     with reading("--output_dir", folder, "the folder"):
         existing = existing_part(folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if ranks.restart_count > 0 and CheckpointManager(folder, limit=1).newest_first():
             resume_from = LATEST
-        if ranks.restart_count == 0:
+        if output_dir is not None and ranks.restart_count == 0:
             _refuse_other_run(folder, resume_from)
     return output_dir, resume_from
+
+
+def with_default_folder(plan: RunPlan) -> RunPlan:
+    """`plan` with a folder named after time, model and the precision that runs, where none was given. Collective."""
+    if plan.config.run.output_dir is not None:
+        return plan
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
+    name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
+    output_dir = decided_by_main(lambda: agree_on("output_dir", name))
+    return dataclasses.replace(plan, config=plan.config.with_options(output_dir=output_dir))
 
 
 def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
@@ -121,16 +131,16 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def explained_failures(folder: Path) -> Iterator[None]:
+def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     """Turn a full disk or the loss of another process into a `UserError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and (reason := reason_not_written(error)):
-            written = error.filename if isinstance(error.filename, str) else folder  # libraries' caches name no file
-            what = f"{written} (--output_dir, HF_HOME or TMPDIR): {reason}"
+            named = isinstance(error.filename, str)  # libraries' caches name no file
+            what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif is_loss_of_a_peer(error) and not is_out_of_memory(error):
             what = f"another process of this run is gone, see what it said: {str(error).splitlines()[0][:200]}"
         else:
             raise
-        raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder}.") from error
+        raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error

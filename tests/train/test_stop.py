@@ -147,5 +147,5 @@ def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num
 
 
 def test_a_full_disk_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="No space"), explained_failures(tmp_path):
+    with pytest.raises(UserError, match="No space"), explained_failures(lambda: tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")

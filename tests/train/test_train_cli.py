@@ -61,7 +61,8 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
     assert (done.returncode, done.stderr) == (0, ""), "no word of any library"
     assert not any("\r" in line or "%|" in line or "arning" in line for line in done.stdout.splitlines())
     (run,) = (folder / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-embedded", run.name)
+    ran = run_json(run)["precision"]["effective"].replace("no", "fp32")  # bf16 on a GPU
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-embedded-{ran}", run.name)
 
     losses = [step["loss"] for step in steps(run)]
     assert len(losses) == 8 and losses[-1] < losses[0] - 1

@@ -62,7 +62,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     `trace` is the file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
     """
     plan = plan_without_output(config)
-    with explained_failures(plan.folder):
+    with explained_failures(lambda: plan.folder):
         found = measure(build_loop(plan), trace)
     return found | {"problems": problems(found)}
 
