@@ -90,17 +90,20 @@ class Checkpoint:
         return int(self.meta["options"]["batch_size"])
 
     @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Of its tensors, by their names."""
+    def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Dtype and shape of its tensors, by their names."""
         entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
-        return {name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Read the tensors of these names in place and bit for bit; collective. `UserError`, before anything changes,
-        where the checkpoint has none of a name or dtype.
+        where the checkpoint has none of a name, dtype and shape.
         """
-        if names := [name for name, tensor in tensors.items() if self.dtypes.get(name) != tensor.dtype]:
-            raise UserError(f"--resume_from {self.folder} lacks {listed(names)} of this run, or in this dtype.")
+        wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
+            what = f"lacks {listed(names)} of this run, or in this dtype and shape"
+            raise UserError(f"--resume_from {self.folder} {what}.")
         detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
         dcp.load(detached, storage_reader=dcp.FileSystemReader(self.folder))
 

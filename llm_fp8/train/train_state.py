@@ -188,7 +188,7 @@ class RunState:
         plan, meta, deepspeed = self.setup.plan, checkpoint.meta, deepspeed_of(self.setup.plan)
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         own_rng = rng_state(plan.accelerator.process_index)
-        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.dtypes}
+        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.kinds}
         if deepspeed is not None:
             deepspeed.load_state(checkpoint.folder / STRATEGY_STATE)
         else:

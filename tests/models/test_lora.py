@@ -247,7 +247,7 @@ def test_checkpoints_hold_adapters_alone_and_belong_to_their_options(tmp_path, t
     options += ["--max_seq_length=256", "--batch_size=4", "--save_every=1", *LORA]
     train(*options, f"--output_dir={tmp_path / 'run'}")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    names = [name for name in Checkpoint.open(checkpoint).dtypes if name.startswith(("model.", "optimizer."))]
+    names = [name for name in Checkpoint.open(checkpoint).kinds if name.startswith(("model.", "optimizer."))]
     assert names and all("lora_" in name for name in names)
     with pytest.raises(UserError, match="does not belong to this run: .*lora"):
         train(*options, f"--output_dir={tmp_path / 'x'}", f"--resume_from={checkpoint}", "--lora_alpha=3")

@@ -148,6 +148,7 @@ def test_damage_is_named(tmp_path, name, damage):
     [
         {"model/lora_A": torch.zeros(3)},
         {"model/bf16": torch.zeros(33)},
+        {"model/bf16": torch.zeros(11, 3, dtype=torch.bfloat16)},
     ],
 )
 def test_other_tensors_are_refused_by_name(tmp_path, change):
