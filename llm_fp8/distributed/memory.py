@@ -167,7 +167,8 @@ class RunSize:
         """Count the memory by part; as an upper bound also where that of activations is not known exactly."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
         spec = self.sizes if upper_bound and self.is_bounded else self.spec
-        mode = "fsdp_full" if upper_bound and self.mode in ("fsdp_hybrid", "fsdp_offload") else self.mode
+        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # nothing is communicated
+        mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
         if spec is None:
             return MemoryEstimate({STATE: state / GIB}, is_whole=False)

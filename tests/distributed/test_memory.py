@@ -112,6 +112,7 @@ def test_what_saves_memory_is_in_its_part():
     assert parts(offload_optimizer=1.0).parts[STATE] < plain.parts[STATE] - 8 * 7.4
     assert parts(optimizer="adamw_8bit").parts[STATE] == pytest.approx(plain.parts[STATE] / 2, rel=0.01)
     assert sharded.beside_gib > plain.beside_gib
+    assert parts(mode="ddp", num_gpus=1) == plain
     assert parts(lora_rank=16).parts[STATE] < 0.2 * plain.parts[STATE]
     assert parts(lora_rank=16, mode="fsdp_full", num_gpus=4).parts[STATE] < 0.5 * parts(lora_rank=16).parts[STATE]
 
