@@ -159,16 +159,11 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     num_parameters = count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, gpu_gib)
     check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
-    measures_precision = False
-    is_auto = config.precision.mixed_precision == "auto"
+    is_auto, may_be_either = config.precision.mixed_precision == "auto", False
     if is_auto:
-        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
-        measures_precision = has_fp8 and resumed is None
-        takes_fp8 = has_fp8 if resumed is None else str(resumed.meta["fingerprint"]["precision"]).startswith("fp8")
-        config = config.with_options(mixed_precision="fp8" if takes_fp8 else "bf16")
+        may_be_either = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
+        config = config.with_options(mixed_precision="fp8" if may_be_either else "bf16")
     precision = resolve_precision(config.precision, device)
-    if is_auto:
-        precision = dataclasses.replace(precision, requested="auto")
     optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
     shards = num_shards(mode, ranks)
     notes: list[str] = []
@@ -176,13 +171,19 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
         recipe = precision.effective_scenario or precision.effective
-        may_be_bf16 = measures_precision or config.precision.fp8_until < 1
+        # Of a resumed run too: --batch_size auto comes to the same rows again.
+        may_be_bf16 = may_be_either or config.precision.fp8_until < 1
         run = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_bf16)
         rows = None if resumed is None else resumed.micro_batch_rows
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, rows))
     elif config.model.gradient_checkpointing == "auto":
         config = config.with_options(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
+    if may_be_either and resumed is not None and not resumed.meta["fingerprint"]["precision"].startswith("fp8"):
+        config = config.with_options(mixed_precision="bf16")
+        precision = resolve_precision(config.precision, device)
+    if is_auto:
+        precision = dataclasses.replace(precision, requested="auto")
     _check_run(config, num_parameters, mode, precision, ranks, on_gpu=device.type == "cuda")
     packed_form = None
     if config.model.use_te:
@@ -213,7 +214,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         stored=stored,
         packed_form=packed_form,
         say=print_line if accelerator.is_main_process else lambda text: None,
-        measures_precision=measures_precision,
+        measures_precision=may_be_either and resumed is None,
         num_asked_micro_batches=num_asked_micro_batches,
         notes=tuple(notes),
     )
