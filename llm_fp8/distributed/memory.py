@@ -22,8 +22,8 @@ A decoder of Hugging Face's keeps at most, in bf16 elements per token, 8 h (both
 5 q (attention with repeated keys and values) and 4 f, with norms of q and k 3 (q + kv) more; under LoRA 2 h + q + kv
 (inputs of adapters), with dropout half of 5 h + q + f (masks). This upper bound decides what is merged alone.
 
-A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters instead; in fp8
-each LayerNormLinear its fp8 input as well.
+A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
+products instead; in fp8 each LayerNormLinear its fp8 input as well.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class MemoryEstimate:
         return self.total_gib + self.beside_gib
 
 
-def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset()) -> float:
+def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset(), lora_rank: int = 0) -> float:
     """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
@@ -91,6 +91,7 @@ def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozen
         always += _BF16 * (q + kv)
     if adapted:
         mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
+        always += _BF16 * lora_rank * len(adapted)
         always += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
         always += _BF16 * f * ("down_proj" in adapted)
         return always + (0 if recipe == "bf16" else h * (2 if mlp else 1))
@@ -255,7 +256,7 @@ class RunSize:
         lora = self.config.lora
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
-            return max(saved_bytes(spec, recipe, self.adapted) for recipe in recipes)
+            return max(saved_bytes(spec, recipe, self.adapted, lora.lora_rank) for recipe in recipes)
         h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
         elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * (lora.lora_rank > 0)
         masks = (5 * h + q + f) * (lora.lora_dropout > 0)

@@ -114,6 +114,8 @@ def test_what_saves_memory_is_in_its_part():
     assert sharded.beside_gib > plain.beside_gib
     assert parts(mode="ddp", num_gpus=1) == plain
     assert parts(lora_rank=16).parts[STATE] < 0.2 * plain.parts[STATE]
+    few, many = (parts(lora_rank=rank).parts[ACTIVATIONS] for rank in (16, 256))
+    assert many - few >= 8192 * 32 * 2 * 240 / 2**30, "low-rank products"
     assert parts(lora_rank=16, mode="fsdp_full", num_gpus=4).parts[STATE] < 0.5 * parts(lora_rank=16).parts[STATE]
 
 
