@@ -38,7 +38,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -273,7 +273,8 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         if turn:
             whole = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
         else:  # templates have no prompt for a first turn: it begins with its content
-            whole = until[: until.rfind(essence or until)]
+            content = message["content"].strip()  # with its reasoning, if the template leaves it in
+            whole = until[: until.rfind(content if content and content in until else essence or until)]
         prompts = [whole, _OPEN_THINKING.sub("", whole)]
         before = next(filter(until.startswith, prompts), None)
         if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":

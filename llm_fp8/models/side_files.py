@@ -29,6 +29,7 @@ _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
+_OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
         if not str(config.get("model_type")).startswith("phi"):  # Phi-3 allows three entries
             scaling["original_max_position_embeddings"] = original
     older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
-    return older
+    names = _OF_GPT_NEOX if config.get("model_type") == "gpt_neox" else {}
+    return {names.get(key, key): value for key, value in older.items()}
 
 
 def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:

@@ -44,11 +44,16 @@ def resolve_source(options: ModelConfig) -> ModelSource:
         return ModelSource(name, name, options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"--model_name {name}: no such folder, and a hub id is OWNER/NAME.")
-    # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
-    plain = name.rpartition("/")[2].replace("Meta-Llama", "Llama").removesuffix("-Instruct")
-    if options.random_init and plain in bundled_architectures():
-        return ModelSource(name, str(ARCHITECTURES / f"{plain}.json"), is_random=True)
+    if options.random_init and (bundled := bundled_name(name)):
+        return ModelSource(name, str(ARCHITECTURES / f"{bundled}.json"), is_random=True)
     return ModelSource(name, name, options.random_init)
+
+
+def bundled_name(name: str) -> str | None:
+    """The bundled architecture that a name or hub id means, in any case; None where there is none."""
+    # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
+    plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
+    return next((bundled for bundled in bundled_architectures() if bundled.lower() == plain), None)
 
 
 def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:

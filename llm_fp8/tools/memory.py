@@ -117,17 +117,15 @@ def gpu_memory(name: str | None) -> tuple[str, float, bool]:
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     """The model's config, and the words that name the model on a training command line."""
-    from llm_fp8.models.source import load_config, resolve_source
+    from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
-    bundled = bundled_architectures()
-    name = next((known for known in bundled if known.lower() == name.lower()), name)
     words = [f"--model_name={name}"]
     if "/" not in name and name != EMBEDDED and not Path(name).is_dir():
-        if name not in bundled:
-            near = did_you_mean(name, bundled)
+        if (known := bundled_name(name)) is None:
+            near = did_you_mean(name, bundled_architectures())
             raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
-        owner = next((owner for start, owner in HUB_OWNERS.items() if name.startswith(start)), None)
-        words = [f"--model_name={owner}/{name}"] if owner else [*words, "--random_init"]
+        owner = next((owner for start, owner in HUB_OWNERS.items() if known.startswith(start)), None)
+        words = [f"--model_name={owner}/{known}"] if owner else [f"--model_name={known}", "--random_init"]
     # A bundled config needs no hub, and is that of random weights.
     return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), words
 

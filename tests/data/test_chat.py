@@ -90,6 +90,12 @@ def test_a_template_that_fails_is_the_users_error(template: str, marks: str) -> 
         _encode(CHAT, _tokenizer(template + marks))
 
 
+def test_the_reasoning_of_a_first_turn_is_supervised() -> None:
+    first = {"role": "assistant", "content": "<think>hm</think>hello"}
+    row = {"messages": [first, QUESTION, {"role": "assistant", "content": "4"}]}
+    assert _supervised(row, _tokenizer(CHATML))[0].startswith("<think>hm</think>hello")
+
+
 def test_bos_and_eos_are_not_doubled() -> None:
     tokenizer = _tokenizer()
     for text in ("1 + 1 = 2", "<|bos|>1 + 1 = 2<|eos|>", "1 + 1 = 2<|eos|><|eos|>\n"):

@@ -82,6 +82,10 @@ ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "glm", "rope_parameters": {**BASE, "partial_rotary_factor": 0.5}},
         {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
     ),
+    "gpt_neox": (
+        {"model_type": "gpt_neox", "rope_parameters": {**BASE, "partial_rotary_factor": 0.5}},
+        {"rotary_emb_base": 5e5, "rotary_pct": 0.5},
+    ),
     "qwen3_moe": (
         {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         {"num_experts": 4},

@@ -51,6 +51,8 @@ def test_an_unknown_gpu_is_refused(name):
     [
         ("Llama-3.1-8B", ["--model_name=meta-llama/Llama-3.1-8B"]),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
+        ("llama-3.1-8b-instruct", ["--model_name=meta-llama/Llama-3.1-8B"]),
+        ("meta-llama/llama-3.1-8b", ["--model_name=meta-llama/llama-3.1-8b"]),
         ("Llama-57M", ["--model_name=Llama-57M", "--random_init"]),
         ("embedded", ["--model_name=embedded"]),
         (str(MODEL_DIR), [f"--model_name={MODEL_DIR}"]),

@@ -56,7 +56,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
     add("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
     add("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
-    options = parser.parse_args(argv)
+    words = list(argv)
+    if "--train" in words[:-1]:  # argparse would read a single quoted option ('--use_te') as one of this parser's
+        place = words.index("--train")
+        words[place : place + 2] = [f"--train={words[place + 1]}"]
+    options = parser.parse_args(words)
     options.output = options.output or Path("comparison" if options.train is None else "runs/compare")
     return options
 

@@ -13,7 +13,7 @@ import pytest
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.tools.compare import cli
-from llm_fp8.tools.compare.cli import plan_runs
+from llm_fp8.tools.compare.cli import parse, plan_runs
 from llm_fp8.tools.compare.figures import (
     CertificateState,
     Difference,
@@ -327,6 +327,10 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
 def test_an_impossible_plan_is_refused(tmp_path, train):
     with pytest.raises(UserError, match="--train|--batch_size"):
         plan_runs(train, ["bf16"], 1, 1, tmp_path)
+
+
+def test_a_single_option_may_be_quoted():
+    assert parse(["--train", "--use_te", "--variants", "bf16"]).train == "--use_te"
 
 
 def test_the_page_is_complete_and_names_no_folder():
