@@ -151,11 +151,10 @@ class _Job:
                 why = why if data.streaming else f"all {len(keys)} usable rows ask the same"
                 report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
         report.num_eval_rows = len(evaluation)
-        if not len(evaluation) and (
-            data.validation_fraction or self.config.run.eval_every or self.config.run.eval_batches
-        ):
+        asking = ("validation_fraction", "eval_every", "eval_batches")
+        if not len(evaluation) and (given := [f"--{name}" for name in asking if self.config.options[name]]):
             why = report.nothing_held_out or "--validation_fraction is 0"
-            raise UserError(f"--validation_fraction, --eval_every: no row can be held out: {why}.")
+            raise UserError(f"{', '.join(given)}: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
         parts = [self.shares, data.num_of_samples, share] if data.streaming else []
