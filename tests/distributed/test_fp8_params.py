@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -179,6 +179,17 @@ def cast(master: Tensor) -> Tensor:
 # --- On two processes -------------------------------------------------------------------------------------------------
 
 
+def prepared(strategy: FsdpStrategy, model: SmallModel, in_fp8: Iterable[nn.Module]) -> tuple[nn.Module, Any]:
+    """`model` sharded, with its initial weights and those of these layers in fp8, and its optimizer."""
+    strategy.kept_in_fp8 = precision_of(in_fp8)
+    strategy.shard(model, model.layers)
+    for name, parameter in model.named_parameters():
+        block = local_shard(parameter)
+        block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
+    return strategy.prepare(model, optimizer)
+
+
 def train_in_fp8(
     rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False
 ) -> dict[str, Any]:
@@ -187,13 +198,7 @@ def train_in_fp8(
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
     strategy = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
-    strategy.kept_in_fp8 = precision_of(list(model.layers)[:-1])
-    strategy.shard(model, model.layers)
-    for name, parameter in model.named_parameters():
-        block = local_shard(parameter)
-        block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
-    model, optimizer = strategy.prepare(model, optimizer)
+    model, optimizer = prepared(strategy, model, list(model.layers)[:-1])
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)
     norms = []
@@ -296,13 +301,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     model = SmallModel()
     for layer in model.layers:
         layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
-    strategy.kept_in_fp8 = precision_of(model.layers)
-    strategy.shard(model, model.layers)
-    for name, parameter in model.named_parameters():
-        block = local_shard(parameter)
-        block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
-    model, optimizer = strategy.prepare(model, optimizer)
+    model, optimizer = prepared(strategy, model, model.layers)
     losses, gathers = [], CountedAllGather(model)
     for _ in range(STEPS):
         with strategy.micro_batch(model, last=True):
