@@ -199,6 +199,8 @@ class RunSize:
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
         if casts and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
+            if recipe in ("delayed", "current"):  # whose transposes exist during a layer's backward pass alone
+                casts //= 2
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters

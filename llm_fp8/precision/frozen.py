@@ -3,6 +3,9 @@
 Otherwise a module keeps the bf16 weight (2 bytes per element) beside its fp8 casts (1 byte for each of two layouts,
 which Hopper's GEMMs need). The casts of a frozen weight never change, so the GEMMs read the same bits. Under delayed
 scaling the scale is that of the weight's own amax, as the second cast of a frozen weight has it.
+
+Where a tensor has one scale, its second layout, for dgrad, is its transpose. Transformer Engine makes it in the
+backward pass where it is missing, and it is dropped when dgrad is done: a byte per weight is left.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llm_fp8.precision.context import Precision
@@ -32,12 +35,13 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
     """Replace the weights of the TE modules in fp8, which are frozen and not sharded, by their fp8 form; returns the
     bytes of the replaced ones. `model` is what DDP will wrap.
     """
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
     recipe, dropped = precision.plan.te_recipe, 0
     modules: Any = precision.fp8_modules
     for module in modules:
-        for name in prepare_module(module, recipe):
+        names = prepare_module(module, recipe)
+        for name in names:
             weight = getattr(module, name).detach()
             quantizer = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
             if isinstance(quantizer, Float8Quantizer):  # delayed scaling
@@ -49,7 +53,26 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
             quantizer.internal = False
             setattr(module, name, Parameter(quantizer(weight), requires_grad=False))
             dropped += weight.numel() * weight.element_size()
+        if all(isinstance(getattr(module, name), Float8Tensor) for name in names):
+            _keep_no_transposes(module, names)
     # DDP would send them to the other ranks, as torch sees them: in bf16.
     frozen: Any = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     model._ddp_params_and_buffers_to_ignore = frozen
     return dropped
+
+
+def _keep_no_transposes(module: Any, names: list[str]) -> None:
+    """Keep the weights of these names without their transposes but during dgrad."""
+
+    def drop(*_: object) -> None:
+        for name in names:
+            getattr(module, name).update_usage(columnwise_usage=False)
+
+    def drop_after_dgrad(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(drop)  # called with its gradient, of which dgrad is a part
+
+    for name in names:  # of which Transformer Engine's forward pass makes what the quantizer says
+        getattr(module, name)._quantizer.set_usage(rowwise=True, columnwise=False)
+    drop()
+    module.register_forward_pre_hook(drop_after_dgrad)

@@ -205,6 +205,11 @@ def test_weights_held_in_fp8_are_the_casts_of_bf16_ones(scenario, device):
         assert len(casts) == len(held)
         for ours, theirs in zip(held, casts, strict=True):
             assert torch.equal(ours.dequantize(), theirs.dequantize()), name
+    step(model, precision, packed_batch(device))
+    if scenario != "block":  # whose second layout has scales of its own
+        assert [
+            weight for module in precision.fp8_modules for weight in linear_weights(module) if weight._transpose
+        ] == []
 
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
