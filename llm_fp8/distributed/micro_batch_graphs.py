@@ -15,6 +15,9 @@ A graph repeats its kernels at the same addresses. What a micro-batch reads and 
 So a first and a later micro-batch have a graph each, and on several GPUs a last one, in whose graph gradients are
 reduced. Eager micro-batches do the same at the same addresses, so both kinds may follow each other in a step, with the
 same bits. Where graphs hold communication, all ranks replay that of one bucket, the largest of theirs, or none does.
+
+Graphs keep the memory of a micro-batch's activations. Where there is none beside it for an eager micro-batch or an
+evaluation, these drop all graphs first, which are captured again when they are next needed.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class Capture:
     def __call__(self, work: Callable[[], None]) -> Graph:
         """The kernels that `work` launches; they do not run yet."""
         gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
+        torch.cuda.empty_cache()  # what eager passes took cannot be freed during a capture
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
@@ -67,6 +71,10 @@ class Capture:
             gc.collect()  # the pass's own nodes, which have the capture's stream
             raise
         return graph.replay
+
+    def begin_anew(self) -> None:
+        """Let the next graphs have a pool of their own, so that the memory of the last ones is free once they are."""
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 class MicroBatchGraphs:
@@ -82,13 +90,15 @@ class MicroBatchGraphs:
         capture: Callable[[Callable[[], None]], Graph],
         after_each: Callable[[], None],
         collective: bool,
+        after_dropping: Callable[[], None] | None = None,
     ) -> None:
         """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
         overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `after_each` is called after every
-        micro-batch and never captured. `collective`: whether graphs hold communication.
+        micro-batch and never captured. `collective`: whether graphs hold communication. `after_dropping`: eager passes
+        drop the graphs, and this is called then; None where memory suffices for both.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
-        self._collective = collective
+        self._collective, self._after_dropping = collective, after_dropping
         self._parameters = parameters
         self._gradients = self._make_gradients()
         by_gemms = {id(weight) for weight in overwritten}
@@ -114,6 +124,12 @@ class MicroBatchGraphs:
         self._after_each()
         return self._loss
 
+    def make_room(self) -> None:
+        """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
+        if self._graphs and self._after_dropping is not None:
+            self._graphs.clear()
+            self._after_dropping()
+
     def _lend_gradients(self) -> None:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -124,6 +140,7 @@ class MicroBatchGraphs:
             found = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
             bucket = found if found in BUCKETS else None
         if bucket is None:
+            self.make_room()
             return self._eager(batch, first, last)
         inputs, key = self._load(batch, bucket), (bucket, first, last)
         if key not in self._graphs and key in self._seen and self.may_capture and self.failure is None:
@@ -133,6 +150,7 @@ class MicroBatchGraphs:
         if key in self._graphs:
             self._replay(self._graphs[key])
         else:
+            self.make_room()
             self._eager(inputs, first, last)
             self._seen.add(key)
 
@@ -199,9 +217,15 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
         parameters: Sequence[Parameter],
         capture: Callable[[Callable[[], None]], Graph],
         after_each: Callable[[], None],
+        after_dropping: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(run, parameters, (), capture, after_each, collective=True)
+        super().__init__(run, parameters, (), capture, after_each, collective=True, after_dropping=after_dropping)
         self._model = model
+
+    def make_room(self) -> None:
+        super().make_room()
+        if not self._graphs:
+            self._gradients = []  # the first graph's
 
     def _make_gradients(self) -> list[Tensor]:
         return []

@@ -141,6 +141,7 @@ class TrainingLoop:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._pending: list[PendingStep] = []
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
+        self._graphs_drop = False  # whether eager passes have no memory beside graphs
         self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
         self._may_take_graphs = self._graphs is None and plan.takes_graphs
 
@@ -167,17 +168,18 @@ class TrainingLoop:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def _build_graphs(self) -> Any:
-        sharded, update = self.strategy.shards_parameters, self.precision.update_scales
+        sharded, update, capture = self.strategy.shards_parameters, self.precision.update_scales, Capture()
+        after_dropping = capture.begin_anew if self._graphs_drop else None
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
         if sharded:
-            return ShardedMicroBatchGraphs(self.model, run, self._parameters, Capture(), update)
+            return ShardedMicroBatchGraphs(self.model, run, self._parameters, capture, update, after_dropping)
         assert self.strategy.wgrad_accumulation is not None
         overwritten = self.strategy.wgrad_accumulation.weights()
         reduces = self.accelerator.num_processes > 1
-        return MicroBatchGraphs(run, self._parameters, overwritten, Capture(), update, collective=reduces)
+        return MicroBatchGraphs(run, self._parameters, overwritten, capture, update, reduces, after_dropping)
 
     def train(self, stop_requested: Callable[[bool], bool]) -> None:
         """Train to `total_steps`, until evaluations say to stop, or until `stop_requested(is the folder lost?)`, which
@@ -223,6 +225,7 @@ class TrainingLoop:
             if saves or (done and options.save_every):
                 self.save()
             if done:
+                self._make_room()  # for the export
                 return
             if evaluates or saves:
                 stamp = self.restart_clocks()  # Their time is not the next step's.
@@ -354,14 +357,12 @@ class TrainingLoop:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Run micro-batches as CUDA graphs from the next step on, where that shortens steps and fits. Collective."""
-        taken = torch.cuda.memory_allocated()
-        # A graph keeps memory for its activations, and other micro-batches run eagerly beside it.
-        needed = (2 * torch.cuda.max_memory_allocated() - taken) / GIB + RESERVE_GIB
-        lacking = max(0.0, needed - torch.cuda.get_device_properties(self.accelerator.device).total_memory / GIB)
-        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s, lacking))
+        """Run micro-batches as CUDA graphs from the next step on, where that shortens steps. Collective."""
+        # Graphs keep memory for activations, and eager passes need as much beside it.
+        needed = 2 * torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() + RESERVE_GIB * GIB
+        lacks = needed > torch.cuda.get_device_properties(self.accelerator.device).total_memory
+        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s, lacks))
         idle, communication_s, _ = found[0]  # of the main rank, which knows the times of steps
-        lacking = max(lacking for *_, lacking in found)
         if idle is None or self.step == self.total_steps:
             return
         self._may_take_graphs, sharded, share = False, self.strategy.shards_parameters, idle["share"]
@@ -369,17 +370,19 @@ class TrainingLoop:
             share -= communication_s / idle["step_time_s"]
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return
-        note = f"the GPU computes nothing during {share:.0%} of a step: "
-        if lacking:
-            self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
-            return
+        self._graphs_drop = any(lacks for *_, lacks in found)
         self._begin_graphs()
         self.profile_step = self._next_profile_step()
-        self._note_graphs(f"{note}micro-batches run as CUDA graphs from step {self.step + 1} on")
+        note = f"the GPU computes nothing during {share:.0%} of a step"
+        self._note_graphs(f"{note}: micro-batches run as CUDA graphs from step {self.step + 1} on")
 
     def _begin_graphs(self) -> None:
         self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)
         self._graphs = self._build_graphs()
+
+    def _make_room(self) -> None:
+        if self._graphs is not None:
+            self._graphs.make_room()
 
     def _leave_failed_graphs(self) -> None:
         """Go on without graphs where one could not be captured, which ranks agreed on."""
@@ -436,6 +439,7 @@ class TrainingLoop:
 
     def eval_loss(self) -> float:
         """Evaluate and report; returns the main rank's eval loss."""
+        self._make_room()
         figures = evaluate_loss(self.accelerator, self.model, self.precision, self.state.data.eval or ())
         self.reporter.evaluation({"step": self.step, **figures})
         return gathered(figures["eval_loss"])[0]
