@@ -37,7 +37,7 @@ from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.utils.te_internals import forget_recomputation
 from llm_fp8.utils.torch_internals import local_of
 
-BUCKETS = (32, 64, 128, 256, 512)
+BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
 """Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
 
 RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]

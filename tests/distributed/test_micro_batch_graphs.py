@@ -82,7 +82,7 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
     """Let runs with --cuda_graphs do without a GPU; what they captured is in the list, one entry a run."""
     captures: list[EmulatedCapture] = []
 
-    def graphs(run, parameters, overwritten, capture, after, collective):
+    def graphs(run, parameters, overwritten, capture, after, collective, after_dropping):
         captures.append(EmulatedCapture(parameters))
         return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after, collective)
 
@@ -106,8 +106,8 @@ def batch(num_documents, seed=0):
 
 def test_documents_go_to_the_smallest_bucket_that_holds_them():
     lengths = {count: bucket_of(dataclasses.replace(batch(2), cu_seqlens=torch.zeros(count + 1))) for count in
-               (1, 32, 33, 64, 65, 512, 513)}  # fmt: skip
-    assert lengths == {1: 32, 32: 32, 33: 64, 64: 64, 65: 128, 512: 512, 513: None}
+               (1, 32, 33, 64, 65, 512, 513, 2048, 2049)}  # fmt: skip
+    assert lengths == {1: 32, 32: 32, 33: 64, 64: 64, 65: 128, 512: 512, 513: 1024, 2048: 2048, 2049: None}
 
 
 class Seen:
