@@ -68,11 +68,12 @@ def _keep_no_transposes(module: Any, names: list[str]) -> None:
         for name in names:
             getattr(module, name).update_usage(columnwise_usage=False)
 
-    def drop_after_dgrad(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def drop_before_and_after(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        drop()  # what a pass that ended in an error left: in the capture of a CUDA graph it was never computed
         if inputs[0].requires_grad:
             inputs[0].register_hook(drop)  # called with its gradient, of which dgrad is a part
 
     for name in names:  # of which Transformer Engine's forward pass makes what the quantizer says
         getattr(module, name)._quantizer.set_usage(rowwise=True, columnwise=False)
     drop()
-    module.register_forward_pre_hook(drop_after_dgrad)
+    module.register_forward_pre_hook(drop_before_and_after)
