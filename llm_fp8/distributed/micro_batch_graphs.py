@@ -35,7 +35,7 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.fsdp_internals import forget_pass
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.utils.te_internals import forget_recomputation
-from llm_fp8.utils.torch_internals import local_of
+from llm_fp8.utils.torch_internals import end_capture_in_pool, local_of
 
 BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
 """Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
@@ -57,7 +57,6 @@ class Capture:
     def __call__(self, work: Callable[[], None]) -> Graph:
         """The kernels that `work` launches; they do not run yet."""
         gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
-        torch.cuda.empty_cache()  # what eager passes took cannot be freed during a capture
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
@@ -65,6 +64,7 @@ class Capture:
                 work()
         except BaseException:  # torch and Transformer Engine do not restore these
             torch.cuda.set_stream(stream)
+            end_capture_in_pool(self._pool)
             random = torch.cuda.default_generators[torch.cuda.current_device()]
             random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured
             forget_recomputation()
@@ -73,7 +73,9 @@ class Capture:
         return graph.replay
 
     def begin_anew(self) -> None:
-        """Let the next graphs have a pool of their own, so that the memory of the last ones is free once they are."""
+        """Free the memory of the graphs, of which none is left, and let the next ones have a pool of their own."""
+        torch.cuda.synchronize()  # a replay may still run, on a stream that expandable segments do not wait for
+        torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
 
 

@@ -8,6 +8,7 @@
     nn.Module._compiled_call_impl                         tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
     torch._scaled_mm                                      tests/tools/verify/test_verify.py
+    torch._C._cuda_endAllocateToPool, _cuda_releasePool   tests/distributed/test_micro_batch_graphs.py
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     model._apply(move)
+
+
+def end_capture_in_pool(pool: tuple[int, int]) -> None:
+    """Let the allocator free memory again, that of `pool` too, after a capture of a CUDA graph that torch could not end
+    because an error came between the work of several streams.
+    """
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # torch ended it
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def compile_without_ddp_cuts() -> None:

@@ -28,6 +28,7 @@ from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.utils.torch_internals import end_capture_in_pool
 from tests.support.batches import random_rows
 from tests.support.reference import NUM_STEPS, compare_with_reference
 from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
@@ -147,6 +148,37 @@ def test_each_kind_runs_eagerly_once_and_then_by_its_graph(monkeypatch):
         assert seen.replays == replays
         assert seen.calls[-1][1] == first
     assert len(seen.calls) == seen.num_after == 12, "nothing ran at a capture"
+
+
+def test_eager_passes_drop_graphs_where_memory_is_short(monkeypatch):
+    """Those of a new kind, of too many documents, and an evaluation; each kind is then captured again at once."""
+    monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
+    seen, dropped, few, many = Seen(), [], batch(3), batch(6)
+    seen.graphs._after_dropping = lambda: dropped.append(len(seen.capture.graphs))
+    for given, replays, drops in (
+        (few, [], []), (few, [1], []), (few, [2], []), (many, [2], [1]), (many, [2, 1], [1]), (few, [2, 1, 1], [1]),
+        (batch(9), [2, 1, 1], [1, 3]), (batch(9), [2, 1, 1], [1, 3]), (few, [2, 1, 1, 1], [1, 3]),
+    ):  # fmt: skip
+        seen.take(given, first=True)
+        assert (seen.replays, dropped) == (replays, drops)
+    seen.graphs.make_room()
+    seen.graphs.make_room()
+    assert dropped == [1, 3, 4]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_memory_of_a_capture_that_torch_could_not_end_is_released(ended, monkeypatch):
+    released = []
+
+    def end(device, pool):
+        if ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch._C._cuda_endAllocateToPool", end)
+    monkeypatch.setattr("torch._C._cuda_releasePool", lambda device, pool: released.append(pool))
+    end_capture_in_pool((0, 7))
+    assert released == ([] if ended else [(0, 7)])
 
 
 def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch):
