@@ -359,22 +359,30 @@ class TrainingLoop:
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Run micro-batches as CUDA graphs from the next step on, where that shortens steps. Collective."""
         # Graphs keep memory for activations, and eager passes need as much beside it.
-        needed = 2 * torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() + RESERVE_GIB * GIB
-        lacks = needed > torch.cuda.get_device_properties(self.accelerator.device).total_memory
-        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s, lacks))
-        idle, communication_s, _ = found[0]  # of the main rank, which knows the times of steps
+        sharded, taken = self.strategy.shards_parameters, torch.cuda.memory_allocated()
+        peak = torch.cuda.max_memory_allocated() + RESERVE_GIB * GIB
+        if not sharded and num_micro_batches == 1:  # whose gradients came only as activations went
+            peak += sum(parameter.nbytes for parameter in self._parameters)
+        total = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+        needs = (max(0.0, peak - total) / GIB, 2 * peak - taken > total)
+        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s, *needs))
+        idle, communication_s, *_ = found[0]  # of the main rank, which knows the times of steps
+        lacking = max(lacking for *_, lacking, _ in found)
         if idle is None or self.step == self.total_steps:
             return
-        self._may_take_graphs, sharded, share = False, self.strategy.shards_parameters, idle["share"]
+        self._may_take_graphs, share = False, idle["share"]
         if not sharded:  # whose communication mostly waits for hosts, and is in the graphs
             share -= communication_s / idle["step_time_s"]
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return
+        note = f"the GPU computes nothing during {share:.0%} of a step: "
+        if lacking:
+            self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
+            return
         self._graphs_drop = any(lacks for *_, lacks in found)
         self._begin_graphs()
         self.profile_step = self._next_profile_step()
-        note = f"the GPU computes nothing during {share:.0%} of a step"
-        self._note_graphs(f"{note}: micro-batches run as CUDA graphs from step {self.step + 1} on")
+        self._note_graphs(f"{note}micro-batches run as CUDA graphs from step {self.step + 1} on")
 
     def _begin_graphs(self) -> None:
         self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)

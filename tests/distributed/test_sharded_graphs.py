@@ -135,8 +135,13 @@ def test_a_run_with_graphs_is_the_run_without(mode, ways, tmp_path, tiny_model, 
         assert ("not permitted while capturing" in said) == name.startswith("failed")
 
 
-@pytest.mark.parametrize(("work_s", "peak_gib"), [(0.5, 30.0), (0.8, 30.0), (0.5, 50.0)])
-def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_short(work_s, peak_gib, monkeypatch):
+@pytest.mark.parametrize(
+    ("work_s", "peak_gib", "micro_batches", "begins"),
+    [(0.5, 30.0, 4, True), (0.8, 30.0, 4, False), (0.5, 50.0, 4, True), (0.5, 79.0, 4, False), (0.5, 50.0, 1, False)],
+)
+def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_short(
+    work_s, peak_gib, micro_batches, begins, monkeypatch
+):
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 10 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak_gib * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
@@ -145,12 +150,12 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     run.accelerator, run.reporter = SimpleNamespace(device="cuda"), SimpleNamespace(own_steps=lambda: taken)
     run.strategy, run.step, run.total_steps = SimpleNamespace(shards_parameters=False), 5, 50
     run._begin_graphs, run._next_profile_step = lambda: begun.append(run.step), lambda: 10
-    run._note_graphs = notes.append
+    run._note_graphs, run._parameters = notes.append, [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
     # The main rank waited less in collectives, and its figures count on all ranks.
-    monkeypatch.setattr(loop, "gathered", lambda own: [(own[0], 0.1, own[2]), own])
-    loop.TrainingLoop._take_graphs_if_idle(run, profile, num_micro_batches=4)
-    assert bool(begun) == bool(notes) == (work_s == 0.5)
+    monkeypatch.setattr(loop, "gathered", lambda own: [(own[0], 0.1, *own[2:]), own])
+    loop.TrainingLoop._take_graphs_if_idle(run, profile, micro_batches)
+    assert bool(begun) == begins and bool(notes) == (work_s == 0.5)
     if notes:
-        assert "computes nothing during 40% of a step" in notes[0] and "step 6" in notes[0]
-        assert run._graphs_drop == (peak_gib == 50.0)
+        assert "computes nothing during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
+        assert "1.0 GiB more" in notes[0] if not begins else run._graphs_drop == (peak_gib == 50.0)
