@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, Key, rounding_key
-from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
+from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_remainder, remainder_of
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 from llm_fp8.utils.torch_internals import local_of
 
@@ -86,7 +86,13 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights. The state is sharded like the parameter."""
+    """AdamW over bf16 parameters with exact fp32 master weights. Their lower bits, where none are loaded, are drawn
+    from `seed`, or zero without one. The state is sharded like the parameter.
+    """
+
+    def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
+        super().__init__(params, **adamw_arguments)
+        self.seed = seed
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = {
@@ -96,6 +102,9 @@ class MasterAdamW(GroupedAdamW):
         if parameter.dtype == torch.bfloat16:
             loaded = remainder_of(parameter)
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if loaded is None else loaded
+            if loaded is None and self.seed is not None:
+                generator = torch.Generator(parameter.device).manual_seed(self.seed)
+                local_of(state["remainder"]).copy_(draw_remainder(local_of(parameter), generator))
         return state
 
 

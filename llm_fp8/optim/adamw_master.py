@@ -17,14 +17,24 @@ bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into 
 
 because the addition carries into the upper half exactly where the remainder is negative as int16. The GPU's NaN,
 0x7FFFFFFF, would carry into the sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
+
+**The lower bits begin at random.** A master weight that begins as a bf16 number shows the model no update below half a
+unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights show 33%, of 1e-5
+3.6%. From a random place between the two halfway points all of an update is shown on average, and the first step's
+weights are the checkpoint's still. So it is with an fp32 parameter that a sharded run gathers in bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from llm_fp8.utils.torch_internals import local_of
+
 FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
+PART_ELEMENTS = 2**26  # whose lower bits are drawn at a time, for temporaries of a GiB
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -49,3 +59,23 @@ def give_remainder_(parameter: Tensor) -> None:
 def remainder_of(parameter: Tensor) -> Tensor | None:
     """The remainder that `give_remainder_` attached and training updates, or None."""
     return getattr(parameter, "master_remainder", None)
+
+
+def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Lower bits, int16, of a master weight whose nearest bf16 number is `weight`; none where it is zero."""
+    drawn = torch.randint(-32767, 32768, weight.shape, dtype=torch.int16, device=weight.device, generator=generator)
+    return drawn.masked_fill_(weight == 0, 0)
+
+
+@torch.no_grad()
+def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
+    """Draw the lower bits of fp32 parameters, or of this rank's shards, where they hold bf16 numbers."""
+    for parameter in parameters:
+        whole = local_of(parameter)
+        generator = torch.Generator(whole.device).manual_seed(seed)
+        if whole.dtype != torch.float32:
+            continue
+        for part in torch.atleast_1d(whole).chunk(1 + whole.numel() // PART_ELEMENTS):
+            weight = part.to(torch.bfloat16)
+            drawn = join_master(weight, draw_remainder(weight, generator))
+            part.copy_(torch.where(weight.float() == part, drawn, part))

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
-from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE
+from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
 from llm_fp8.optim.offload import OffloadedMasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
@@ -73,18 +73,27 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 
 
 def build_optimizer(
-    config: OptimConfig, kind: OptimizerKind, named_parameters: Iterable[tuple[str, Parameter]]
+    config: OptimConfig,
+    kind: OptimizerKind,
+    named_parameters: Iterable[tuple[str, Parameter]],
+    draws_lower_bits: bool = False,
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters, which have dtype `parameter_dtype(kind)` or fp32."""
+    """The AdamW of `kind` over the trainable parameters, which have dtype `parameter_dtype(kind)` or fp32.
+
+    `draws_lower_bits`: whether the model computes with bf16 weights; see `adamw_master`.
+    """
     groups = parameter_groups(named_parameters, config.weight_decay)
     shared = adamw_arguments(config)
     if kind == "adamw_fp32":
+        if draws_lower_bits:
+            draw_lower_bits_((parameter for group in groups for parameter in group["params"]), config.seed)
         return torch.optim.AdamW(groups, fused=True, **shared)
-    if kind == "adamw_master" and config.offload_optimizer:
+    if kind == "adamw_8bit":
+        return EightBitAdamW(groups, seed=config.seed, **shared)
+    shared["seed"] = config.seed if draws_lower_bits else None
+    if config.offload_optimizer:
         return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
-    if kind == "adamw_master":
-        return MasterAdamW(groups, **shared)
-    return EightBitAdamW(groups, seed=config.seed, **shared)
+    return MasterAdamW(groups, **shared)
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:

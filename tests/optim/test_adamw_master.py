@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from llm_fp8.optim import adamw_update
 from llm_fp8.optim.adamw import MasterAdamW
-from llm_fp8.optim.adamw_master import join_master, split_master
+from llm_fp8.optim.adamw_master import draw_lower_bits_, draw_remainder, join_master, split_master
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 
 LOWER_HALVES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
@@ -143,3 +143,30 @@ def test_gradient_scale_equals_scaling_gradients_and_applies_to_one_step(dtype, 
         assert torch.equal(folded.grad, before) and optimizers[0].gradient_scale is None
         assert torch.equal(master_of(optimizers[0], folded), master_of(optimizers[1], scaled))
         assert torch.equal(optimizers[0].state[folded]["exp_avg_sq"], optimizers[1].state[scaled]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("shape", [(), (1000, 300)])
+def test_drawn_lower_bits_leave_the_weights_as_they_are_and_show_every_update_on_average(shape, monkeypatch):
+    monkeypatch.setattr("llm_fp8.optim.adamw_master.PART_ELEMENTS", 2**16)
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.2 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
+    weight.view(-1)[:300] = weight.view(-1)[:300] * torch.tensor([0.0, -0.0, 1.0]).repeat(100)[: weight.numel()]
+    master = Parameter(weight.float())
+    draw_lower_bits_([master], seed=0)
+    remainder = draw_remainder(weight, torch.Generator().manual_seed(0))
+    for drawn in (master, join_master(weight, remainder)):
+        assert torch.equal(split_master(drawn.detach())[0], weight)
+    assert not remainder[weight == 0].any()
+    if shape:
+        update = 1e-4 * torch.randn(shape, generator=generator)
+        shown = split_master(master.detach() + update)[0].float() - weight.float()
+        assert float((update * shown).sum() / (update * update).sum()) == pytest.approx(1, abs=0.1)
+        shown = split_master(weight.float() + update)[0].float() - weight.float()
+        assert float((update * shown).sum() / (update * update).sum()) < 0.5, "what it is for"
+
+
+def test_bits_that_were_loaded_stay():
+    loaded = Parameter(torch.tensor([0.1, 0.5, -3.3]))
+    draw_lower_bits_([loaded], seed=0)
+    assert torch.equal(loaded[[0, 2]], torch.tensor([0.1, -3.3])) and loaded[1] != 0.5
+    assert split_master(loaded.detach())[0][1] == 0.5
