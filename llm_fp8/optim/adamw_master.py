@@ -21,7 +21,8 @@ because the addition carries into the upper half exactly where the remainder is 
 **The lower bits begin at random.** A master weight that begins as a bf16 number shows the model no update below half a
 unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights show 33%, of 1e-5
 3.6%. From a random place between the two halfway points all of an update is shown on average, and the first step's
-weights are the checkpoint's still. So it is with an fp32 parameter that a sharded run gathers in bf16.
+weights are the checkpoint's still. So it is with the fp32 parameters that FSDP2 gathers in bf16; others stay as loaded,
+since what is no GEMM's weight, and torchao, reads them in fp32.
 """
 
 from __future__ import annotations
@@ -73,8 +74,6 @@ def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
     for parameter in parameters:
         whole = local_of(parameter)
         generator = torch.Generator(whole.device).manual_seed(seed)
-        if whole.dtype != torch.float32:
-            continue
         for part in torch.atleast_1d(whole).chunk(1 + whole.numel() // PART_ELEMENTS):
             weight = part.to(torch.bfloat16)
             drawn = join_master(weight, draw_remainder(weight, generator))
