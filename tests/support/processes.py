@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -168,10 +169,13 @@ def start_training(log: Path, *options: object, first: Callable[[], None] | None
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nothing listens on, below those that Linux gives to connections, of which one may come before
+    the listener does.
+    """
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_768)))
+            return listener.getsockname()[1]
 
 
 def start_ranks(
