@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from llm_fp8.config.options import Config, ParallelConfig
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.optim.adamw_master import draw_lower_bits_
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import DEEPSPEED, SHIPPED
@@ -126,6 +127,10 @@ def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
 
 
+_MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+"""Lists of this rank's flat fp32 weights in ZeRO's optimizers: stages 1 and 2, stage 3, stage 1 with fp32 gradients."""
+
+
 class DeepSpeedStrategy(DistributedStrategy):
     """The strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
 
@@ -149,6 +154,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             from deepspeed.runtime.zero import register_external_parameter
 
             register_external_parameter(model, model.model.get_output_embeddings().weight)
+        if self.settings["bf16"]["enabled"]:
+            zero = self._zero.optimizer
+            masters = next(getattr(zero, name) for name in _MASTER_WEIGHTS if hasattr(zero, name))
+            draw_lower_bits_(masters, torch.initial_seed())
         return self._zero, self._zero.basic_optimizer
 
     @contextlib.contextmanager

@@ -11,7 +11,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from llm_fp8.optim.adamw_master import split_master
 from tests.support.faults import ENDLESS, START_S, kill_one_rank_in_a_save
 from tests.support.launches import Forked
 from tests.support.planted import check_that_the_run_stops
@@ -134,3 +137,20 @@ def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(tmp_path, tiny_
     rows = write_rows(tmp_path / "rows.jsonl", 64)
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128"]
     check_that_the_run_stops(tmp_path / "run", place, value, *options, f"--sharding_mode={mode}")
+
+
+@pytest.mark.parametrize("mode", ["deepspeed_1", "deepspeed_2", "deepspeed_3"])
+def test_master_weights_of_deepspeed_begin_between_bf16_numbers(tmp_path, tiny_model, rows, mode):
+    """The exported weights are rounded to the checkpoint's: the step is too small to move one."""
+    folder = tmp_path / "run"
+    options = [*options_of_short_run(tiny_model, rows, folder), "--learning_rate=1e-30", "--mixed_precision=bf16"]
+    run_ranks(2, folder, *options, f"--sharding_mode={mode}", "--max_steps=1", "--save_every=1", "--batch_size=2")
+    files = list(folder.glob("checkpoints/step-00000001/**/*optim_states.pt"))
+    assert len(files) == 2
+    for file in files:
+        state = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        masters = state.get("single_partition_of_fp32_groups") or state["fp32_flat_groups"]
+        bits = torch.cat([flat.flatten() for flat in masters]).view(torch.int32) & 0xFFFF
+        assert (bits != 0).float().mean() > 0.9, "none, where they begin as bf16 numbers"
+    exported, given = (load_file(Path(path, "model.safetensors")) for path in (folder / "final", tiny_model))
+    assert all(torch.equal(exported[name].bfloat16(), split_master(weight)[0]) for name, weight in given.items())
