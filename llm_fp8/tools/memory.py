@@ -65,7 +65,10 @@ class Row(NamedTuple):
             words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
             words.append(f"--sharding_mode={self.run.mode}")
         default = Config().options
-        options = {name: value for name, value in config.options.items() if value != default[name]}
+        named = ("model_name", "random_init")  # in `model_words`
+        options = {
+            name: value for name, value in config.options.items() if value != default[name] and name not in named
+        }
         given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
         return shlex.join([*words, *model_words, *given])
 
@@ -131,14 +134,19 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 
 
 def rows_of(
-    options: argparse.Namespace, hf_config: PretrainedConfig, gpu_gib: float, precision: Literal["bf16", "fp8"]
+    options: argparse.Namespace,
+    hf_config: PretrainedConfig,
+    model_words: list[str],
+    gpu_gib: float,
+    precision: Literal["bf16", "fp8"],
 ) -> list[Row]:
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.distributed.memory import RunSize
     from llm_fp8.models.build import count_parameters
 
     sizes = {name: getattr(options, name) for name in SIZES}
-    config = Config().with_options(use_te=True, mixed_precision=precision, **sizes)
+    model = {"model_name": options.model_name, "random_init": "--random_init" in model_words}
+    config = Config().with_options(use_te=True, mixed_precision=precision, **model, **sizes)
     recipe = DEFAULTS["te"] if precision == "fp8" else "bf16"
     num_parameters, rows = count_parameters(hf_config), []
     for way, changes in WAYS.items():
@@ -171,7 +179,7 @@ def main() -> int:
     from llm_fp8.models.source import require_positions
 
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
-    rows = rows_of(options, hf_config, gpu_gib, precision)
+    rows = rows_of(options, hf_config, model_words, gpu_gib, precision)
     console = wide_console(markup=False, soft_wrap=True)  # names may hold brackets
     billions = rows[0].run.num_parameters / 1e9
     shape = f"{options.batch_size} x {options.max_seq_length:,}"
