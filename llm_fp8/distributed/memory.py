@@ -197,10 +197,12 @@ class RunSize:
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
+        loading = 0.0
         if casts and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
             if recipe in ("delayed", "current"):  # whose transposes exist during a layer's backward pass alone
                 casts //= 2
+            loading = _BF16 * self.num_parameters - casts  # in bf16, before they are cast
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
@@ -240,7 +242,7 @@ class RunSize:
             kept_below = recomputes[-1] + 1 - recomputed
             below = tokens * (kept_below * per_layer + _BF16 * h * recomputed)
             moments.append((made + gathered + beside_layer, below, tokens * per_layer))
-        parts = max(moments, key=sum)
+        parts = max([*moments, (loading, 0.0, 0.0)], key=sum)
         beside = 0.0
         if self.sharded:
             beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it

@@ -21,8 +21,8 @@ because the addition carries into the upper half exactly where the remainder is 
 **The lower bits begin at random.** A master weight that begins as a bf16 number shows the model no update below half a
 unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights show 33%, of 1e-5
 3.6%. From a random place between the two halfway points all of an update is shown on average, and the first step's
-weights are the checkpoint's still. So it is with the fp32 parameters that FSDP2 gathers in bf16; others stay as loaded,
-since what is no GEMM's weight, and torchao, reads them in fp32.
+weights are the checkpoint's still. So it is with the fp32 parameters of FSDP2, which gathers them in bf16, or with
+--fp8_params casts them to fp8; others stay as loaded, since what is no GEMM's weight, and torchao, reads them in fp32.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
 @torch.no_grad()
 def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
     """Draw the lower bits of fp32 parameters, or of this rank's shards, where they hold bf16 numbers."""
-    for parameter in parameters:
+    for number, parameter in enumerate(parameters):
         whole = local_of(parameter)
-        generator = torch.Generator(whole.device).manual_seed(seed)
+        generator = torch.Generator(whole.device).manual_seed(seed + number)
         for part in torch.atleast_1d(whole).chunk(1 + whole.numel() // PART_ELEMENTS):
             weight = part.to(torch.bfloat16)
             drawn = join_master(weight, draw_remainder(weight, generator))

@@ -7,7 +7,14 @@ from torch.nn import Parameter
 
 from llm_fp8.optim import adamw_update
 from llm_fp8.optim.adamw import MasterAdamW
-from llm_fp8.optim.adamw_master import draw_lower_bits_, draw_remainder, join_master, split_master
+from llm_fp8.optim.adamw_master import (
+    draw_lower_bits_,
+    draw_remainder,
+    give_remainder_,
+    join_master,
+    remainder_of,
+    split_master,
+)
 from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 
 LOWER_HALVES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
@@ -163,6 +170,20 @@ def test_drawn_lower_bits_leave_the_weights_as_they_are_and_show_every_update_on
         assert float((update * shown).sum() / (update * update).sum()) == pytest.approx(1, abs=0.1)
         shown = split_master(weight.float() + update)[0].float() - weight.float()
         assert float((update * shown).sum() / (update * update).sum()) < 0.5, "what it is for"
+
+
+def test_remainders_are_drawn_where_none_were_loaded():
+    kept = torch.tensor([5, 0, -7], dtype=torch.int16)
+    loaded, bare, again = (Parameter(torch.tensor([0.1, 0.5, -3.3], dtype=torch.bfloat16)) for _ in range(3))
+    give_remainder_(loaded)
+    remainder_of(loaded).copy_(kept)
+    optimizer = MasterAdamW([loaded, bare, again], lr=0.0, seed=1)
+    for parameter in (loaded, bare, again):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    drawn = [optimizer.state[parameter]["remainder"] for parameter in (loaded, bare, again)]
+    assert torch.equal(drawn[0][[0, 2]], kept[[0, 2]]) and drawn[0][1] != 0
+    assert drawn[1].ne(0).all() and not torch.equal(drawn[1], drawn[2])
 
 
 def test_bits_that_were_loaded_stay():
