@@ -86,8 +86,8 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights. Those that are bf16 numbers get lower bits drawn from
-    `seed`, if there is one. The state is sharded like the parameter.
+    """AdamW over bf16 parameters with exact fp32 master weights. Their lower bits, where none are loaded, are drawn
+    from `seed`, or zero without one. The state is sharded like the parameter.
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
@@ -102,10 +102,9 @@ class MasterAdamW(GroupedAdamW):
         if parameter.dtype == torch.bfloat16:
             loaded = remainder_of(parameter)
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if loaded is None else loaded
-            if self.seed is not None:
+            if loaded is None and self.seed is not None:
                 generator = torch.Generator(parameter.device).manual_seed(self.seed + len(self.state))
-                remainder = local_of(state["remainder"])
-                remainder += draw_remainder(local_of(parameter), generator).masked_fill_(remainder != 0, 0)
+                local_of(state["remainder"]).copy_(draw_remainder(local_of(parameter), generator))
         return state
 
 

@@ -18,11 +18,12 @@ bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into 
 because the addition carries into the upper half exactly where the remainder is negative as int16. The GPU's NaN,
 0x7FFFFFFF, would carry into the sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
 
-**The lower bits begin at random.** A master weight that begins as a bf16 number shows the model no update below half a
-unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights show 33%, of 1e-5
-3.6%. From a random place between the two halfway points all of an update is shown on average, and the first step's
-weights are the checkpoint's still. So it is with the fp32 parameters of FSDP2, which gathers them in bf16, or with
---fp8_params casts them to fp8; others stay as loaded, since what is no GEMM's weight, and torchao, reads them in fp32.
+**The lower bits of a bf16 checkpoint begin at random.** A master weight that begins as a bf16 number shows the model no
+update below half a unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights
+show 33%, of 1e-5 3.6%. From a random place between the two halfway points all of an update is shown on average, and the
+first step's weights are the checkpoint's still. So it is with the fp32 parameters of FSDP2, which gathers them in bf16,
+or with --fp8_params casts them to fp8; others stay as loaded, since what is no GEMM's weight, and torchao, reads them in
+fp32.
 """
 
 from __future__ import annotations

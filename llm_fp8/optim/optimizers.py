@@ -80,7 +80,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The AdamW of `kind` over the trainable parameters, which have dtype `parameter_dtype(kind)` or fp32.
 
-    `draws_lower_bits`: whether the model computes with bf16 weights; see `adamw_master`.
+    `draws_lower_bits`: whether master weights begin between bf16 numbers; see `adamw_master`.
     """
     groups = parameter_groups(named_parameters, config.weight_decay)
     shared = adamw_arguments(config)

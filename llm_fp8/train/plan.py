@@ -98,10 +98,19 @@ class RunPlan:
         return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
 
     @property
+    def stores_lower_bits(self) -> bool:
+        """Whether weights begin with bits that bf16 has not."""
+        return self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
+
+    @property
+    def draws_lower_bits(self) -> bool:
+        """Whether master weights get random ones, of which the model computes with the upper half."""
+        return self.precision.compute_name == "bf16" and not self.stores_lower_bits
+
+    @property
     def rounds_weights(self) -> bool:
         """Whether stored weights have bits that the model's bf16 ones have not."""
-        has_more_bits = self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
-        return self.weight_dtype == torch.bfloat16 and has_more_bits
+        return self.weight_dtype == torch.bfloat16 and self.stores_lower_bits
 
     @property
     def keeps_lower_bits(self) -> bool:

@@ -183,12 +183,8 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
     """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed. Collective."""
     setup, data, plan = state.setup, state.data, state.setup.plan
     config = plan.config
-    optimizer: Any = build_optimizer(
-        config.optim,
-        plan.optimizer_kind,
-        setup.training_model.named_parameters(),
-        draws_lower_bits=plan.precision.compute_name == "bf16",
-    )
+    parameters = setup.training_model.named_parameters()
+    optimizer: Any = build_optimizer(config.optim, plan.optimizer_kind, parameters, plan.draws_lower_bits)
     if on_host := bytes_on_host(optimizer):
         plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
     has_scales = resumed is not None and state.has_the_scales(resumed)

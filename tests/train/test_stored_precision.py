@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from llm_fp8.optim import adamw
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import assert_same_bits, final_weights, stored_weights, train, write_model
 
@@ -29,3 +32,14 @@ def test_a_run_that_learns_nothing_exports_the_stored_bits(dtype, mode, rows, tm
     name = str(dtype).removeprefix("torch.")
     assert f"stored weights are {name}: training starts from their exact values" in said
     assert_same_bits(final_weights(folder), stored_weights(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_bits_are_drawn_where_none_are_stored(dtype, rows, tmp_path, monkeypatch):
+    drawn = mock.Mock(side_effect=adamw.draw_remainder)
+    monkeypatch.setattr(adamw, "draw_remainder", drawn)
+    model = write_model(tmp_path / "model", dtype=dtype)
+    options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=2"]
+    train(*options, "--learning_rate=0", f"--output_dir={tmp_path / 'run'}")
+    assert drawn.called == (dtype == torch.bfloat16)
+    assert_same_bits(final_weights(tmp_path / "run"), stored_weights(tmp_path / "model"))

@@ -75,12 +75,8 @@ def build_loop(plan: RunPlan) -> TrainingLoop:
     check_model(config, plan.hf_config, tokenizer)
     data = load_data(plan, tokenizer)
     setup = build_setup(plan)
-    optimizer = build_optimizer(
-        config.optim,
-        plan.optimizer_kind,
-        setup.training_model.named_parameters(),
-        draws_lower_bits=plan.precision.compute_name == "bf16",
-    )
+    parameters = setup.training_model.named_parameters()
+    optimizer = build_optimizer(config.optim, plan.optimizer_kind, parameters, plan.draws_lower_bits)
     model, optimizer = prepare_with_scales(setup, optimizer, data.train)
     reporter: Any = None
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
