@@ -86,10 +86,8 @@ def build_optimizer(
     shared = adamw_arguments(config)
     if kind == "adamw_fp32":
         if draws_lower_bits:
-            parameters = (parameter for group in groups for parameter in group["params"])
-            draw_lower_bits_(
-                (p for p in parameters if isinstance(p, DTensor) and p.dtype == torch.float32), config.seed
-            )
+            sharded = (each for group in groups for each in group["params"] if isinstance(each, DTensor))
+            draw_lower_bits_(sharded, config.seed)
         return torch.optim.AdamW(groups, fused=True, **shared)
     if kind == "adamw_8bit":
         return EightBitAdamW(groups, seed=config.seed, **shared)

@@ -64,11 +64,9 @@ class Row(NamedTuple):
         if self.run.num_gpus > 1:
             words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
             words.append(f"--sharding_mode={self.run.mode}")
-        default = Config().options
-        named = ("model_name", "random_init")  # in `model_words`
-        options = {
-            name: value for name, value in config.options.items() if value != default[name] and name not in named
-        }
+        model = config.model  # which `model_words` name
+        default = Config().with_options(model_name=model.model_name, random_init=model.random_init).options
+        options = {name: value for name, value in config.options.items() if value != default[name]}
         given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
         return shlex.join([*words, *model_words, *given])
 
