@@ -33,7 +33,9 @@ from torch.nn import Parameter
 
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.fsdp_internals import forget_pass
+from llm_fp8.distributed.memory import RESERVE_GIB
 from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.observability.metrics import GIB
 from llm_fp8.utils.te_internals import forget_recomputation
 from llm_fp8.utils.torch_internals import end_capture_in_pool, local_of
 
@@ -89,18 +91,16 @@ class MicroBatchGraphs:
         run: RunMicroBatch,
         parameters: Sequence[Parameter],
         overwritten: Iterable[Tensor],
-        capture: Callable[[Callable[[], None]], Graph],
+        capture: Capture,
         after_each: Callable[[], None],
         collective: bool,
-        after_dropping: Callable[[], None] | None = None,
     ) -> None:
         """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
         overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `after_each` is called after every
-        micro-batch and never captured. `collective`: whether graphs hold communication. `after_dropping`: eager passes
-        drop the graphs, and this is called then; None where memory suffices for both.
+        micro-batch and never captured. `collective`: whether graphs hold communication.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
-        self._collective, self._after_dropping = collective, after_dropping
+        self._collective = collective
         self._parameters = parameters
         self._gradients = self._make_gradients()
         by_gemms = {id(weight) for weight in overwritten}
@@ -111,6 +111,7 @@ class MicroBatchGraphs:
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
+        self.are_dropped = False  # True: before eager passes, which have no memory beside them
         self.may_capture = True  # False: what has no graph yet runs eagerly
         self.failure: str | None = None
         """Why a graph could not be captured; from then on what has none runs eagerly."""
@@ -128,9 +129,9 @@ class MicroBatchGraphs:
 
     def make_room(self) -> None:
         """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
-        if self._graphs and self._after_dropping is not None:
+        if self._graphs and self.are_dropped:
             self._graphs.clear()
-            self._after_dropping()
+            self._capture.begin_anew()
 
     def _lend_gradients(self) -> None:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
@@ -217,11 +218,10 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
         model: nn.Module,
         run: RunMicroBatch,
         parameters: Sequence[Parameter],
-        capture: Callable[[Callable[[], None]], Graph],
+        capture: Capture,
         after_each: Callable[[], None],
-        after_dropping: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(run, parameters, (), capture, after_each, collective=True, after_dropping=after_dropping)
+        super().__init__(run, parameters, (), capture, after_each, collective=True)
         self._model = model
 
     def make_room(self) -> None:
@@ -258,3 +258,13 @@ def bucket_of(batch: Batch) -> int | None:
     assert batch.cu_seqlens is not None
     num_documents = len(batch.cu_seqlens) - 1
     return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
+
+
+def memory_beside_graphs(more: int = 0) -> tuple[float, bool]:
+    """GiB that graphs lack on the fullest GPU, where they need `more` bytes than the steps so far, and whether eager
+    passes lack memory beside graphs, which keep as much as one for activations. Collective.
+    """
+    taken, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + more + RESERVE_GIB * GIB
+    total = torch.cuda.get_device_properties().total_memory
+    found = gathered((max(0.0, peak - total) / GIB, 2 * peak - taken > total))
+    return max(lacking for lacking, _ in found), any(lacks for _, lacks in found)

@@ -27,12 +27,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.distributed.memory import RESERVE_GIB
-from llm_fp8.distributed.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
+from llm_fp8.distributed.micro_batch_graphs import (
+    Capture,
+    MicroBatchGraphs,
+    ShardedMicroBatchGraphs,
+    memory_beside_graphs,
+)
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.distributed.strategy import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_size
-from llm_fp8.observability.metrics import GIB, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
+from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, gpu_idle, profiled
@@ -169,17 +173,20 @@ class TrainingLoop:
 
     def _build_graphs(self) -> Any:
         sharded, update, capture = self.strategy.shards_parameters, self.precision.update_scales, Capture()
-        after_dropping = capture.begin_anew if self._graphs_drop else None
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
+        graphs: MicroBatchGraphs
         if sharded:
-            return ShardedMicroBatchGraphs(self.model, run, self._parameters, capture, update, after_dropping)
-        assert self.strategy.wgrad_accumulation is not None
-        overwritten = self.strategy.wgrad_accumulation.weights()
-        reduces = self.accelerator.num_processes > 1
-        return MicroBatchGraphs(run, self._parameters, overwritten, capture, update, reduces, after_dropping)
+            graphs = ShardedMicroBatchGraphs(self.model, run, self._parameters, capture, update)
+        else:
+            assert self.strategy.wgrad_accumulation is not None
+            overwritten = self.strategy.wgrad_accumulation.weights()
+            reduces = self.accelerator.num_processes > 1
+            graphs = MicroBatchGraphs(run, self._parameters, overwritten, capture, update, reduces)
+        graphs.are_dropped = self._graphs_drop
+        return graphs
 
     def train(self, stop_requested: Callable[[bool], bool]) -> None:
         """Train to `total_steps`, until evaluations say to stop, or until `stop_requested(is the folder lost?)`, which
@@ -203,6 +210,9 @@ class TrainingLoop:
                 self._graphs.may_capture = not records
             with profiled() if records else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
+            if self.step == first and self._graphs is not None:
+                _, self._graphs_drop = memory_beside_graphs()
+                self._graphs.are_dropped = self._graphs_drop
             if self.step == first and config.model.use_te:
                 self._note_attention()
             if profile is not None:
@@ -358,16 +368,12 @@ class TrainingLoop:
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Run micro-batches as CUDA graphs from the next step on, where that shortens steps. Collective."""
-        # Graphs keep memory for activations, and eager passes need as much beside it.
-        sharded, taken = self.strategy.shards_parameters, torch.cuda.memory_allocated()
-        peak = torch.cuda.max_memory_allocated() + RESERVE_GIB * GIB
+        sharded, gradients = self.strategy.shards_parameters, 0
         if not sharded and num_micro_batches == 1:  # whose gradients came only as activations went
-            peak += sum(parameter.nbytes for parameter in self._parameters)
-        total = torch.cuda.get_device_properties(self.accelerator.device).total_memory
-        needs = (max(0.0, peak - total) / GIB, 2 * peak - taken > total)
-        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s, *needs))
-        idle, communication_s, *_ = found[0]  # of the main rank, which knows the times of steps
-        lacking = max(lacking for *_, lacking, _ in found)
+            gradients = sum(parameter.nbytes for parameter in self._parameters)
+        found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s))
+        idle, communication_s = found[0]  # of the main rank, which knows the times of steps
+        lacking, self._graphs_drop = memory_beside_graphs(gradients)
         if idle is None or self.step == self.total_steps:
             return
         self._may_take_graphs, share = False, idle["share"]
@@ -379,7 +385,6 @@ class TrainingLoop:
         if lacking:
             self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
             return
-        self._graphs_drop = any(lacks for *_, lacks in found)
         self._begin_graphs()
         self.profile_step = self._next_profile_step()
         self._note_graphs(f"{note}micro-batches run as CUDA graphs from step {self.step + 1} on")

@@ -70,24 +70,29 @@ class EmulatedGraph:
 class EmulatedCapture:
     """In place of `Capture`; what it captured is in `graphs`. The work does not run at the capture."""
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter] = ()) -> None:
         self._parameters = parameters
         self.graphs: list[EmulatedGraph] = []
+        self.dropped_at: list[int] = []  # after how many of them all were dropped
 
     def __call__(self, work: Callable[[], None]) -> EmulatedGraph:
         self.graphs.append(EmulatedGraph(work, self._parameters))
         return self.graphs[-1]
+
+    def begin_anew(self) -> None:
+        self.dropped_at.append(len(self.graphs))
 
 
 def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
     """Let runs with --cuda_graphs do without a GPU; what they captured is in the list, one entry a run."""
     captures: list[EmulatedCapture] = []
 
-    def graphs(run, parameters, overwritten, capture, after, collective, after_dropping):
+    def graphs(run, parameters, overwritten, capture, after, collective):
         captures.append(EmulatedCapture(parameters))
         return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after, collective)
 
-    monkeypatch.setattr("llm_fp8.train.loop.Capture", lambda: None)
+    monkeypatch.setattr("llm_fp8.train.loop.Capture", EmulatedCapture)
+    monkeypatch.setattr("llm_fp8.train.loop.memory_beside_graphs", lambda: (0.0, False))
     monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)
     return captures
 
@@ -153,17 +158,17 @@ def test_each_kind_runs_eagerly_once_and_then_by_its_graph(monkeypatch):
 def test_eager_passes_drop_graphs_where_memory_is_short(monkeypatch):
     """Those of a new kind, of too many documents, and an evaluation; each kind is then captured again at once."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
-    seen, dropped, few, many = Seen(), [], batch(3), batch(6)
-    seen.graphs._after_dropping = lambda: dropped.append(len(seen.capture.graphs))
+    seen, few, many = Seen(), batch(3), batch(6)
+    seen.graphs.are_dropped = True
     for given, replays, drops in (
         (few, [], []), (few, [1], []), (few, [2], []), (many, [2], [1]), (many, [2, 1], [1]), (few, [2, 1, 1], [1]),
         (batch(9), [2, 1, 1], [1, 3]), (batch(9), [2, 1, 1], [1, 3]), (few, [2, 1, 1, 1], [1, 3]),
     ):  # fmt: skip
         seen.take(given, first=True)
-        assert (seen.replays, dropped) == (replays, drops)
+        assert (seen.replays, seen.capture.dropped_at) == (replays, drops)
     seen.graphs.make_room()
     seen.graphs.make_room()
-    assert dropped == [1, 3, 4]
+    assert seen.capture.dropped_at == [1, 3, 4]
 
 
 @pytest.mark.parametrize("ended", [False, True])
