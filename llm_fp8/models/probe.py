@@ -6,6 +6,7 @@ It has the config's own layers, up to the first of each kind, with narrow MLPs, 
    a convolution or a recurrence that runs on from it, or positions that do not start anew are found out. The way of
    packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
 2. transformers' logits must be those whose cross entropy the loss computes.
+3. There must be a backward pass: kernels may refuse theirs on a GPU that has the forward pass.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             training_model = TrainingModel(model, sum(LENGTHS), dtype)
             alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
+        with reading("--model_name", config.model.model_name, "gradients of a small model of this architecture"):
+            with torch.enable_grad():  # flash-linear-attention refuses its own on some GPUs
+                _alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
         if difference := _differs(training_model.logits(alone[-1]), logits, dtype):
             words = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
             raise UserError(f"{flag} {words}; take another.")

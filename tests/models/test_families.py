@@ -113,6 +113,24 @@ def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
     torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
 
 
+def test_kernels_without_a_backward_pass_are_refused(monkeypatch):
+    """As flash-linear-attention's are on Hopper with an older Triton."""
+    delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    def refuse(gradient: Tensor) -> None:
+        raise RuntimeError("Please upgrade Triton")
+
+    def without_gradients(*qkv: Tensor, **others: Any) -> Any:
+        found = delta(*qkv, **others)
+        if found[0].requires_grad:
+            found[0].register_hook(refuse)
+        return found
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", without_gradients)
+    with pytest.raises(UserError, match="--model_name .*gradients .*upgrade Triton"):
+        probe(parse_config(["--no_packing"]), hub_config("Qwen3.5"), CPU, torch.float32)
+
+
 def test_the_first_layer_of_each_kind_is_asked():
     """The one layer that mixes documents is the last."""
     kinds = ["full_attention"] * 4

@@ -28,8 +28,21 @@ def test_the_gpu_keeps_the_documents_apart_that_the_cpu_does(name, attention, de
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs causal-conv1d and flash-linear-attention")
 @pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
-def test_linear_attention_is_packed_by_its_kernels(name, device):
+def test_linear_attention_is_packed_by_its_kernels(name, device, monkeypatch):
+    monkeypatch.setattr("fla.ops.common.chunk_o.IS_NVIDIA_HOPPER", False)  # where it may refuse its backward pass
     assert probe(parse_config(["--packing"]), hub_config(name), device, torch.bfloat16) == "line"
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs causal-conv1d and flash-linear-attention")
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_kernels_with_wrong_gradients_are_refused(packing, device):
+    """As flash-linear-attention says of Hopper with Triton 3.4 to 3.7.0."""
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
+        pytest.skip("its gradients are right here")
+    with pytest.raises(UserError, match="upgrade Triton"):
+        probe(parse_config([packing]), hub_config("Qwen3.5"), device, torch.bfloat16)
 
 
 @pytest.mark.skipif(HAS_KERNELS, reason="causal-conv1d and flash-linear-attention are installed")
