@@ -30,7 +30,7 @@ from llm_fp8.models.build import decoder_layers, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.packages import BASE_REQUIREMENTS, PEFT
+from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from te_llama import Part
 
@@ -59,9 +59,11 @@ def needs_unfused_mlp(options: LoraConfig) -> bool:
 def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze `model` and add adapters of `dtype`, uninitialised, on the device of its weights ("meta" included).
 
-    Raises `UserError` where a name in --lora_targets is no linear layer of the model, or PEFT is missing.
+    Raises `UserError` where a name in --lora_targets is no linear layer of the model.
     """
-    require_peft(f"--lora_rank {options.lora_rank}")
+    prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
+    import peft  # noqa: F401  # which an export needs too: where it is missing, the run ends here
+
     model.requires_grad_(False)
     if is_te_model(model):
         _add_to_te_decoder(model, options, dtype)
@@ -69,12 +71,6 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
         _add_by_peft(model, options, dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
-
-
-def require_peft(why: str) -> None:
-    """Raise a `UserError` that starts with `why` where PEFT cannot be imported."""
-    prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
-    PEFT.require(why)
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], tuple[str, ...]]:

@@ -24,7 +24,7 @@ from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
 from llm_fp8.utils.errors import reading
-from llm_fp8.utils.json_files import json_line, read_json, read_text, write_json_atomic, write_text_atomic
+from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
@@ -32,8 +32,8 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     step that it held, 0 for none. `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run
     that repeats it.
     """
-    lines = [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         steps = [(int(record["step"]), "eval_loss" in record) for record in map(json.loads, lines)]
     # A step comes before its evaluation in this order too.
     end = (last_step, keep_evaluation)

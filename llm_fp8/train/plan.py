@@ -27,7 +27,6 @@ from llm_fp8.distributed.sharding_mode import choose_mode, holds_frozen_in_fp8, 
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.fp8_checkpoint import Fp8Format
-from llm_fp8.models.lora import require_peft
 from llm_fp8.models.loss_model import PackedForm
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
@@ -233,10 +232,8 @@ def _check_run(
     config: Config, num_parameters: int, mode: str, precision: PrecisionPlan, ranks: LaunchRanks, on_gpu: bool
 ) -> None:
     """Raise `UserError` for what this machine, its packages or the host's memory do not allow."""
-    rank, scenario = config.lora.lora_rank, precision.effective_scenario
+    scenario = precision.effective_scenario
     check_machine(config, on_gpu=on_gpu, mode=mode, compute=precision.compute_name, scenario=scenario, ranks=ranks)
-    if rank:
-        require_peft(f"--lora_rank {rank}")
     if ranks.rank == 0:  # the only process that talks to trackers
         require_trackers(config.run.trackers)
     if share := config.optim.offload_optimizer:

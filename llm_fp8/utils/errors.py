@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import difflib
 import errno
 import faulthandler
-import io
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -152,8 +149,6 @@ def run_script(main: Callable[[], int]) -> None:
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
     try:
         code = main()
         sys.stdout.flush()
@@ -168,6 +163,4 @@ def run_script(main: Callable[[], int]) -> None:
         if first_to_say():
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
-    # Ctrl-C while libraries close would print a traceback for each of them.
-    atexit.register(signal.signal, signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
     sys.exit(code)

@@ -51,12 +51,6 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
-def read_text(path: Path) -> str:
-    """The text of a file; `UserError` where it cannot be read."""
-    with reading("the file", path):
-        return path.read_text(encoding="utf-8")
-
-
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
     """The object of a JSON file, NaN and infinity as floats; `UserError`, which names `flag`, where it is none."""
     with reading(flag, path, "a JSON object"):
@@ -65,7 +59,8 @@ def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, as `read_json`; `UserError` with the number of a line that is none."""
-    text = read_text(path)
+    with reading("the file", path):
+        text = path.read_text(encoding="utf-8")
     # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
     lines = text.removesuffix("\n").split("\n") if text else []
     records = []

@@ -57,5 +57,4 @@ TRANSFORMER_ENGINE = OptionalPackage(
 )
 FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
 TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
-PEFT = OptionalPackage("PEFT", "peft", f"pip install -r {BASE_REQUIREMENTS}")
 DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {_FOLDER}requirements-deepspeed.txt")

@@ -7,7 +7,6 @@
     nn.Module._apply                                      tests/models/test_weight_shards.py
     nn.Module._compiled_call_impl                         tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
-    torch._scaled_mm                                      tests/tools/verify/test_verify.py
     torch._C._cuda_endAllocateToPool, _cuda_releasePool   tests/distributed/test_micro_batch_graphs.py
 """
 
@@ -80,8 +79,3 @@ def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer, compiled in kept:
             layer._compiled_call_impl = compiled
-
-
-def fp8_gemm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    """`left` [m, k] @ `right` [k, n], column-major, both e4m3 with one fp32 `scale`: bf16 [m, n]."""
-    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)

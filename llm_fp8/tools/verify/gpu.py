@@ -52,10 +52,10 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
     result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
     """
     import torch
+    from torch.nn.functional import ScalingType, scaled_mm
     from torch.utils.benchmark import Timer
 
     from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
-    from llm_fp8.utils.torch_internals import fp8_gemm
 
     def tflops(launch: Callable[[], object]) -> float:
         timer = Timer("launch()", globals={"launch": launch})  # which synchronises
@@ -68,9 +68,9 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
         found = {"bf16": tflops(lambda: torch.mm(left, right, out=result))}
         if torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY:
             left8 = left.to(torch.float8_e4m3fn)
-            scale = torch.ones((), device=device)
+            scaling = torch.ones((), device=device), ScalingType.TensorWise
             right8 = right.t().contiguous().to(torch.float8_e4m3fn).t()  # column-major, as the kernel takes it
-            found["fp8"] = tflops(lambda: fp8_gemm(left8, right8, scale))
+            found["fp8"] = tflops(lambda: scaled_mm(left8, right8, *scaling, *scaling, use_fast_accum=True))
     return found
 
 

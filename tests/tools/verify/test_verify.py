@@ -20,7 +20,6 @@ from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.torch_internals import fp8_gemm
 from tests.support.processes import run_program
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -118,14 +117,6 @@ def test_rates():
     assert gpu.judge_tflops({"bf16": 650.0, "fp8": 1250.0}, "NVIDIA H200").status == "passed"
     assert gpu.judge_tflops({"bf16": 650.0, "fp8": 900.0}, "NVIDIA H200").status == "warning"
     assert gpu.judge_tflops({"bf16": 10.0}, "NVIDIA T4").status == "passed"
-
-
-def test_the_fp8_gemm_multiplies():
-    """The CPU emulates torch's private function, with the operands as a GPU takes them."""
-    left, right = (torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) for n in range(2))
-    left8, right8 = left.to(torch.float8_e4m3fn), right.t().contiguous().to(torch.float8_e4m3fn).t()
-    product = fp8_gemm(left8, right8, torch.ones(()))
-    assert torch.allclose(product.float(), left8.float() @ right8.float(), rtol=1e-2, atol=1e-2)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
