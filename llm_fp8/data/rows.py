@@ -200,12 +200,9 @@ def _json(text: Any, what: str) -> Any:
 
 def _both(entry: Any) -> Sequence[Any]:
     """The messages of an entry of `history`: a question and its answer, or a message."""
-    is_pair = isinstance(entry, list) and len(entry) == 2
-    return (
-        [{"from": name, "value": text} for name, text in zip(("human", "gpt"), entry, strict=True)]
-        if is_pair
-        else [entry]
-    )
+    if isinstance(entry, list) and len(entry) == 2:
+        return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
+    return [entry]
 
 
 def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:

@@ -16,14 +16,12 @@ DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
 """Share held out where --validation_fraction is not given, and least rows: the eval loss of fewer says little."""
 
 
-def normalise_problem(text: str) -> str:
-    """The text without differences of case, white space and Unicode compatibility forms."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
 def problem_key(text: str) -> int:
-    """64-bit hash of a problem as a signed integer (Arrow int64)."""
-    digest = hashlib.blake2b(normalise_problem(text).encode(), digest_size=8).digest()
+    """64-bit hash of a problem, whatever its case, white space and Unicode compatibility forms, as a signed integer
+    (Arrow int64).
+    """
+    normalised = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    digest = hashlib.blake2b(normalised.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 

@@ -184,15 +184,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             return parameter.detach().clone()
 
-    def local_tensor(self, parameter: Tensor) -> Tensor:
-        """This rank's shard of a parameter under deepspeed_3, 1-D and possibly empty; else the whole parameter."""
-        if not hasattr(parameter, "ds_tensor"):
-            return parameter.detach()
-        partitioned: Any = parameter
-        shard: Tensor = partitioned.ds_tensor.detach()
-        # The last shards end in padding with undefined contents.
-        return shard[: max(0, partitioned.ds_numel - self.accelerator.process_index * shard.numel())]
-
     def state_bytes(self) -> int:
         """Bytes that `save_state` writes on all ranks together."""
         weights = list(self._zero.module.parameters())

@@ -109,9 +109,6 @@ class FsdpStrategy(DistributedStrategy):
         sharded: DTensor = parameter.to(self.accelerator.device)  # type: ignore[assignment]
         return sharded.full_tensor()
 
-    def local_tensor(self, parameter: Tensor) -> Tensor:
-        return super().local_tensor(unwrapped_shard(master_of(parameter)))
-
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
     """After a forward pass without gradients, free the unsharded parameters, which checkpoints would hold otherwise."""

@@ -28,7 +28,6 @@ from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import clip_and_step
-from llm_fp8.utils.torch_internals import local_of
 
 
 class DistributedStrategy:
@@ -84,10 +83,6 @@ class DistributedStrategy:
         """The unsharded parameter on every rank, in fp32 where it has a remainder; collective where it is sharded."""
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
-
-    def local_tensor(self, parameter: Tensor) -> Tensor:
-        """This rank's shard of a parameter; all of it where it is not sharded."""
-        return local_of(parameter.detach())
 
 
 class PlainCopiesStrategy(DistributedStrategy):

@@ -69,7 +69,7 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after. Raises
-    `UserError` where it cannot be read or written, is quantised, a mixture of experts or not finite.
+    `UserError` where it cannot be read or written, is quantised or a mixture of experts.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
@@ -88,7 +88,8 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder}: its files lack {listed(sorted(missing))}; export it again.")
     planned = dict(_in_fp8(((name, checkpoint.on_meta(name)) for name in checkpoint.stored), weights))
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
-        write_weights(planned, _in_fp8(_finite_tensors(checkpoint), weights), temporary)
+        tensors = ((name, checkpoint.read(name, torch.device("cpu"))) for name in checkpoint.stored)
+        write_weights(planned, _in_fp8(tensors, weights), temporary)
         written = temporary.glob("*.safetensors")
         before, after = (sum(path.stat().st_size for path in paths) for paths in (checkpoint.files, written))
         for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):
@@ -108,14 +109,6 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         config = read_json(temporary / "config.json") | unties | {"quantization_config": entries}
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return before, after
-
-
-def _finite_tensors(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    for name, (path, _, _) in checkpoint.stored.items():
-        tensor = checkpoint.read(name, torch.device("cpu"))
-        if not tensor.isfinite().all():
-            raise UserError(f"{path}: '{name}' holds values that are not finite; nothing is written.")
-        yield name, tensor
 
 
 def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterator[tuple[str, Tensor]]:

@@ -458,8 +458,7 @@ class TrainingLoop:
         return gathered(figures["eval_loss"])[0]
 
     def save(self) -> None:
-        """Write a checkpoint, unless the weights are not finite."""
-        self.require_finite_weights()
+        """Write a checkpoint."""
         folder = self.state.save(self.step, self.optimizer, self.history, self.tokens_seen)
         self._saved_s = time.monotonic()
         verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
@@ -470,13 +469,6 @@ class TrainingLoop:
         if self.setup.plan.config.run.save_every == 0:
             return False
         return bool(largest(self.accelerator.is_main_process and time.monotonic() - self._saved_s >= SAVE_AFTER_S))
-
-    def require_finite_weights(self) -> None:
-        """Raise `UserError` where the update after the last finite loss left non-finite weights; collective."""
-        local = [self.strategy.local_tensor(p) for p in self._parameters]
-        total = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32)).sum()
-        if not math.isfinite(self.accelerator.reduce(total, reduction="sum").item()):
-            raise UserError(f"step {self.step} left non-finite weights, not saved; lower --learning_rate.")
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.

@@ -219,7 +219,6 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         plan.say(f"stopped by {stop.requested}; {go_on}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"
-    loop.require_finite_weights()
     exported, step, tokens_seen = None, loop.step, loop.tokens_seen
     if config.run.export and not loop.history.keeps_best:
         # Before the last evaluation, which may be killed or run out of memory.

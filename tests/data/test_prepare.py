@@ -19,7 +19,7 @@ from llm_fp8.data import sequences
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.data.split import is_held_out, normalise_problem, problem_key
+from llm_fp8.data.split import is_held_out, problem_key
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
 
@@ -80,12 +80,12 @@ def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path)
     data = prepare(tmp_path, "--validation_fraction", "0.2", "--packing")
     trained, held_out = _row_ids(_take(data)), _row_ids([data.eval])
     assert sorted(trained + held_out) == list(range(len(rows)))
-    problems = [{normalise_problem(rows[i]["problem"]) for i in part} for part in (trained, held_out)]
+    problems = [{problem_key(rows[i]["problem"]) for i in part} for part in (trained, held_out)]
     assert problems[0].isdisjoint(problems[1]) and len(problems[1]) > 3
     # The held-out problems depend on neither order nor seed.
     write_jsonl(tmp_path / "train.jsonl", rows[::-1])
     other = prepare(tmp_path, "--validation_fraction", "0.2", "--seed", "7")
-    assert {normalise_problem(rows[::-1][i]["problem"]) for i in _row_ids([other.eval])} == problems[1]
+    assert {problem_key(rows[::-1][i]["problem"]) for i in _row_ids([other.eval])} == problems[1]
     assert prepare(tmp_path, "--validation_fraction", "0").eval is None
 
 

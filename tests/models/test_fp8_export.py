@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,20 +119,15 @@ def test_transformers_computes_the_emulated_logits(tmp_path, family, dtype):
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-NORM, LINEAR = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
-EDITS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
-    f"lack {LINEAR}": lambda held: held.pop(LINEAR),
-    "'model.norm.weight' holds values that are not finite": lambda held: held[NORM][1].fill_(float("inf")),
-}
+LINEAR = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("words", EDITS)
-def test_files_that_do_not_fit_are_refused_and_nothing_is_left_behind(tmp_path, words):
+def test_files_that_do_not_fit_are_refused_and_nothing_is_left_behind(tmp_path):
     source = Path(write_model(tmp_path / "source"))
     held = load_file(source / "model.safetensors")
-    EDITS[words](held)
+    del held[LINEAR]
     save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=f"lack {LINEAR}"):
         export_fp8(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
