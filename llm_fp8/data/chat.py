@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from llm_fp8.data.json_rows import read_row
 from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, called, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
@@ -37,7 +38,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 14
+FORMAT_VERSION = 13
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -212,7 +213,7 @@ def _with_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> M
 def _as_object(arguments: Any) -> Any:
     """An object where the text is that of one; other text is shown as it is."""
     with suppress(TypeError, ValueError):
-        return found if isinstance(found := json.loads(arguments), dict) else arguments
+        return found if isinstance(found := read_row(arguments), dict) else arguments
     return arguments
 
 

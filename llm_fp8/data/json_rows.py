@@ -41,6 +41,21 @@ class JsonRows(ArrowBasedBuilder):
                     yield Key(number, batch), pa.table({ROW: texts})
 
 
+def read_row(text: str) -> Any:
+    """The row; a number that is no integer keeps its text for columns that hold text."""
+    return json.loads(text, parse_float=_Number)
+
+
+class _Number(float):
+    """A number that is written as it stands in the file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _rows(stream: Any, name: str) -> Iterator[str]:
     """The text of each row; `ValueError` that names the line for one that is none."""
     number = 0

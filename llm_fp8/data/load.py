@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from pyarrow import csv
 
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.data.json_rows import ROW, JsonRows
+from llm_fp8.data.json_rows import ROW, JsonRows, read_row
 from llm_fp8.utils.errors import UserError, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -212,10 +211,10 @@ def beginning_of(source: DatasetSource, split: str, dataset: Any) -> tuple[list[
         if isinstance(dataset, Dataset) and dataset.column_names != [ROW]:
             rows = dataset.with_format("arrow")[:1].to_pylist()  # images and the like are not decoded
             for name in (name for name, feature in dataset.features.items() if isinstance(feature, Json)):
-                rows = [{**row, name: row[name] and json.loads(row[name])} for row in rows]
+                rows = [{**row, name: row[name] and read_row(row[name])} for row in rows]
         else:
             first = itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1)
-            rows = [json.loads(row[ROW]) if ROW in row else row for row in first]
+            rows = [read_row(row[ROW]) if ROW in row else row for row in first]
     if not rows:
         raise UserError(f"{source.flag} {source.name}: split {split} has no row.")
     return list(dict.fromkeys(name for row in rows for name in row)), rows[0]

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from llm_fp8.data.json_rows import read_row
 from llm_fp8.utils.errors import UserError
 
 ColumnForm = Literal[
@@ -155,7 +156,7 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """The text of a column: nothing for null and NaN, a number or a date in words."""
+    """The text of a column: nothing for null and NaN, a number or a date as the file has it."""
     return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
 
 
@@ -193,7 +194,7 @@ def _structured(row: Mapping[str, Any], column: str, role: str | None = None) ->
 
 def _json(text: Any, what: str) -> Any:
     try:
-        return json.loads(text)
+        return read_row(text)
     except (TypeError, ValueError) as error:
         raise UserError(f"--dataset_name: {what} must be JSON, and a row has {repr_of(text)}.") from error
 

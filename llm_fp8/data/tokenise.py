@@ -31,7 +31,7 @@ from pyarrow import compute
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
-from llm_fp8.data.json_rows import ROW
+from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, conversation_of
 from llm_fp8.data.split import problem_key
 from llm_fp8.utils.ranks import end_with_parent
@@ -203,7 +203,7 @@ def _tokenise_batch(
     conversations, used = [], set(columns.values())
     for i in range(len(row_ids)):
         if ROW in batch:
-            row = json.loads(batch[ROW][i])
+            row = read_row(batch[ROW][i])
             names = [name for name, value in row.items() if value not in (None, "", [], {})]
         else:
             row = {name: _as_stored(batch[name][i], (features or {}).get(name)) for name in columns.values()}

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.json_rows import ROW
+from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
@@ -27,7 +27,7 @@ def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
     source = open_source(str(name))
     rows = list(load_split(source, split))
     assert list(load_split(source, split, streaming=True)) == rows
-    return [json.loads(row[ROW]) if ROW in row else row for row in rows]
+    return [read_row(row[ROW]) if ROW in row else row for row in rows]
 
 
 def test_files(tmp_path: Path) -> None:

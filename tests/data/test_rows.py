@@ -96,7 +96,7 @@ def test_what_is_not_used_is_named_with_its_count(tokenizer: Any, tmp_path: Path
 
 
 def test_text_and_nulls_stay_as_the_file_has_them(tokenizer: Any, tmp_path: Path) -> None:
-    cells = ['"2024-05-01"', '"02134"', '"None"', "12345678901234567890123", "1.5", "true", '"é\u2028\u00a0"', "NaN"]
+    cells = ['"2024-05-01"', '"02134"', '"None"', "12345678901234567890123", "1.50", "true", '"é\u2028\u00a0"', "NaN"]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}: ", "completion": {cell}}}\n' for i, cell in enumerate(cells)))
     read = [text.removesuffix("<|eos|>") for text in _texts(_prepare(path, tokenizer), tokenizer)]
