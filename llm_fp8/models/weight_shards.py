@@ -163,6 +163,8 @@ class LocalShard:
             return
         wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
         values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
+        if self.data.is_floating_point() and not values.is_floating_point():
+            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint, not floats")
         own = slice(first - self.start, last - self.start)
         if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
             values, remainder = split_master(values.to(self.data.device, torch.float32))

@@ -276,6 +276,10 @@ def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypa
     source = written_by_4(tmp_path / "source")
     final = trained(source, tmp_path / "run", "--lora_rank=2", "--chat_template=" + TEMPLATE + "{# new #}")
     assert read(final, "generation_config.json")["eos_token_id"] == [1025, 1]
+    assert set(read(final, "adapter_config.json")) == {
+        *("base_model_name_or_path", "bias", "inference_mode", "init_lora_weights", "lora_alpha", "peft_type", "r"),
+        *("target_modules", "task_type"),
+    }
     assert load_exported(final, str(source), torch.float32).generation_config.eos_token_id == [1025, 1]
     assert tokenizer_of(final, str(source)).chat_template == TEMPLATE + "{# new #}"
     words = ["merge_adapter.py", "--adapter", str(final), "--output", str(tmp_path / "merged")]
