@@ -70,7 +70,7 @@ if $dry_run; then
     exit 0
 fi
 
-# Seconds that torchrun leaves its processes to save after a SIGTERM before it kills them; its own default is 30.
+# Seconds that torchrun leaves its processes to save after a SIGTERM before it kills them, from torch 2.12 on; before, it is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 # In place of this shell, so that a signal reaches torchrun, which passes it on.
 exec "${command[@]}"

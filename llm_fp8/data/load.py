@@ -10,7 +10,7 @@
 
 Only the files of the requested split are downloaded and converted, however large the other splits are. Cells of CSV
 files stay text, rows of JSON files what they are in the file (json_rows.py). A folder's other files, such as copies
-that editors and downloads leave, are not read.
+that editors and downloads leave, are not read, and named where their names are those of data.
 """
 
 from __future__ import annotations
