@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -257,14 +258,23 @@ class RunConfig:
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
     report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")
-    wandb_project: str = option("llm-fp8", "Project of the run in W&B and other trackers.")
-    wandb_run_name: str | None = option(None, "Name of the run there (default: the tracker makes one up).")
+    wandb_project: str | None = option(
+        None, "Project in W&B and other trackers (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",)
+    )
+    wandb_run_name: str | None = option(
+        None, "Name of the run there (default: the tracker makes one up).", needs=("use_wandb",)
+    )
 
     @property
     def trackers(self) -> tuple[str, ...]:
         """The trackers in --report_to, and W&B with --use_wandb."""
         asked = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
         return tuple(name for name in asked if name != "none")
+
+    @property
+    def project(self) -> str:
+        """The project of the run in its trackers."""
+        return self.wandb_project or os.environ.get("WANDB_PROJECT", "llm-fp8")
 
 
 @dataclass(frozen=True)

@@ -178,11 +178,15 @@ def parse_launch(
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
     """The options, unchecked, and the names of those that were given."""
     path = parser.parse_known_args(argv)[0].config
-    words = list[str]()
+    words, names = list[str](), list[str]()
     if path:
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
-            words = words_of(yaml.safe_load(Path(path).expanduser().read_bytes()) or {})
+            content = Path(path).expanduser().read_bytes()
+            words = words_of(yaml.safe_load(content) or {})
+            names = [name.value for name, _ in yaml.compose(content).value] if words else []
     parser.origin = f"--config {path}: "
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"it has '{twice[0]}' twice; leave one")
     if parser.parse_args(words).config is not None:  # alone, so that an error names the file
         parser.error("it names another --config, which is not read")
     parser.origin = ""

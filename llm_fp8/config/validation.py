@@ -32,6 +32,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
     """
     declared = {each.name: each for section in SECTIONS.values() for each in fields(section)}
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
+    values["use_wandb"] = bool(config.run.trackers)  # W&B's options hold for every tracker
 
     def holds(condition: str) -> bool:
         name, _, allowed = condition.partition("=")

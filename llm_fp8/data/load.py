@@ -202,7 +202,8 @@ def _as_text(file: str) -> dict[str, Any]:
     how = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
     with fsspec.open(file, compression="infer") as opened:
         names = csv.open_csv(opened, parse_options=how).schema.names  # fails where the first rows have more cells
-    return {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
+    named = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # as pandas calls an index without name
+    return {"features": Features(dict.fromkeys(named, Value("string"))), "keep_default_na": False}
 
 
 def beginning_of(source: DatasetSource, split: str, dataset: Any) -> tuple[list[str], dict[str, Any]]:

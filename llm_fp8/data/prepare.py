@@ -29,7 +29,7 @@ from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
-from llm_fp8.data.rows import detect_columns
+from llm_fp8.data.rows import AS_THEY_STAND, detect_columns
 from llm_fp8.data.sequences import MapSequences, Sequences, StreamSequences
 from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
@@ -127,6 +127,10 @@ class _Job:
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
         datasets = self.load(self.train, data.num_of_samples)
         options = self.options(self.train, datasets)
+        if self.config.model.chat_template and all(how.form in AS_THEY_STAND for _, how in options):
+            raise UserError(
+                "--chat_template: all rows are text that stands as it is, which no template touches; drop it."
+            )
         if data.streaming:
             rows = self.first_rows(options, share)
             taken = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]

@@ -81,10 +81,10 @@ def start_tracker(
     logging.raiseExceptions = False  # on a full disk each line of a tracker's log would print a traceback
     advice = "WANDB_MODE=offline needs no network." if name == "wandb" else ""
     flag = "--use_wandb" if name == "wandb" else f"--report_to {name}"
-    with reading(flag, options.wandb_project, f"a run of {name}", advice):
+    with reading(flag, options.project, f"a run of {name}", advice):
         kind = LOGGER_TYPE_TO_CLASS[name]
         where = [folder / name] if kind.requires_logging_directory else []
-        tracker: GeneralTracker = kind(options.wandb_project, *where, **arguments)
+        tracker: GeneralTracker = kind(options.project, *where, **arguments)
         tracker.start()
         if not (run_id and name == "mlflow"):  # it refuses an option of a resumed run that has another value
             tracker.store_init_configuration(config)

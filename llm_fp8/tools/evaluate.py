@@ -168,10 +168,11 @@ def main() -> int:
     # Of rows that were trained on whole, the solution is to be answered all the same.
     asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    problems = [prompt_and_solution(*row) for row in itertools.islice(rows, options.num_problems) if max(row[1]) >= 0]
+    asks = (row for row in rows if row[1][0] < 0 <= max(row[1]))  # text that is supervised whole asks nothing
+    problems = [prompt_and_solution(*row) for row in itertools.islice(asks, options.num_problems)]
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding
     prompts = [prompt for prompt, _ in problems]
-    expected: Any = tokenizer.batch_decode([solution for _, solution in problems], skip_special_tokens=True)
+    expected: list[Any] = [tokenizer.decode(solution, skip_special_tokens=True) for _, solution in problems]
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
@@ -181,9 +182,12 @@ def main() -> int:
         batch = prompts[start : start + options.batch_size]
         answers += generate(model, tokenizer, batch, options.max_new_tokens)
     right = list(map(is_right, expected, answers))
-    interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
-    share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
-    print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
+    figures: dict[str, Any] = {"eval_loss": loss}
+    if right:
+        interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
+        share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
+        figures |= {"exact_match": share, "wilson_95": [interval.low, interval.high]}
+        print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
     print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
@@ -192,7 +196,6 @@ def main() -> int:
             {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer, "correct": is_correct}
             for prompt, gold, answer, is_correct in zip(prompts, expected, answers, right, strict=True)
         ]
-        figures = {"exact_match": share, "wilson_95": [interval.low, interval.high], "eval_loss": loss}
         write_json_atomic(path, {"model": options.model_name, **figures, "answers": told})
         print(f"answers: {path}")
     return 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llm_fp8.distributed.memory import RunSize
 
 GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
-"""Part of a GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
+"""A GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -107,13 +107,17 @@ def gpu_memory(name: str | None) -> tuple[str, float, bool]:
             raise UserError(f"--gpu: this machine has none, so name one ({', '.join(GPUS)}) or give its memory in GiB.")
         properties = torch.cuda.get_device_properties(0)
         return properties.name, properties.total_memory / 2**30, (properties.major, properties.minor) >= (8, 9)
-    for key, gib in GPUS.items():
-        if key in name.lower():
-            return name, gib, key != "a100"
-    number = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)(gi?b)?", name.lower())
-    if number is None:
-        raise UserError(f"--gpu {name}: give a known name ({', '.join(GPUS)}) or the GPU's memory in GiB, as 80.")
-    return f"a GPU of {number[1]} GiB", float(number[1]), True
+    plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|pcie|hbm\de?|(?<=\w)[-_ ]", "", name.lower())
+    size = r"([1-9]\d*(?:\.\d+)?)"
+    found = re.fullmatch(rf"({'|'.join(GPUS)})(?:{size}gi?b)?|{size}(?:gi?b)?", plain)
+    if found is None:
+        names, near = ", ".join(GPUS), did_you_mean(plain, GPUS)
+        raise UserError(f"--gpu {name}: give a known name ({names}) or the GPU's memory in GiB, as 80{near}.")
+    key, stated, alone = found.groups()
+    if key is None:
+        return f"a GPU of {alone} GiB", float(alone), True
+    usual = stated is None or abs(float(stated) - GPUS[key]) < 4
+    return name, GPUS[key] if usual else float(stated), key != "a100"
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:

@@ -83,7 +83,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--entity", help="W&B user or team that owns the project (default: your own)")
-    add("--project", default=RunConfig.wandb_project, help="W&B project (default: %(default)s)")
+    add("--project", default=RunConfig().project, help="W&B project (default: %(default)s)")
     add("--group", help="show the runs of this W&B group only (default: all training runs)")
     add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
     add("--view", metavar="URL", help="address of a saved view to update instead of making one")

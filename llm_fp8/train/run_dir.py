@@ -95,7 +95,8 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
     names = _SAVED if _was_begun(folder) else (*_SAVED, *_WRITTEN)
     if found := next((path.name for name in names for path in folder.glob(name)), None):
         more = " or add --resume_from latest" if has_checkpoints else ""
-        raise UserError(f"--output_dir {folder} holds another run ({found}); choose another{more}.")
+        whose = "a run without a checkpoint (--save_every)" if resume_from == LATEST else "another run"
+        raise UserError(f"--output_dir {folder} holds {whose}: {found}; choose another{more}.")
 
 
 @contextlib.contextmanager

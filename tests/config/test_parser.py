@@ -169,6 +169,9 @@ def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
     options = parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]).options
     given = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
     assert options == {**Config().options, **given}
+    file.write_text("batch_size: 2\nmax_steps: 3\nbatch_size: 4\n")
+    with pytest.raises(UserError, match="batch_size"):
+        parse_config(["--config", str(file)])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!a]*.yaml")), ids=lambda path: path.stem)
@@ -197,7 +200,7 @@ def test_every_option_is_read_somewhere():
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value)
     through_properties = {"fp8_bf16_modules", "dataset_weights", "lora_targets", "columns", "allow_changed", "packing"}
-    through_properties |= {"use_wandb", "report_to"}
+    through_properties |= {"use_wandb", "report_to", "wandb_project"}
     assert set(Config().options) - names <= through_properties
 
 

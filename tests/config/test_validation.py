@@ -38,7 +38,7 @@ REFUSED = [
         ("fp8_scenario", "current"), ("fp8_backend", "torchao"), ("amax_history_len", 16), ("fp8_strict", ""),
         ("fp8_bf16_modules", "qkv"), ("fp8_recast_weights", ""), ("keep_best", ""), ("allow_changed", "learning_rate"),
         ("early_stopping_patience", 3), ("resume_from", "latest"), ("streaming", ""), ("cuda_graphs", ""),
-        ("context_parallel_size", 2), ("fp8_params", ""),
+        ("context_parallel_size", 2), ("fp8_params", ""), ("wandb_project", "llm-fp8"), ("wandb_run_name", "x"),
     )),
     *(("cuda_graphs", GRAPHS + more) for more in (
         "--lora_rank 4 --lora_dropout 0.1",

@@ -39,6 +39,8 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in ("a.parquet", "a.csv", "a.jsonl", "a.json", "b.jsonl.gz"):
         assert _read(tmp_path / name) == ROWS, name
+    dataset.to_pandas().to_csv(tmp_path / "index.csv")
+    assert _read(tmp_path / "index.csv") == [{"Unnamed: 0": str(i), **row} for i, row in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize("name", ["train.csv", "train.tsv", "train.csv.gz"])

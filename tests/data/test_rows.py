@@ -161,6 +161,9 @@ def test_the_template_and_its_arguments_are_options(tmp_path: Path) -> None:
     for wrong in ("[1]", "{brief}"):
         with pytest.raises(UserError, match="--chat_template_kwargs"):
             _prepare(path, tokenizer, f"--chat_template_kwargs={wrong}")
+    path = write_jsonl(tmp_path / "text.jsonl", [{"text": "as it stands"}])
+    with pytest.raises(UserError, match="--chat_template"):
+        _prepare(path, tokenizer, f"--chat_template={template}", "--validation_fraction=0")
     options = ModelConfig(chat_template="no/such/file")
     with pytest.raises(UserError, match="--chat_template no/such/file"):
         load_tokenizer(options, resolve_source(options))

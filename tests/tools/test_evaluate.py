@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.tools import evaluate
 from llm_fp8.utils.errors import UserError
-from tests.support.small import records, train
+from tests.support.small import records, train, write_jsonl
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,6 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
         call("--model", tmp_path / "nowhere", *data)
     with pytest.raises(UserError, match="--validation_fraction"):
         call("--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": f"A story of {number} cats."} for number in range(40)])
+    assert call("--model", tiny_model, f"--dataset_name={text}", "--max_seq_length=128", "--output", answers) == 0
+    assert "exact_match" not in json.loads(answers.read_text())  # text asks nothing

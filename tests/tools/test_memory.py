@@ -34,13 +34,14 @@ def figures(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("name", "gib"),
-    [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)],
+    [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)]
+    + [("rtx 4090", 23.6), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)],
 )
 def test_gpu_memory_comes_from_a_name_or_a_number(name, gib):
     assert gpu_memory(name)[1] == gib
 
 
-@pytest.mark.parametrize("name", ["H900", "-3", "0", "nan", ""])
+@pytest.mark.parametrize("name", ["H900", "H1000", "GH200", "H100:2", "L40", "4090 Ti", "-3", "0", "nan", ""])
 def test_an_unknown_gpu_is_refused(name):
     with pytest.raises(UserError, match="--gpu"):
         gpu_memory(name)

@@ -90,7 +90,8 @@ def test_an_offline_run_holds_every_key(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_RUN_GROUP", "pairs")
     monkeypatch.setenv("WANDB_TAGS", "nightly,h200")
-    words = ("--use_wandb", "--wandb_project=a-project", "--wandb_run_name=a-run", "--output_dir", tmp_path / "first")
+    monkeypatch.setenv("WANDB_PROJECT", "a-project")
+    words = ("--use_wandb", "--wandb_run_name=a-run", "--output_dir", tmp_path / "first")
     words += ("--max_steps=4", "--eval_every=2", "--max_seq_length=128", "--batch_size=4", "--num_of_samples=80")
     assert train(*words, "--eval_batches=2", "--no_export", "--mixed_precision=bf16") == 0
     wandb.teardown()  # waits for W&B's own process, which writes the file

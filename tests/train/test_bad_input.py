@@ -209,8 +209,8 @@ def test_a_folder_that_holds_another_run_or_a_finished_one(tmp_path, common, ref
 def test_a_finished_run_without_checkpoints_is_kept_and_counted_beside(common, refuse):
     """A --dry_run writes nothing, so it may have the same folder."""
     train(*common, "--max_steps=2")
-    for words in ([], ["--resume_from=latest"]):
-        assert "choose another" in refuse("--max_steps=2", *words)
+    for words, told in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
+        assert told in refuse("--max_steps=2", *words)
         assert train(*common, "--max_steps=2", *words, "--dry_run") == 0
 
 

@@ -204,7 +204,9 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
         found += _differing(group, lambda run: {"precision.effective": run.effective_name})
     for seed in sorted({run.seed for run in runs}):  # a seed should give the same sequences, order and weights
         group = [run for run in runs if run.seed == seed]
-        found += _differing(group, lambda run: {"tokens_seen": sum(step.get("tokens_seen", 0) for step in run.steps)})
+        found += _differing(
+            group, lambda run: {"tokens_seen, summed": sum(step.get("tokens_seen", 0) for step in run.steps)}
+        )
         losses = [run.steps[0]["loss"] for run in group]
         if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
             found += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})

@@ -254,7 +254,7 @@ def test_different_rows_weights_and_precisions_are_found():
     base, own = made_up_run("bf16"), made_up_run("delayed")
     other_rows = [{**step, "tokens_seen": step["tokens_seen"] + 1} for step in own.steps]
     (found,) = find_differences([base, dataclasses.replace(own, steps=other_rows)])
-    assert found.effect == "both" and found.field == "tokens_seen"
+    assert found.effect == "both" and found.field == "tokens_seen, summed"
     other_weights = [{**own.steps[0], "loss": 9.0}, *own.steps[1:]]
     (found,) = find_differences([base, dataclasses.replace(own, steps=other_weights)])
     assert found.effect == "quality"
