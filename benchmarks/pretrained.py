@@ -48,8 +48,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.gpus import visible_gpus
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.config.recipes import precision_name
-from llm_fp8.data import prepare_data
 from llm_fp8.data.collate import Batch
+from llm_fp8.data.prepare import prepare_data
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.compare.figures import t_interval
 from llm_fp8.tools.programs import training_command

@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
@@ -101,13 +100,10 @@ class FsdpStrategy(DistributedStrategy):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """On the accelerator's device, which the collective needs."""
-        remainder, parameter = remainder_of(parameter), unwrapped_shard(master_of(parameter)).detach()
-        if not isinstance(parameter, DTensor):
-            return parameter if remainder is None else join_master(parameter, remainder)
-        if remainder is not None:
-            parameter = sharded_like(join_master(local_of(parameter), local_of(remainder)), parameter)
-        sharded: DTensor = parameter.to(self.accelerator.device)  # type: ignore[assignment]
-        return sharded.full_tensor()
+        sharded: Any = unwrapped_shard(master_of(parameter)).detach()
+        if (remainder := remainder_of(parameter)) is not None:
+            sharded = sharded_like(join_master(local_of(sharded), local_of(remainder)), sharded)
+        return sharded.to(self.accelerator.device).full_tensor()
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:

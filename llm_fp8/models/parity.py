@@ -110,17 +110,15 @@ def check_parity(
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
+    stored: StoredCheckpoint,
     full_tensor: FullTensor = Tensor.detach,
-    stored: StoredCheckpoint | None = None,
 ) -> str:
-    """What the three tests found on a TE decoder that computes in `dtype`; raises `UserError` where one fails.
-
-    `full_tensor` returns an unsharded parameter, and is collective where they are sharded. `stored`: the weights that
-    were loaded; None where they are random.
+    """What the three tests found on a TE decoder that computes in `dtype` and has the weights `stored`; raises
+    `UserError` where one fails. `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
     """
-    loaded = f"{check_weights(model, stored, full_tensor)} stored tensors loaded bit for bit; " if stored else ""
-    comparisons = compare_layers(model, batch, max_seq_length, dtype, full_tensor)
-    return f"parity with Hugging Face: {loaded}{judge(comparisons, dtype)}"
+    num_loaded = check_weights(model, stored, full_tensor)
+    found = judge(compare_layers(model, batch, max_seq_length, dtype, full_tensor), dtype)
+    return f"parity with Hugging Face: {num_loaded} stored tensors loaded bit for bit; {found}"
 
 
 def check_weights(model: PreTrainedModel, stored: StoredCheckpoint, full_tensor: FullTensor) -> int:

@@ -155,7 +155,7 @@ def main() -> int:
     import torch  # here, so that --help and mistakes answer without loading it
     from scipy.stats import binomtest
 
-    from llm_fp8.data import prepare_data
+    from llm_fp8.data.prepare import prepare_data
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()

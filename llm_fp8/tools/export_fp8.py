@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 
 if TYPE_CHECKING:
-    from llm_fp8.data import PreparedData
+    from llm_fp8.data.prepare import PreparedData
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -34,8 +34,8 @@ def main() -> int:
     """Write, measure, print."""
     options = parse(sys.argv[1:])  # --help and mistakes answer without loading torch
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
-    from llm_fp8.data import prepare_data
     from llm_fp8.data.load import find_splits
+    from llm_fp8.data.prepare import prepare_data
     from llm_fp8.models.fp8_export import export_fp8
     from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB

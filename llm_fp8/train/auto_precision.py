@@ -14,8 +14,8 @@ import itertools
 
 import torch
 
-from llm_fp8.data import PreparedData
 from llm_fp8.data.collate import Batch
+from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.precision.plan import resolve_precision

@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import chosen
-from llm_fp8.data import prepare_data
+from llm_fp8.data.prepare import prepare_data
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
 from llm_fp8.distributed.sharding_mode import choose_mode, num_shards
@@ -48,7 +48,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     resumed = find_checkpoint(config, ranks)
     lines: list[str] = []
     if counts_memory:
-        config, lines = settle_memory(run, gpu_gib, None if resumed is None else resumed.micro_batch_rows)
+        config, lines = settle_memory(run, gpu_gib)
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:

@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
-from llm_fp8.data import PreparedData, prepare_data
+from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.parity import check_parity

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
-from llm_fp8.data import PreparedData
+from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
 from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.process_group import largest

@@ -3,9 +3,8 @@
 
     name                                                  noticed by (else AttributeError)
     DTensor._local_tensor                                 tests/models/test_weight_shards.py
-    nn.Module._buffers, ._non_persistent_buffers_set      tests/models/test_weight_shards.py
+    nn.Module._non_persistent_buffers_set                 tests/models/test_weight_shards.py
     nn.Module._apply                                      tests/models/test_weight_shards.py
-    nn.Module._compiled_call_impl                         tests/precision/test_torchao.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
     torch._C._cuda_endAllocateToPool, _cuda_releasePool   tests/distributed/test_micro_batch_graphs.py
 """
@@ -14,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +34,8 @@ def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers of `module` itself that a state dict holds, by name."""
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+    buffers = module.named_buffers(recurse=False)
+    return ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
 
 
 def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
@@ -66,16 +63,3 @@ def end_capture_in_pool(pool: tuple[int, int]) -> None:
 def compile_without_ddp_cuts() -> None:
     """Let torch.compile not cut graphs at DDP's buckets, which it cannot where a part is recomputed."""
     importlib.import_module("torch._dynamo").config.optimize_ddp = False
-
-
-@contextlib.contextmanager
-def uncompiled(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Run layers without their compiled code in this block, so that hooks of the modules inside are called."""
-    kept: list[tuple[Any, Any]] = [(layer, layer._compiled_call_impl) for layer in layers]
-    for layer, _ in kept:
-        layer._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for layer, compiled in kept:
-            layer._compiled_call_impl = compiled

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.data import prepare_data
 from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.data.prepare import prepare_data
 
 pytestmark = pytest.mark.gpu
 

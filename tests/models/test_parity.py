@@ -94,16 +94,15 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
 
 
 def test_the_check_refuses_another_rope(right_model):
-    model, _ = right_model
+    model, stored = right_model
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(model, packed_batch("cpu"), S, torch.float32)
+        check_parity(model, packed_batch("cpu"), S, torch.float32, stored)
 
 
 def test_the_check_refuses_weights_that_are_not_the_files(right_model):
     model, stored = right_model
     with torch.no_grad():
         model.model.layers[1].mlp.fc2_weight[3, 5] += 0.01
-    check_parity(model, packed_batch("cpu"), S, torch.float32)  # as a function it is Hugging Face's
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
         check_parity(model, packed_batch("cpu"), S, torch.float32, stored=stored)

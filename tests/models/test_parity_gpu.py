@@ -140,4 +140,4 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
             assert all(parameter.grad is None for parameter in model.parameters())
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01  # as a slightly wrong RoPE base would
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(model, packed_batch(device), S, dtype)
+        check_parity(model, packed_batch(device), S, dtype, stored)
