@@ -285,18 +285,20 @@ class RunSize:
         needed = max(part.estimate().needed_gib for part in self.phases)
         return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
 
-    def settled(self, gpu_gib: float, merges: bool = True) -> RunSize:
-        """The same run with as many micro-batches of a step run as one as fit the GPU with a margin, if it `merges`
-        them, and with a number for --gradient_checkpointing auto.
+    def settled(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
+        """The same run with as many micro-batches of a step run as one as fit the GPU with a margin, or with
+        `resumed_rows` in each where that is such a run; with a number for --gradient_checkpointing auto.
 
         Recomputing a layer costs a third of its time, and merging gains less: the fewest recomputed layers with which
         any cut fits decide, then the longest micro-batches. Where nothing fits, nothing is merged and all recomputed.
         """
         size, num_asked = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
         most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
-        factors = range(num_asked if merges and self.config.optim.merge_micro_batches else 1, 0, -1)
+        factors = range(num_asked if self.config.optim.merge_micro_batches else 1, 0, -1)
         cuts = {size * factor: num_asked // factor for factor in factors if num_asked % factor == 0}
         cuts = {rows: steps for rows, steps in cuts.items() if rows <= max(most, size)}
+        if resumed_rows in cuts:
+            cuts = {resumed_rows: cuts[resumed_rows]}
         run, shares = self, [self.config.model.gradient_checkpointing]
         if shares == ["auto"]:
             layers = self.hf_config.num_hidden_layers
@@ -318,8 +320,10 @@ class RunSize:
         return next((run for run in tried if run.fits(gpu_gib)), None)
 
 
-def settle_memory(run: RunSize, gpu_gib: float) -> tuple[Config, list[str]]:
+def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[Config, list[str]]:
     """The options with numbers for what is auto and with merged micro-batches, and sentences to print.
+
+    `resumed_rows`: rows of a micro-batch in the checkpoint that the run continues, which it keeps where it can.
 
     Raises `UserError` for a run whose weights, gradients and optimizer state alone, or whose smallest --batch_size
     auto, are too much for the GPU's `gpu_gib`.
@@ -333,11 +337,13 @@ def settle_memory(run: RunSize, gpu_gib: float) -> tuple[Config, list[str]]:
         )
     if automatic:
         run = run.changed(batch_size=run.row_multiple)
-    run = run.settled(gpu_gib, merges=not automatic)
-    if not automatic and (rows := run.config.data.batch_size) != asked.data.batch_size:
-        before, after = (each.optim.gradient_accumulation_steps for each in (asked, run.config))
-        short = f"{asked.data.batch_size * length:,} tokens"
-        notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
+        run = run.settled(gpu_gib, resumed_rows=run.row_multiple)
+    else:
+        run = run.settled(gpu_gib, resumed_rows)
+        if (rows := run.config.data.batch_size) != asked.data.batch_size:
+            before, after = (each.optim.gradient_accumulation_steps for each in (asked, run.config))
+            short = f"{asked.data.batch_size * length:,} tokens"
+            notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
     if state_gib + RESERVE_GIB > gpu_gib:
         what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"

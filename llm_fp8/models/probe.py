@@ -53,7 +53,9 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             training_model = TrainingModel(model, sum(LENGTHS), dtype)
             alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
-        with reading("--model_name", config.model.model_name, "gradients of a small model of this architecture"):
+        what = "gradients of a small model of this architecture"
+        advice = "Do as its kernels say, or uninstall their package and drop --packing."
+        with reading("--model_name", config.model.model_name, what, advice):
             with torch.enable_grad():  # flash-linear-attention refuses its own on some GPUs
                 _alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
         if difference := _differs(training_model.logits(alone[-1]), logits, dtype):

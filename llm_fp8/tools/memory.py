@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"offload_optimizer": 1.0},
     "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
     "LoRA": {"lora_rank": 16},
+    "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
 }
 """Way of training -> its options; the cheapest in time and quality comes first."""
 SIZES = ("batch_size", "max_seq_length", "gradient_accumulation_steps")

@@ -48,7 +48,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     resumed = find_checkpoint(config, ranks)
     lines: list[str] = []
     if counts_memory:
-        config, lines = settle_memory(run, gpu_gib)
+        config, lines = settle_memory(run, gpu_gib, None if resumed is None else resumed.micro_batch_rows)
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:

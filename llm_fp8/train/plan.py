@@ -157,8 +157,8 @@ class RunPlan:
 def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = None) -> RunPlan:
     """Resolve the options on this machine; `UserError` for what it cannot do, or its memory cannot hold. Collective.
 
-    `config` passed `check_options`, and the process group exists. A run that continues `resumed` has what
-    --mixed_precision auto chose then.
+    `config` passed `check_options`, and the process group exists. A run that continues `resumed` has its micro-batches
+    where it can, and what --mixed_precision auto chose then.
     """
     device, num_asked_micro_batches = own_device(), config.optim.gradient_accumulation_steps
     source = resolve_source(config.model)
@@ -182,7 +182,8 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         # Of a resumed run too: --batch_size auto comes to the same rows again.
         may_be_bf16 = may_be_either or config.precision.fp8_until < 1
         run = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_bf16)
-        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib))
+        rows = None if resumed is None else resumed.micro_batch_rows
+        config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, rows))
     elif config.model.gradient_checkpointing == "auto":
         config = config.with_options(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")

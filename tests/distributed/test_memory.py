@@ -222,6 +222,9 @@ def test_fewer_recomputed_layers_win_over_longer_micro_batches():
     # A single micro-batch keeps no unsharded gradients.
     config, _ = settle(24.0, "Llama-3.2-3B", **row, mode="fsdp_full", num_gpus=8)
     assert cut(config) == (16, 1) and 0 < config.model.gradient_checkpointing < 1
+    resumed = run_size(row, hf_config("Llama-3.2-3B"))
+    config, _ = settle_memory(resumed, 79.2, resumed_rows=16)
+    assert cut(config) == (16, 1) and config.model.gradient_checkpointing > 0
 
 
 def test_auto_batch_size_recomputes_only_what_its_smallest_micro_batch_needs():
@@ -258,9 +261,12 @@ def test_micro_batches_are_merged_as_far_as_memory_allows():
     assert cut(settle(139.8, "Llama-3.2-1B", batch_size=32)[0]) == (64, 2), "no longer than the longest recorded"
 
 
-def test_a_cut_is_kept_where_it_is_asked_for():
+def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
     config, said = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
     assert cut(config) == (1, 4) and said == []
+    run = run_size(DOCUMENTED | {"gradient_accumulation_steps": 4}, hf_config("Llama-3.2-3B"))
+    assert cut(settle_memory(run, 79.2, resumed_rows=2)[0]) == (2, 2)
+    assert cut(settle_memory(run, 79.2, resumed_rows=3)[0]) == (4, 1)
 
 
 @pytest.mark.parametrize(
