@@ -183,7 +183,7 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             content = Path(path).expanduser().read_bytes()
             words = words_of(yaml.safe_load(content) or {})
-            names = [name.value for name, _ in yaml.compose(content).value] if words else []
+            names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
     parser.origin = f"--config {path}: "
     if twice := [name for name in names if names.count(name) > 1]:
         parser.error(f"it has '{twice[0]}' twice; leave one")
