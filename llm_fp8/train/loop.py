@@ -444,18 +444,14 @@ class TrainingLoop:
         self.results.certificates[name] = certificate
 
     def evaluate(self) -> bool:
-        """Evaluate; returns whether this is the best step so far and --keep_best needs a checkpoint of it."""
+        """Evaluate and report; returns whether --keep_best needs a checkpoint of this step, the best so far."""
         if self.state.data.eval is None:
             return False
-        self.history.add(self.step, self.eval_loss())
-        return self.history.kept_step == self.step
-
-    def eval_loss(self) -> float:
-        """Evaluate and report; returns the main rank's eval loss."""
         self._make_room()
-        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.state.data.eval or ())
+        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.state.data.eval)
         self.reporter.evaluation({"step": self.step, **figures})
-        return gathered(figures["eval_loss"])[0]
+        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # that of the main rank
+        return self.history.kept_step == self.step
 
     def save(self) -> None:
         """Write a checkpoint."""
