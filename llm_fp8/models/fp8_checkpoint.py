@@ -36,10 +36,6 @@ class Fp8Format:
             return "fp8 (e4m3) with a scale for each block of {} x {} values".format(*self.block)
         return f"fp8 (e4m3) with a scale for each {'weight matrix' if self.block[0] is None else 'row'}"
 
-    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns that share a scale in a weight [n, k]."""
-        return self.block[0] or shape[0], self.block[1] or shape[1]
-
     def is_surplus(self, name: str) -> bool:
         """Whether a stored tensor is a scale, and so none of the model's."""
         return name.endswith((f".weight{self.suffix}", ".input_scale"))
@@ -83,7 +79,7 @@ class DequantisedRows:
 
     def __init__(self, rows: Any, fp8: Fp8Format, read_scale: Callable[[], Tensor]) -> None:
         self._rows, self._read_scale, self._shape = rows, read_scale, tuple(rows.get_shape())
-        self._block = fp8.block_of(self._shape)
+        self._block = fp8.block[0] or self._shape[0], fp8.block[1] or self._shape[1]
 
     def __getitem__(self, wanted: slice) -> Tensor:
         first, last, _ = wanted.indices(self._shape[0])
