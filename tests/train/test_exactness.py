@@ -37,7 +37,7 @@ def test_a_packed_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_merged_micro_batches_take_the_same_steps(tmp_path, tiny_model, sixteen_rows, packing, monkeypatch):
-    """A run that is resumed on a smaller GPU has another cut."""
+    """A resumed run keeps the cut of its checkpoint, whatever fits its own GPU."""
     options = [f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--no_export"]
     options += ["--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=4", "--max_steps=4"]
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]
@@ -52,8 +52,8 @@ def test_merged_micro_batches_take_the_same_steps(tmp_path, tiny_model, sixteen_
     whole = steps(merged)
     monkeypatch.setattr("llm_fp8.train.plan.smallest_gpu_gib", lambda device: 2.1)
     train(*options, f"--output_dir={merged}", f"--resume_from={merged / 'checkpoints/step-00000002'}")
-    assert run_json(merged)["resumes"][-1]["config"]["data"]["batch_size"] == 2
-    assert [step["loss"] for step in steps(merged)] == pytest.approx([step["loss"] for step in whole], rel=1e-5)
+    assert run_json(merged)["resumes"][-1]["config"]["data"]["batch_size"] == 8
+    assert [step["loss"] for step in steps(merged)[-2:]] == [step["loss"] for step in whole[-2:]]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
