@@ -58,7 +58,7 @@ def bundled_name(name: str) -> str | None:
 
 def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:
     """`reading` of a part of the model that --model_name gives."""
-    advice = "Give a local model folder or a hub id that this machine can reach (for a gated model: 'hf auth login')."
+    advice = "Give a model's folder (of a run: its final/) or a hub id in reach (if it is gated: 'hf auth login')."
     return reading("--model_name", name, f"the {what}", advice)
 
 

@@ -156,7 +156,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         summary["best"] = {"step": history.kept_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
     if loop.step < loop.total_steps and history.stops_early:
         since = f"{history.num_without_improvement} evaluations in a row"
-        summary["stopped_early"] = f"{since} did not improve on {history.best_loss}"
+        summary["stopped_early"] = f"{since} did not improve on {history.best_loss:.4f}"
     return summary
 
 
