@@ -1,7 +1,7 @@
 """Build a model on the device: choose the attention, allocate, initialise or load.
 
-There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both are built
-without weights (`build_structure`), on "meta" where they are to be sharded, and filled from the safetensors files
+There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both can be built
+with parameters on "meta" (`build_structure`), sharded or not, given memory, and filled from the safetensors files
 tensor by tensor (weights.py).
 """
 
@@ -60,15 +60,23 @@ def build_model(
     hf_config: PretrainedConfig,
     stored: StoredCheckpoint | None,
     *,
+    parameter_dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    keep_lower_bits: bool = False,
     **structure: Any,
 ) -> PreTrainedModel:
-    """The model on `device` with the weights `stored`, or without them random ones; `structure` goes to
-    `build_structure`.
+    """The model on `device` with parameters of `parameter_dtype` and the weights `stored`, or without them random ones.
+
+    `structure` goes to `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have
+    beyond bf16, in remainders for `llm_fp8.optim.adamw_master`.
     """
-    model = build_structure(options, hf_config, device=device, **structure)
-    fill_weights(model, stored, device, seed)
+    structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
+    model = build_structure(options, hf_config, **structure)
+    if not options.use_te:
+        materialize_(model, device, device)
+        model.tie_weights()  # undone by moving
+    fill_weights(model, stored, device, seed, keep_lower_bits)
     return model
 
 
@@ -80,10 +88,10 @@ def build_structure(
     compute_dtype: torch.dtype,
     device: torch.device,
     unfused_mlp: bool = False,
-    on_meta: bool = False,
+    te_on_meta: bool = True,
 ) -> PreTrainedModel:
-    """The model on `device`, its parameters (on "meta" if asked for) without values; fill it with `fill_weights`. For
-    `unfused_mlp` see `te_llama.DecoderSpec`.
+    """The model with parameters on "meta" and buffers on `device`; fill it with `fill_weights`. For `unfused_mlp` see
+    `te_llama.DecoderSpec`.
     """
     if options.use_te:
         require_te("--use_te")
@@ -91,15 +99,13 @@ def build_structure(
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         if device.type == "cuda":
             choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
-        place = "meta" if on_meta else device
+        place = "meta" if te_on_meta else device
         model = te_llama.build_te_model(hf_config, parameter_dtype, place, table_device=device, unfused_mlp=unfused_mlp)
     else:
         attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
         with init_empty_weights(include_buffers=False), torch.device(device):
             model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-        if not on_meta:
-            materialize_(model, device, device)
-        model.tie_weights()  # undone by both
+        model.tie_weights()  # undone by `init_empty_weights`
     return model
 
 

@@ -77,11 +77,8 @@ def fill_weights(
     keep_lower_bits: bool = False,
 ) -> None:
     """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards. Random ones, if
-    `stored` is None, are drawn on `device` from `seed`, the same for every world size. Raises `UserError` naming file
-    and tensor that do not fit.
-
-    `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have beyond bf16, in remainders for
-    `llm_fp8.optim.adamw_master`.
+    `stored` is None, are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
+    `build_model`. Raises `UserError` naming file and tensor that do not fit.
     """
     model.stored = stored  # type: ignore[assignment]
     if stored is None:

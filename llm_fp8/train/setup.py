@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from llm_fp8.config.recipes import gemms_in_fp8, size_multiple
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import build_structure, decoder_layers
+from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.export import describe_left_out
 from llm_fp8.models.grouped_experts import use_grouped_experts
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
@@ -75,7 +76,8 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     if config.parallel.fp8_params and plan.precision.backend == "te":
         strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers)
-    fill_weights(model, plan.stored, plan.device, config.optim.seed, plan.keeps_lower_bits)
+    if strategy.shards_parameters:
+        fill_weights(model, plan.stored, plan.device, config.optim.seed, plan.keeps_lower_bits)
     initialize_adapters_(model, config.optim.seed)
     if plan.context_group is not None:
         plan.context_group.attach(layers)
@@ -100,17 +102,15 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
 
 
 def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
-    """The model; neither it nor adapters have values yet."""
-    lora = plan.config.lora
-    model = build_structure(
-        plan.config.model,
-        plan.hf_config,
-        parameter_dtype=plan.weight_dtype,
-        compute_dtype=plan.precision.compute_dtype,
-        device=plan.device,
-        unfused_mlp=needs_unfused_mlp(lora),
-        on_meta=plan.strategy.shards_parameters,
-    )
+    """The model; adapters, and parameters that are to be sharded, have no values yet."""
+    options, lora = plan.config.model, plan.config.lora
+    shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
+    shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
+    if plan.strategy.shards_parameters:
+        model = build_structure(options, plan.hf_config, **shared)
+    else:
+        shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
+        model = build_model(options, plan.hf_config, plan.stored, **shared)
     if lora.lora_rank:
         if note := without_adapter(model, lora):
             plan.say(note)

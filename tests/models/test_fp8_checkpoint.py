@@ -65,7 +65,7 @@ def sharded(rank: int, name: str) -> dict[str, torch.Tensor]:
     config = load_config(source)
     stored = checkpoint_of(source, config)
     dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
-    model = build_structure(options, config, **dtypes, on_meta=True)
+    model = build_structure(options, config, **dtypes)
     strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
     strategy.shard(model, decoder_layers(model))
     fill_weights(model, stored)

@@ -58,7 +58,7 @@ def sharded_model(
 
 def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     hf_config, dtypes = load_config(resolve_source(config)), {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_structure(config, hf_config, **dtypes, device=CPU, on_meta=True)
+    return build_structure(config, hf_config, **dtypes, device=CPU)
 
 
 def weights_of(config: ModelConfig) -> StoredCheckpoint | None:
