@@ -16,7 +16,7 @@ Hugging Face's.
       └─ + residual
 
 Why: TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8
-kernels for fprop, dgrad and wgrad. This file knows nothing of precision: under `te.autocast` the same modules run in
+kernels for fprop, dgrad and wgrad. This file chooses no precision: under `te.autocast` the same modules run in
 fp8, outside of it in the dtype of their parameters.
 
 Attention takes one of four forms:

@@ -200,7 +200,7 @@ class RunSize:
         loading = 0.0
         if casts and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
-            if recipe in ("delayed", "current"):  # whose transposes exist during a layer's backward pass alone
+            if RECIPES[recipe].one_scale_per_weight:  # whose transposes exist during a layer's backward pass alone
                 casts //= 2
             loading = _BF16 * self.num_parameters - casts  # in bf16, before they are cast
 

@@ -37,8 +37,9 @@ def choose_mode(
     if gpu_memory_gib is None:
         return "ddp", "there is no GPU whose memory would count"
     room, needs = STATE_SHARE * gpu_memory_gib, {}
+    compute = "fp32" if config.precision.mixed_precision in ("no", "fp16") else "bf16"
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
-        kind = resolve_optimizer(config.optim.optimizer, mode)
+        kind = resolve_optimizer(config.optim.optimizer, mode, compute)
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())

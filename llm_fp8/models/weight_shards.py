@@ -1,7 +1,7 @@
 """Which shard of a model's parameters this rank holds, and which Hugging Face tensors it belongs to.
 
 FSDP shards every parameter along dim 0: of R rows over n ranks each rank holds ceil(R / n), the last ranks fewer or
-none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`parts.Part`), so a rank's shard of a
+none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`), so a rank's shard of a
 checkpoint is a range of rows of some tensors, and loading and export (llm_fp8/models/export.py) are slicing.
 """
 

@@ -216,10 +216,9 @@ class CheckpointManager:
 
     def _prune(self, newest: Path, best: Path | None) -> None:
         """Delete the oldest complete checkpoints beyond the limit, but never these two."""
-        others = [found.folder for found in self.newest_first() if found.folder != newest]
+        others = [found.folder for found in self.newest_first() if found.folder not in (newest, best)]
         for path in others[self.limit - 1 :]:
-            if path != best:
-                shutil.rmtree(self._hidden(path))
+            shutil.rmtree(self._hidden(path))
 
     def _hidden(self, path: Path) -> Path:
         """Rename a checkpoint, so that a kill while it is deleted leaves no half one under a checkpoint's name."""

@@ -19,10 +19,8 @@ def fine_tune(**options: Any) -> dict[str, Any]:
     holds. Mistakes are raised as `UserError`, a failed certificate as `FailedCheck`. A signal that stops the run acts
     once a checkpoint is saved: SIGINT raises KeyboardInterrupt.
     """
-    environ = dict(os.environ)
-    os.environ.update({**CUDA_DEFAULTS, **environ})
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: os.environ.update(environ))  # what the launcher asked for holds for the next run too
+        stack.enter_context(patch.dict(os.environ, {**CUDA_DEFAULTS, **os.environ}))
         # As run.json and the model card record it.
         stack.enter_context(patch.object(sys, "argv", ["train_fp8.py", *words_of(options)]))
         config, idle_fp8_keys = parse_launch(sys.argv[1:], os.environ)

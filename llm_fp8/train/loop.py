@@ -177,6 +177,7 @@ class TrainingLoop:
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
+        assert not self.setup.training_model.coefficients, "graphs have the sum of the losses alone"
         graphs: MicroBatchGraphs
         if sharded:
             graphs = ShardedMicroBatchGraphs(self.model, run, self._parameters, capture, update)

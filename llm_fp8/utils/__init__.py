@@ -1,1 +1,1 @@
-"""Errors, JSON files, ranks, subprocesses, imports."""
+"""Errors, JSON files, ranks, imports, private names of libraries."""
