@@ -194,3 +194,5 @@ class RunReporter:
             self._file.close()
         if error_type is None:
             self._to_trackers(lambda name, tracker: tracker.finish())
+        else:  # a process that goes on, as a notebook, gets its console back from W&B
+            self._to_trackers(lambda name, tracker: name == "wandb" and tracker.tracker.finish(exit_code=1))
