@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import errno
 import faulthandler
+import io
 import os
 import re
 import sys
@@ -149,6 +150,8 @@ def run_script(main: Callable[[], int]) -> None:
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
     try:
         code = main()
         sys.stdout.flush()
