@@ -91,7 +91,6 @@ class ModelConfig:
             "fp8_recast_weights": "gradients begin anew only where casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
             "lora_dropout": "recomputed layers would draw other random numbers",
-            "fp8_params": "no graph was tried that gathers weights in fp8",
         },
     )
 

@@ -52,6 +52,10 @@ class Fp8Weight(NamedTuple):
     parameter: Parameter  # fp8, sharded likewise, in the module
     quantizer: Any  # casts the master to the parameter
 
+    @torch.no_grad()
+    def cast_(self) -> None:
+        self.quantizer.update_quantized(local_of(self.master), local_of(self.parameter))
+
 
 @dataclass(eq=False)
 class Fp8Weights:
@@ -68,17 +72,21 @@ class Fp8Weights:
                 weight.master.grad = weight.parameter.grad
                 weight.parameter.grad = None
 
-    @torch.no_grad()
     def quantise_(self) -> None:
         """Cast all master weights. Collective over the process group."""
-        masters = [local_of(weight.master) for weight in self.weights]
+        self.find_scales_([weight.master for weight in self.weights])
+        for weight in self.weights:
+            weight.cast_()
+
+    @torch.no_grad()
+    def find_scales_(self, weights: list[Parameter]) -> None:
+        """Compute the scales of all master weights. Collective over the process group."""
+        masters = [local_of(weight) for weight in weights]
         amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
         scales = torch.where(amax > 0, self.target / amax, 1.0)  # an infinite amax gives 0, and so NaN
+        # In place, since what FSDP gathered before refers to this tensor.
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
-        for weight in self.weights:
-            # The cast is in place, since what FSDP gathered before refers to this tensor of the scale.
-            weight.quantizer.update_quantized(local_of(weight.master), local_of(weight.parameter))
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> None:
@@ -98,24 +106,27 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
     unused = torch.zeros(1, dtype=torch.float32, device=first.device)
-    weights: list[Fp8Weight] = []
-    for number, (module, name) in enumerate(places):
+    masters: list[Parameter] = [getattr(module, name) for module, name in places]
+    group = Fp8Weights([], scales, target, first.device_mesh.get_group(split_dim))
+    group.find_scales_(masters)
+    for number, ((module, name), master) in enumerate(zip(places, masters, strict=True)):
         own_quantizer: Any = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
-        master: Parameter = getattr(module, name)
         parameter = _fp8_parameter(master, own_quantizer)
         setattr(module, name, parameter)
         # This quantizer casts with a given scale, in both recipes. Its amax goes into delayed scaling's history.
         amax = own_quantizer.amax if isinstance(own_quantizer, Float8Quantizer) else unused
         scale = scales[number : number + 1]
         quantizer = Float8Quantizer(scale, amax, own_quantizer.dtype, rowwise=True, columnwise=False)
-        weights.append(Fp8Weight(master, parameter, quantizer))
-    group = Fp8Weights(weights, scales, target, first.device_mesh.get_group(split_dim))
-    group.quantise_()
-    if not any(weight.master.requires_grad for weight in weights):
+        weight = Fp8Weight(master, parameter, quantizer)
+        weight.cast_()
+        if master.requires_grad:
+            group.weights.append(weight)
+            setattr(parameter, _MASTER, master)
+            setattr(parameter, _GROUP, group)
+        else:  # FSDP2 refers to it until the first forward pass
+            local_of(master).untyped_storage().resize_(0)
+    if not group.weights:
         return
-    for weight in weights:
-        setattr(weight.parameter, _MASTER, weight.master)
-        setattr(weight.parameter, _GROUP, group)
     optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
     optimizer.register_step_post_hook(lambda *_: group.quantise_())
 

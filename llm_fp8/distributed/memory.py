@@ -52,7 +52,7 @@ from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
-from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, parameter_map
+from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, layer_weight_shapes, parameter_map
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
@@ -154,6 +154,19 @@ class RunSize:
         targets = self.config.lora.targets if self.config.lora.lora_rank else ()
         return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
 
+    @property
+    def shards_in_fp8(self) -> bool:
+        """Whether Transformer Engine's weights are sharded in fp8: by --fp8_params, and LoRA's frozen ones where they
+        have one scale each, whole rows on each GPU, and nothing needs them in bf16.
+        """
+        config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
+        if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
+            return False
+        if config.parallel.fp8_params:
+            return True
+        splits = all(rows % self.num_gpus == 0 for rows, _ in layer_weight_shapes(sizes))
+        return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
+
     def num_adapter_parameters(self, spec: DecoderSpec) -> int:
         parts = (part for parts in parameter_map(spec).values() for part in parts if part.hf_name.endswith(".weight"))
         sizes = (sum(part.shape) for part in parts if part.hf_name.split(".")[-2] in self.adapted)
@@ -179,8 +192,7 @@ class RunSize:
         outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # embedding and head, a unit of FSDP
         recomputes = recomputed_layers(config.model.gradient_checkpointing, layers)
         recomputed = len(recomputes)
-        in_fp8 = config.parallel.fp8_params and config.precision.fp8_backend == "te" and recipe != "bf16"
-        fp8_weights = layers * layer_linear if in_fp8 else 0
+        fp8_weights = layers * layer_linear if self.shards_in_fp8 else 0
 
         per_layer = self._layer_bytes(spec)
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
@@ -195,14 +207,15 @@ class RunSize:
 
         keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
-            keeps_casts = mode == "fsdp_grad" and not config.parallel.fp8_params
+            keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
-        loading = 0.0
-        if casts and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
+        # Frozen weights in bf16, before they are cast.
+        loading = _BF16 / num_gpus * self.num_parameters if self.adapted and fp8_weights else 0.0
+        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:  # whose transposes exist during a layer's backward pass alone
                 casts //= 2
-            loading = _BF16 * self.num_parameters - casts  # in bf16, before they are cast
+            loading = _BF16 * self.num_parameters - casts
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters

@@ -85,8 +85,8 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Whether LoRA's frozen weights are held in fp8 only, if the run is in fp8; not where the last steps, or the export
-    of drawn weights, need them in bf16.
+    """Whether LoRA's frozen weights are held in fp8 only, if the run is in fp8 and its recipe allows it in this mode;
+    not where the last steps, or the export of drawn weights, need them in bf16.
     """
-    needed = config.precision.fp8_until < 1 or config.exports_drawn_weights
-    return config.lora.lora_rank > 0 and config.model.use_te and mode in ("single", "ddp") and not needed
+    needed = config.precision.fp8_until < 1 or config.exports_drawn_weights or mode == "fsdp_offload"
+    return config.lora.lora_rank > 0 and config.model.use_te and not needed

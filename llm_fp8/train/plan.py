@@ -140,8 +140,9 @@ class RunPlan:
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
-        """Whether the frozen weights of an fp8 run with adapters exist in fp8 only."""
-        return self.precision.te_recipe is not None and holds_frozen_in_fp8(self.config, self.strategy.mode)
+        """Whether the frozen weights of an fp8 run with adapters exist in fp8 only, on every GPU."""
+        in_fp8 = self.precision.te_recipe is not None and not self.strategy.shards_parameters
+        return in_fp8 and holds_frozen_in_fp8(self.config, self.strategy.mode)
 
     @property
     def certifies(self) -> bool:
@@ -175,13 +176,16 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
     shards = num_shards(mode, ranks)
     notes: list[str] = []
+    recipe = precision.effective_scenario or precision.effective
+    # Of a resumed run too: --batch_size auto comes to the same rows again.
+    may_be_bf16 = may_be_either or config.precision.fp8_until < 1
+    run = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_bf16)
+    if run.shards_in_fp8:
+        run = run.changed(fp8_params=True)
+        config = run.config
     if gpu_gib is not None or config.data.batch_size == AUTO_BATCH_SIZE:
         if gpu_gib is None:
             raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
-        recipe = precision.effective_scenario or precision.effective
-        # Of a resumed run too: --batch_size auto comes to the same rows again.
-        may_be_bf16 = may_be_either or config.precision.fp8_until < 1
-        run = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_bf16)
         rows = None if resumed is None else resumed.micro_batch_rows
         config, notes = decided_by_main(functools.partial(settle_memory, run, gpu_gib, rows))
     elif config.model.gradient_checkpointing == "auto":
