@@ -3,10 +3,10 @@
 
     python benchmarks/pretrained.py --model FOLDER --data gsm8k_train.jsonl --output benchmarks/results/pretrained.json
 
-Every run is a process of `train_fp8.py` with the same held-out split. The seed changes the order of the data, and runs
-with the same seed and learning rate are paired. Each model is evaluated on the held-out rows twice: by the run itself,
-in its precision, and after its export in bf16 by plain transformers. The difference of the two is the cost of fp8 in
-the evaluation; the rest is in the weights. A run with seed 0 evaluates the untrained model.
+Every run has the same held-out split. --parallel processes on each GPU take run after run. The seed changes the order
+of the data, and runs with the same seed and learning rate are paired. Each model is evaluated on the held-out rows
+twice: by the run itself, in its precision, and after its export in bf16 by plain transformers. The difference of the
+two is the cost of fp8 in the evaluation; the rest is in the weights. A run with seed 0 evaluates the untrained model.
 
 `equal_loss_steps` is the share of its steps after which the reference had the loss of the variant's export, by
 interpolation between its evaluations. Its learning rate had not decayed by then, so a reference with a shorter schedule
@@ -22,6 +22,7 @@ command continues from its --output. The median step time is recorded with `--pa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -31,10 +32,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -46,35 +48,39 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpus import visible_gpus
+from llm_fp8 import fine_tune
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
 from llm_fp8.config.recipes import precision_name
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import prepare_data
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.compare.figures import t_interval
-from llm_fp8.tools.programs import training_command
 from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
 from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
-_FP8 = ("--use_te", "--mixed_precision", "fp8")
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "hf_bf16": ("--mixed_precision", "bf16"),
-    "bf16": ("--use_te", "--mixed_precision", "bf16"),
-    "delayed": (*_FP8, "--fp8_scenario", "delayed"),
-    "current": (*_FP8, "--fp8_scenario", "current"),
-    "block": (*_FP8, "--fp8_scenario", "block"),
-    "current_e4m3": (*_FP8, "--fp8_scenario", "current", "--fp8_format", "E4M3"),
-    "delayed_ends_bf16": (*_FP8, "--fp8_scenario", "delayed", "--fp8_bf16_modules", "layers.0:2,layers.-4:"),
-    "delayed_qkv_bf16": (*_FP8, "--fp8_scenario", "delayed", "--fp8_bf16_modules", "qkv"),
-    "block_qkv_bf16": (*_FP8, "--fp8_scenario", "block", "--fp8_bf16_modules", "qkv"),
-    "bf16_adamw_8bit": ("--use_te", "--mixed_precision", "bf16", "--optimizer", "adamw_8bit"),
-    "bf16_lora": ("--use_te", "--mixed_precision", "bf16", "--lora_rank", "16"),
-    "delayed_lora": (*_FP8, "--fp8_scenario", "delayed", "--lora_rank", "16"),
-}  # fmt: skip
+_BF16 = {"use_te": True, "mixed_precision": "bf16"}
+_DELAYED, _CURRENT, _BLOCK = (
+    {"use_te": True, "mixed_precision": "fp8", "fp8_scenario": name} for name in ("delayed", "current", "block")
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "hf_bf16": {"mixed_precision": "bf16"},
+    "bf16": _BF16,
+    "delayed": _DELAYED,
+    "current": _CURRENT,
+    "block": _BLOCK,
+    "current_e4m3": {**_CURRENT, "fp8_format": "E4M3"},
+    "delayed_ends_bf16": {**_DELAYED, "fp8_bf16_modules": "layers.0:2,layers.-4:"},
+    "delayed_qkv_bf16": {**_DELAYED, "fp8_bf16_modules": "qkv"},
+    "block_qkv_bf16": {**_BLOCK, "fp8_bf16_modules": "qkv"},
+    "bf16_adamw_8bit": {**_BF16, "optimizer": "adamw_8bit"},
+    "bf16_lora": {**_BF16, "lora_rank": 16},
+    "delayed_lora": {**_DELAYED, "lora_rank": 16},
+}
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
 """Variant -> its reference, where it is not bf16."""
 _VARIANT = re.compile(r"(?P<base>\w+)(?:@(?P<until>[\d.]+))?(?:/(?P<length>[\d.]+))?")
+Row = dict[str, Any]
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 SEQ_LENGTH = 1024
 ROWS = 16  # of a micro-batch
@@ -85,8 +91,6 @@ HELD_OUT = 0.1  # share of the problems
 EVAL_ROWS = 16
 MAX_NEW_TOKENS = 256
 
-_LOADING = threading.Lock()  # transformers sets the process's default device while it builds a model
-
 
 @dataclass(frozen=True)
 class Job:
@@ -96,23 +100,22 @@ class Job:
     learning_rate: float
     seed: int
 
-    def options(self, settings: argparse.Namespace, folder: Path) -> list[str]:
+    def options(self, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found = _VARIANT.fullmatch(self.variant)
         assert found is not None
-        until = [f"--fp8_until={found['until']}"] if found["until"] else []
-        length = [f"--max_steps={round(float(found['length'] or 1) * settings.steps)}"] if settings.steps else []
-        shared = [
-            f"--model_name={settings.model}", f"--dataset_name={settings.data}", "--packing",
-            f"--max_seq_length={SEQ_LENGTH}", f"--batch_size={ROWS}", f"--validation_fraction={HELD_OUT}",
-            f"--seed={self.seed}", f"--output_dir={folder}",
-            f"--eval_every={EVAL_EVERY}", *VARIANTS[found["base"]], *until
-        ]  # fmt: skip
+        shared: dict[str, Any] = {
+            "model_name": settings.model, "dataset_name": settings.data, "packing": True,
+            "max_seq_length": SEQ_LENGTH, "batch_size": ROWS, "validation_fraction": HELD_OUT, "seed": self.seed,
+            "output_dir": folder, "eval_every": EVAL_EVERY, "fp8_until": found["until"],
+            **VARIANTS[found["base"]]
+        }  # fmt: skip
         if self.seed == 0:
-            return [*shared, "--max_steps=1", "--learning_rate=1e-30", "--no_export"]
-        return [
-            *shared, f"--num_epochs={EPOCHS}", f"--learning_rate={self.learning_rate}",
-            f"--num_warmup_steps={WARMUP_STEPS}", f"--lr_scheduler={settings.lr_scheduler}", *length
-        ]  # fmt: skip
+            return {**shared, "max_steps": 1, "learning_rate": 1e-30, "export": False}
+        steps = round(float(found["length"] or 1) * settings.steps) if settings.steps else None
+        return {
+            **shared, "num_epochs": EPOCHS, "learning_rate": self.learning_rate, "num_warmup_steps": WARMUP_STEPS,
+            "lr_scheduler": settings.lr_scheduler, "max_steps": steps
+        }  # fmt: skip
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
@@ -148,8 +151,7 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
 @torch.no_grad()
 def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
     """The mean cross entropy of supervised tokens by transformers' own model in bf16 with fp32 logits."""
-    with _LOADING:
-        decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
+    decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
     for batch in batches:
@@ -160,32 +162,33 @@ def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
     return float(total) / count
 
 
-def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, gpu: int) -> dict[str, Any]:
-    """Train, evaluate the export in bf16, and return the results of both."""
-    folder = scratch / f"{job.variant}-{job.learning_rate}-{job.seed}"
-    environment = dict(os.environ)
-    device = "cpu"
-    if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[gpu]
-        device = f"cuda:{gpu}"
-    command = training_command(1, *job.options(settings, folder))
-    result = {"variant": job.variant, "learning_rate": job.learning_rate, "seed": job.seed}
+def begin_worker(gpus: Queue[str]) -> None:
+    """Give this process its GPU, before CUDA reads the environment."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
+
+
+def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
+    """Train, evaluate the export in bf16, and return the results of both; None after the deadline."""
+    if time.time() - began > settings.deadline_s:
+        return None
+    folder = scratch / f"{job.variant.replace('/', ':')}-{job.learning_rate}-{job.seed}"
+    result: Row = {"variant": job.variant, "learning_rate": job.learning_rate, "seed": job.seed}
     result["lr_scheduler"] = settings.lr_scheduler
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        return {**result, "failed": (done.stdout[-1500:] + done.stderr[-3000:])}
+    try:
+        with open(os.devnull, "w") as silent, contextlib.redirect_stdout(silent):
+            summary = fine_tune(**job.options(settings, folder))
+    except Exception as error:
+        return {**result, "failed": f"{type(error).__name__}: {error}"}
     metrics = read_jsonl(folder / "metrics.jsonl")
     precision = read_json(folder / "run.json")["precision"]
-    summary = read_json(folder / "summary.json")
     exported = settings.model if job.seed == 0 else folder / "final"
     result |= {
         "precision": precision_name(precision["effective"], precision["effective_scenario"]),
         "certificate": (summary.get("certificate") or {}).get("verdict"),
         "evaluations": [[record["step"], record["eval_loss"]] for record in metrics if "eval_loss" in record],
         "eval_loss": summary["last_evaluation"]["eval_loss"],
-        "bf16_eval_loss": plain_loss(exported, batches, device),
+        "bf16_eval_loss": plain_loss(exported, batches, "cuda" if torch.cuda.is_available() else "cpu"),
         "tokens_seen": summary["tokens_seen"],
-        "parity": next((line for line in done.stdout.splitlines() if line.startswith("parity")), None),
     }
     if settings.parallel == 1:
         result["step_time_s"] = statistics.median(line["step_time_s"] for line in metrics if "step_time_s" in line)
@@ -196,9 +199,10 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
             f"--max_new_tokens={MAX_NEW_TOKENS}", f"--output={output}", f"--dataset_name={settings.data}",
             f"--validation_fraction={HELD_OUT}"
         ]  # fmt: skip
-        subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=True)
+        subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
         result["exact_match"] = read_json(output)["exact_match"]
     shutil.rmtree(folder)
+    torch.cuda.empty_cache()  # for the GPU's other processes
     return result
 
 
@@ -209,14 +213,14 @@ def interval(differences: list[float]) -> dict[str, Any]:
     return {"num_pairs": len(differences), "mean": found.value, "half_width": half, "differences": differences}
 
 
-def equal_loss_steps(run: dict[str, Any], reference: dict[str, Any]) -> float:
+def equal_loss_steps(run: Row, reference: Row) -> float:
     """The share of its steps after which `reference` had the loss of the exported `run`; 1 if it never had."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
-def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(runs: list[Row]) -> list[Row]:
     """The paired differences of each variant from its reference, by learning rate (0: untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
@@ -230,7 +234,7 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ]
             if not pairs or variant == reference:
                 continue
-            entry: dict[str, Any] = {"variant": variant, "reference": reference, "learning_rate": rate}
+            entry: Row = {"variant": variant, "reference": reference, "learning_rate": rate}
             for name in ("eval_loss", "bf16_eval_loss", "exact_match"):
                 if all(name in run for pair in pairs for run in pair):
                     entry[name] = interval([run[name] - other[name] for run, other in pairs])
@@ -262,41 +266,36 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    began = time.monotonic()
+    began = time.time()
     settings = make_parser().parse_args()
-    runs: list[dict[str, Any]] = []
+    runs: list[Row] = []
     if settings.output.exists():
         runs = [run for run in read_json(settings.output)["runs"] if "failed" not in run]
     done = {(run["variant"], run["learning_rate"], run["seed"]) for run in runs}
     left = [job for job in plan(settings) if (job.variant, job.learning_rate, job.seed) not in done]
     batches = held_out_batches(settings)
     provenance = collect_provenance(sys.argv)
-    lock = threading.Lock()
     origin = {"commit": provenance["git"]["commit"], "gpu": next((gpu["name"] for gpu in provenance["gpus"]), None)}
-
-    def record(future: Future[dict[str, Any] | None]) -> None:
-        result = future.result()
-        if result is None:
-            return
-        with lock:
+    spawn = get_context("spawn")
+    gpus, num_workers = spawn.Queue(), 0
+    for name in (visible_gpus() or [""]) * settings.parallel:
+        gpus.put(name)
+        num_workers += 1
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(num_workers, spawn, begin_worker, (gpus,)) as pool,
+    ):
+        futures = [pool.submit(run_one, job, settings, batches, Path(scratch), began) for job in left]
+        for future in as_completed(futures):
+            if (result := future.result()) is None:
+                continue
             runs.append(result | origin)
             runs.sort(key=lambda run: (run["variant"], run["learning_rate"], run["seed"]))
             write_json_atomic(settings.output, {"provenance": provenance, "comparisons": compare(runs), "runs": runs})
             names = ("variant", "learning_rate", "seed", "eval_loss", "bf16_eval_loss", "exact_match", "failed")
             print(json.dumps({name: result[name] for name in names if name in result}), flush=True)
-
-    def start(job: Job, number: int, scratch: str) -> dict[str, Any] | None:
-        if time.monotonic() - began > settings.deadline_s:
-            return None
-        return run_one(job, settings, batches, Path(scratch), number % max(1, torch.cuda.device_count()))
-
-    num_threads = settings.parallel * max(1, torch.cuda.device_count())
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(start, job, number, scratch) for number, job in enumerate(left)]
-        for future in futures:
-            future.add_done_callback(record)
     missing = len(plan(settings)) - sum("failed" not in run for run in runs)
-    print(f"{len(runs)} runs, {missing} of the plan are missing, {time.monotonic() - began:.0f} s")
+    print(f"{len(runs)} runs, {missing} of the plan are missing, {time.time() - began:.0f} s")
     return 0
 
 
