@@ -86,6 +86,31 @@ def name_of(row: dict[str, Any]) -> str:
     return "-".join(str(row[key]) for key in row if key not in ("file", "gpu", "measured_gib", "reserved_gib"))
 
 
+FROZEN = {"mode": "fsdp_full", "num_gpus": 2, "lora_rank": 16, "batch_size": 8, "export": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({}, True),
+        ({"mode": "fsdp_grad", "recipe": "current"}, True),
+        ({"mode": "fsdp_hybrid"}, True),
+        ({"mode": "fsdp_offload"}, False),
+        ({"mode": "ddp"}, False),
+        ({"recipe": "block"}, False),  # a weight has more than one scale
+        ({"recipe": "bf16"}, False),
+        ({"num_gpus": 3}, False),  # which do not share the rows of a weight evenly
+        ({"fp8_until": 0.7}, False),  # the last steps need bf16
+        ({"random_init": True, "export": True}, False),  # and so does the export
+        ({"use_te": False}, False),
+        ({"lora_rank": 0}, False),
+        ({"lora_rank": 0, "fp8_params": True}, True),
+    ],
+)
+def test_frozen_weights_are_sharded_in_fp8_where_nothing_needs_them_in_bf16(row, expected):
+    assert run_size({**FROZEN, **row}, hf_config("Llama-3.1-8B")).shards_in_fp8 is expected
+
+
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_recorded_run(row):
     found = run_size(row, hf_config(row["model"])).estimate()
