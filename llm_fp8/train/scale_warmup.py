@@ -92,6 +92,8 @@ def prepare_with_scales(
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
     prepared = strategy.prepare(setup.training_model, optimizer)
+    if setup.plan.config.lora.lora_rank and setup.plan.config.parallel.fp8_params:
+        setup.plan.say("frozen weights are sharded and gathered in fp8 only")
     if loader is not None and strategy.shards_parameters:
         warm_up_scales(setup, loader)
     return prepared
