@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.fp8_params import master_of, requantise_
@@ -299,7 +300,15 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     model = SmallModel()
     for layer in model.layers:
         layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
+    loaded, prepare = list[Any](), strategy.prepare
+
+    def watched(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        loaded.extend(parameter for parameter in model.parameters() if not parameter.requires_grad)
+        return prepare(model, optimizer)
+
+    strategy.prepare = watched  # type: ignore[method-assign]
     model, optimizer = prepared(strategy, model, model.layers)
+    num_loaded_bytes = [parameter._local_tensor.untyped_storage().nbytes() for parameter in loaded]
     losses, gathers = [], CountedAllGather(model)
     for _ in range(STEPS):
         with strategy.micro_batch(model, last=True):
@@ -311,6 +320,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
         "losses": [float(loss) for loss in losses],
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in frozen.items()},
         "keeps_masters": any(master_of(p) is not p for p in frozen.values()),
+        "num_loaded_bytes": num_loaded_bytes,
         "gathered": list(gathers.sent_bytes),
     }
 
@@ -319,6 +329,9 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
 def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path: Path) -> None:
     for result in on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
         assert result["losses"][-1] < result["losses"][0] and not result["keeps_masters"]
+        assert (
+            result["num_loaded_bytes"] == [0] * NUM_LAYERS
+        )  # before FSDP2 drops them, which it does in the first pass
         assert result["gathered"].count(WIDTH * WIDTH // 2 + 4 * WIDTH // 2) == STEPS * 2 * NUM_LAYERS
         assert len(result["rows"]) == NUM_LAYERS
         for name, (start, rows) in result["rows"].items():
