@@ -159,12 +159,12 @@ def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
 
 _FIELDS = {
     "both": "config effective data model steps tokens_seen precision.effective precision.optimizer"
-    " precision.parameter_dtype config.parallel.fp8_params provenance.packages provenance.git.commit",
+    " precision.parameter_dtype provenance.packages provenance.git.commit",
     "quality": "config.run.eval_batches first_loss evaluated_tokens",
     "speed": "config.model.gradient_checkpointing config.model.cuda_graphs cuda_graphs config.parallel"
     " effective.sharding_mode effective.num_processes provenance.gpus provenance.driver provenance.cuda"
     " provenance.cudnn provenance.cpu provenance.environment",
-    "": "config.optim.seed config.run provenance.packages.wandb"
+    "": "config.optim.seed config.run config.parallel.fp8_params provenance.packages.wandb"
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_asked_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
@@ -200,7 +200,7 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     found = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         group = [run for run in runs if run.variant == variant]
-        found += _differing(group, lambda run: {"config.precision": run.stored["config"]["precision"]})
+        found += _differing(group, _precision_options)
         found += _differing(group, lambda run: {"precision.effective": run.effective_name})
     for seed in sorted({run.seed for run in runs}):  # a seed should give the same sequences, order and weights
         group = [run for run in runs if run.seed == seed]
@@ -211,6 +211,11 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
         if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
             found += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
     return sorted(found, key=lambda difference: (difference.effect, difference.field))
+
+
+def _precision_options(run: RunRecord) -> dict[str, Any]:
+    config = run.stored["config"]
+    return {"config.precision": {**config["precision"], "fp8_params": config["parallel"]["fp8_params"]}}
 
 
 def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[str, Any]]) -> list[Difference]:

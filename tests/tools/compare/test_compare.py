@@ -261,6 +261,10 @@ def test_different_rows_weights_and_precisions_are_found():
     fell_back = made_up_run("mxfp8", 2, precision=precision_of("mxfp8", "delayed"))
     found = find_differences([base, made_up_run("bf16", 2), made_up_run("mxfp8", 1), fell_back])
     assert [(one.field, one.variants) for one in found] == [("precision.effective", ["mxfp8"])]
+    gathered_in_fp8 = changed(own, "config", ["parallel", "fp8_params"], True)  # as a run of LoRA in fp8 has it
+    assert find_differences([base, gathered_in_fp8]) == []
+    (found,) = find_differences([own, gathered_in_fp8])
+    assert found.field == "config.precision.fp8_params" and found.effect == "both"
 
 
 # ---- folders, plans, the page ----
