@@ -73,9 +73,8 @@ def is_on(value: str) -> bool:
 
 def is_default(variable: str, value: str) -> bool:
     """Whether a value is the launcher's default, which writes true as 1."""
-    plain = {"1": "true"}
-    default = DEFAULTS[variable].lower()
-    return plain.get(value.lower(), value.lower()) == plain.get(default, default)
+    default = DEFAULTS[variable]
+    return value.lower() == default.lower() or (is_on(value) and is_on(default))
 
 
 def _variable(option: str) -> str:
@@ -116,14 +115,14 @@ def apply_launch_settings(
     # The launcher sets this variable always.
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and LaunchRanks.from_environment(environ).world_size > 1
     found, idle = _take(environ)
-    values, flags, unset = {**DEFAULTS, **found}, config.options, Config().options
+    values, flags = {**DEFAULTS, **found}, config.options
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
     with reading(LAUNCH_FILE, "of this run", "an entry"):
         asked = {"sharding_mode": "ddp"} if is_ddp else {}
         asked |= _sharding(values)
         mode = asked.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         asked |= _precision(found, mode, flags["fp8_scenario"], idle)
-    kept = {name for name in asked if name in given or flags[name] != unset[name]}
+    kept = asked.keys() & given
     for name in sorted(kept - weak):
         flag, entry = flags[name], asked[name]
         # The file switches FSDP or DeepSpeed on, the flag may say which form of it.

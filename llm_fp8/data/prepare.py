@@ -194,9 +194,9 @@ class _Job:
                 raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
         for (source, _), (names, row) in zip(parts, begun, strict=True):
             renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
-            first = {name: row.get(name) for name in names if name not in {*renames, *renames.values()}}
-            first |= {ours: row.get(theirs) for ours, theirs in renames.items()}
-            form = detect_columns(list(first), list(renames), f"{source.flag} {source.name}", first)
+            columns = {name: name for name in names if name not in renames.values()} | renames
+            first = {ours: row.get(theirs) for ours, theirs in columns.items()}
+            form = detect_columns(first, renames, f"{source.flag} {source.name}")
             limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
             options.append((names, TokeniseOptions(form, *limits, renames, data.template_kwargs)))
         return options

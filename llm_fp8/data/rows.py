@@ -98,21 +98,18 @@ class Conversation(NamedTuple):
 
 
 def detect_columns(
-    columns: Sequence[str],
-    mapped: Collection[str] = (),
-    of: str = "--dataset_name: the dataset",
-    first: Mapping[str, Any] = {},
+    row: Mapping[str, Any], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
 ) -> ColumnForm:
-    """The first form of these columns that uses all that --columns names (`mapped`); `first` is a row. `UserError` for
-    none.
+    """The first form that fits `row`, which has every column, and uses all that --columns names (`mapped`). `UserError`
+    for none.
     """
     for form, needed in COLUMNS.items():
-        if form == "prompt_messages" and not any(isinstance(first.get(name), list) for name in needed):
+        if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
-        if set(needed) <= set(columns) and set(mapped) <= {*needed, *OPTIONAL_COLUMNS[form]}:
+        if row.keys() >= {*needed} and {*mapped} <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
     understood = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
-    raise UserError(f"{of} has the columns {', '.join(columns)}; understood are: {understood}. Use --columns.")
+    raise UserError(f"{of} has the columns {', '.join(row)}; understood are: {understood}. Use --columns.")
 
 
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:

@@ -136,11 +136,8 @@ def without_towers(model: PreTrainedModel) -> PreTrainedModel:
     for prefix, module in list(model.named_modules()):
         if module in kept or kept.isdisjoint(module.modules()):
             continue
-        for name, child in list(module.named_children()):
-            if child not in kept and kept.isdisjoint(child.modules()):
-                setattr(module, name, None)
-                left_out.append(f"{prefix}.{name}".lstrip("."))
-        for name, _ in list(module.named_parameters(recurse=False)):
+        towers = [name for name, child in module.named_children() if kept.isdisjoint(child.modules())]
+        for name in [*towers, *(name for name, _ in module.named_parameters(recurse=False))]:
             setattr(module, name, None)
             left_out.append(f"{prefix}.{name}".lstrip("."))
     model.left_out = tuple(left_out)  # type: ignore[assignment]

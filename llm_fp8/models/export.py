@@ -217,9 +217,7 @@ def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tenso
     """model.safetensors, or several files and their index, as `save_pretrained` writes them: those of `tensors` that
     are `planned`. In the same order files are completed one after the other.
     """
-    split = split_torch_state_dict_into_shards(
-        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_SIZE
-    )
+    split = split_torch_state_dict_into_shards(planned, max_shard_size=MAX_FILE_SIZE)
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
     for name, tensor in tensors:
         if name not in planned:

@@ -10,7 +10,7 @@ Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +75,16 @@ def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
 
 
 class DequantisedRows:
-    """An fp8 weight [n, k] of a file, of which `[a:b]` reads rows a to b and the scale, and gives fp32."""
+    """An fp8 weight [n, k] of a file with its scale, of which `[a:b]` reads rows a to b and gives fp32."""
 
-    def __init__(self, rows: Any, fp8: Fp8Format, read_scale: Callable[[], Tensor]) -> None:
-        self._rows, self._read_scale, self._shape = rows, read_scale, tuple(rows.get_shape())
+    def __init__(self, rows: Any, fp8: Fp8Format, scale: Tensor) -> None:
+        self._rows, self._scale, self._shape = rows, scale, tuple(rows.get_shape())
         self._block = fp8.block[0] or self._shape[0], fp8.block[1] or self._shape[1]
 
     def __getitem__(self, wanted: slice) -> Tensor:
         first, last, _ = wanted.indices(self._shape[0])
         blocks = (-(-size // shared) for size, shared in zip(self._shape, self._block, strict=True))
-        return dequantised(self._rows[first:last], self._read_scale().reshape(*blocks), self._block, first)
+        return dequantised(self._rows[first:last], self._scale.reshape(*blocks), self._block, first)
 
 
 def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:

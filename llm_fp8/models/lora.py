@@ -64,7 +64,6 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     import peft  # noqa: F401  # which an export needs too: where it is missing, the run ends here
 
-    model.requires_grad_(False)
     if is_te_model(model):
         _add_to_te_decoder(model, options, dtype)
     else:
@@ -84,10 +83,9 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
     names = [name.rpartition(".")[2] for name in linears if model.get_submodule(name) is not head]
     known = [name for name in dict.fromkeys(names) if name not in mamba]
     experts = _weights_of_experts(model)
-    choices = {*known, *([EXPERTS] if experts else []), ALL_LINEAR}
-    if unknown := sorted(set(options.targets) - choices):
-        known += [EXPERTS] if experts else []
-        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(known)}; choose from these.")
+    choices = [*known, *([EXPERTS] if experts else [])]
+    if unknown := sorted(set(options.targets) - {*choices, ALL_LINEAR}):
+        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(choices)}; choose from these.")
     chosen = known if ALL_LINEAR in options.targets else [name for name in options.targets if name != EXPERTS]
     return chosen, experts if EXPERTS in options.targets else ()
 
@@ -109,9 +107,7 @@ def without_adapter(model: PreTrainedModel, options: LoraConfig) -> str | None:
     return "; ".join(said) or None
 
 
-def peft_config(
-    options: LoraConfig, modules: Iterable[str], parameters: Iterable[str] = (), base_model: str | None = None
-) -> Any:
+def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterable[str] = ()) -> Any:
     """PEFT's description of the adapters (adapter_config.json) of these linear layers and parameters."""
     from peft import LoraConfig as PeftLoraConfig
 
@@ -124,7 +120,6 @@ def peft_config(
         target_parameters=sorted(parameters) or None,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
     )
 
 
@@ -139,8 +134,8 @@ def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: 
     modules = {name.rpartition(".")[2] for name, adapter in adapters.items() if not adapter.delta}
     misread = {name for name in modules if _is_misread(model, peft_config(options, [name]))}
     parameters |= {f"{name}.weight" for name in misread}
-    found = peft_config(options, modules - misread, parameters, base_model)
-    found.inference_mode = True
+    found = peft_config(options, modules - misread, parameters)
+    found.base_model_name_or_path, found.inference_mode = base_model, True
     if found.target_parameters:
         found.lora_dropout = 0.0  # PEFT has none beside parameters
     return found

@@ -115,12 +115,13 @@ class StoredCheckpoint:
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, fp8_format(hf_config)
         self.stored: dict[str, StoredTensor] = {}
-        self._scales: dict[str, Path] = {}  # weight -> the file with its scale
+        self._scales: dict[str, torch.Tensor] = {}  # weight -> its scale, which another file may hold
         for path in files:
             with open_weights(path, torch.device("cpu")) as tensors:
                 for name in tensors.keys():
                     if self.fp8 is not None and self.fp8.is_surplus(name):
-                        self._scales[name.removesuffix(self.fp8.suffix)] = path
+                        # A copy, which keeps no file mapped.
+                        self._scales[name.removesuffix(self.fp8.suffix)] = tensors.get_tensor(name).clone()
                         continue
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
@@ -144,13 +145,7 @@ class StoredCheckpoint:
             return rows
         if self.fp8 is None or name not in self._scales or dtype != "F8_E4M3" or len(shape) != 2:
             raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which config.json gives no scales")
-        scale = name + self.fp8.suffix
-
-        def read_scale() -> torch.Tensor:
-            with open_weights(self._scales[name], device) as file:
-                return file.get_tensor(scale)
-
-        return DequantisedRows(rows, self.fp8, read_scale)
+        return DequantisedRows(rows, self.fp8, self._scales[name].to(device))
 
 
 @contextlib.contextmanager

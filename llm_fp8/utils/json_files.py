@@ -59,14 +59,11 @@ def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, as `read_json`; `UserError` with the number of a line that is none."""
-    with reading("the file", path):
-        text = path.read_text(encoding="utf-8")
-    # Not `splitlines`, which also divides at U+2028 and others that a JSON string may hold.
-    lines = text.removesuffix("\n").split("\n") if text else []
     records = []
-    for number, line in enumerate(lines, start=1):
-        with reading("the file", f"{path}: line {number}", "a JSON object"):
-            records.append(with_floats({**json.loads(line)}))
+    with reading("the file", path), path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            with reading("the file", f"{path}: line {number}", "a JSON object"):
+                records.append(with_floats({**json.loads(line)}))
     return records
 
 

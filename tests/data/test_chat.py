@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -38,7 +39,7 @@ def _tokenizer(template: str | None = None, eos: str = "<|im_end|>") -> PreTrain
 
 
 def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool = False) -> Encoded:
-    form = detect_columns(list(row), first=row)
+    form = detect_columns(row)
     encoded = encode_batch([conversation_of(row, form)], form, tokenizer, train_on_prompt)[0]
     assert len(encoded.input_ids) == len(encoded.supervised)
     assert encoded.input_ids[-1] == tokenizer.eos_token_id and encoded.supervised[-1]
@@ -53,12 +54,15 @@ def _supervised(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def test_columns() -> None:
-    assert detect_columns(["generated_solution", "problem", "text"]) == "problem_solution"
-    assert detect_columns(["instruction", "input", "output", "text"]) == "alpaca"
-    assert detect_columns(["messages", "text"], mapped=["text"]) == "text", "what --columns names comes first"
-    for columns, mapped in ((["question", "answer"], []), (["input", "answer", "text"], ["input"])):
+    def form_of(columns: str, mapped: Sequence[str] = ()) -> str:
+        return detect_columns(dict.fromkeys(columns.split()), mapped)
+
+    assert form_of("generated_solution problem text") == "problem_solution"
+    assert form_of("instruction input output text") == "alpaca"
+    assert form_of("messages text", ["text"]) == "text", "what --columns names comes first"
+    for columns, mapped in (("question answer", []), ("input answer text", ["input"])):
         with pytest.raises(UserError, match=r"columns .*answer.*understood are: problem \+ generated_solution;"):
-            detect_columns(columns, mapped)
+            form_of(columns, mapped)
     assert {name for each in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in each} == set(COLUMN_NAMES)
 
 

@@ -63,7 +63,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 def encoded_as(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | str:
     """What is recorded of a row."""
     try:
-        form = detect_columns(list(row), first=row)
+        form = detect_columns(row)
         conversation = conversation_of(row, form)
         ids, mask = encode_batch([conversation], form, tokenizer)[0]
     except UserError:
@@ -107,7 +107,7 @@ def test_masks_are_those_of_transformers_where_a_template_marks(template: str | 
     tokenizer, compared = tokenizer_of("smollm3"), 0
     tokenizer.chat_template = template or re.sub(r"strftime_now\([^)]*\)", "'today'", str(tokenizer.chat_template))
     for title, row in ROWS.items():
-        form = detect_columns(list(row), first=row)
+        form = detect_columns(row)
         try:
             conversation = conversation_of(row, form)
             (document,) = encode_batch([conversation], form, tokenizer)
