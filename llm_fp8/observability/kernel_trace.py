@@ -33,8 +33,6 @@ GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """The operand type of a GEMM (not of its result); fp32 includes TF32."""
 LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # of the fp8 recipes
 
-_GPU = torch.autograd.DeviceType.CUDA
-
 Interval = tuple[float, float]
 KernelTimes: TypeAlias = Mapping[str, tuple[int, float]]
 """Kernel name -> number of runs and total seconds."""
@@ -149,7 +147,7 @@ def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
     return [
         (event.name(), ((event.start_ns() - started_ns) / 1e9, (event.end_ns() - started_ns) / 1e9))
         for event in results.events()
-        if event.device_type() == _GPU and not event.is_user_annotation()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
     ]
 
 

@@ -102,16 +102,14 @@ class RunReporter:
                 del self._trackers[name]
                 self.print(f"WARNING: {name} gets no more of this run ({type(error).__name__}: {error})")
 
-    def steps(self, records: list[dict[str, float]]) -> None:
-        """Report optimizer steps in order: `step` and other keys of `METRICS`, as plain numbers."""
-        if not self._is_main:
-            return
-        for record in records:
+    def step(self, record: dict[str, float]) -> None:
+        """Report an optimizer step, one after the other: `step` and other keys of `METRICS`, as plain numbers."""
+        if self._is_main:
             assert record["step"] > self._last_step, f"step {record['step']} comes after step {self._last_step}"
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
-        self._restore_if_lost()
+            self._restore_if_lost()
 
     def _restore_if_lost(self) -> None:
         """Write metrics.jsonl and run.json again where the former is no longer the open file."""

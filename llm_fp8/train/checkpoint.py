@@ -104,8 +104,7 @@ class Checkpoint:
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             what = f"lacks {listed(names)} of this run, or in this dtype and shape"
             raise UserError(f"--resume_from {self.folder} {what}.")
-        detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-        dcp.load(detached, storage_reader=dcp.FileSystemReader(self.folder))
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder))
 
 
 class CheckpointManager:
@@ -192,8 +191,7 @@ class CheckpointManager:
         try:
             decided_by_main(prepare, self._group)
             writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
-            detached: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-            dcp.save(detached, storage_writer=writer, process_group=self._group)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
             if strategy is not None:
                 strategy.save_state(temporary / STRATEGY_STATE)
             decided_by_main(complete, self._group)

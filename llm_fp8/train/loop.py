@@ -353,7 +353,7 @@ class TrainingLoop:
                 **self._profile_figures.pop(taken.step, {}),
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
-            self.reporter.steps([record])  # one by one: those before a non-finite one show what led to it
+            self.reporter.step(record)  # those before a non-finite one show what led to it
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""

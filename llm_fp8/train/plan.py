@@ -42,8 +42,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import require_te
 
-Say = Callable[[str], None]  # prints a line on the main process
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -61,7 +59,7 @@ class RunPlan:
     stored: StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
     packed_form: PackedForm | None
     """How packed documents are given to transformers' decoder; None where it is TE's, or nothing is packed."""
-    say: Say
+    say: Callable[[str], None]  # prints a line on the main process
     measures_precision: bool = False
     """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
     num_asked_micro_batches: int = 1

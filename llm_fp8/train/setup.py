@@ -22,7 +22,6 @@ from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapt
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter, left_out_of
 from llm_fp8.models.weights import fill_weights
-from llm_fp8.optim.adamw_master import remainder_of
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears
@@ -84,7 +83,7 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     if left_out_of(model):
         plan.say(describe_left_out(model))
     if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
-        plan.say(_describe_rounding(plan, model))
+        plan.say(_describe_rounding(plan))
     if plan.precision.backend == "torchao" and not plan.precision.emulated:
         compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
@@ -118,14 +117,13 @@ def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
     return model
 
 
-def _describe_rounding(plan: RunPlan, model: PreTrainedModel) -> str:
+def _describe_rounding(plan: RunPlan) -> str:
     """What becomes of stored weights that the model's parameters cannot hold as they are."""
-    stored = str(plan.export_dtype).removeprefix("torch.")
-    keeps_all = any(remainder_of(parameter) is not None for parameter in model.parameters())
     if plan.stored_fp8 is not None:
-        rounded = ", rounded to bfloat16" if plan.rounds_weights and not keeps_all else ""
+        rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale{rounded}"
-    if keeps_all:
+    stored = str(plan.export_dtype).removeprefix("torch.")
+    if plan.keeps_lower_bits:
         return f"stored weights are {stored}: training starts from their exact values"
     return f"WARNING: stored weights are {stored} and are rounded to bfloat16"
 

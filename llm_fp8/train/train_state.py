@@ -48,13 +48,13 @@ def deepspeed_of(plan: RunPlan) -> DeepSpeedStrategy | None:
 
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
-    config, precision = plan.config, plan.precision
+    config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
     decoder = text_config(plan.hf_config)
     entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
     saved_by = "any mode but DeepSpeed's"  # by the tensors' names, for any number of processes
     if deepspeed_of(plan) is not None:
         saved_by = f"--sharding_mode {plan.strategy.mode} on {plan.accelerator.num_processes} processes"
-    return {
+    shared = {
         **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": plan.optimizer_kind,
@@ -62,17 +62,11 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "precision": precision.name if precision.effective == "fp8" else precision.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
-        **(_lora_fingerprint(plan) if config.lora.lora_rank else {}),
     }
-
-
-def _lora_fingerprint(plan: RunPlan) -> dict[str, Any]:
-    """The adapters, and the frozen model that a checkpoint does not hold."""
-    options, stored = plan.config.lora, plan.stored
-    return {
-        "lora": [options.lora_rank, scaling_of(options), options.lora_dropout, *sorted(options.targets)],
-        "frozen_model": f"seed {plan.config.optim.seed}" if stored is None else weights_digest(stored.files),
-    }
+    if rank := lora.lora_rank:  # the adapters, and the frozen model that a checkpoint does not hold
+        shared["lora"] = [rank, scaling_of(lora), lora.lora_dropout, *sorted(lora.targets)]
+        shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
+    return shared
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:

@@ -76,6 +76,11 @@ def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     return reporter
 
 
+def report(reporter: RunReporter, steps: list[dict[str, float]]) -> None:
+    for record in steps:
+        reporter.step(record)
+
+
 def an_evaluation(step: int) -> dict[str, float]:
     return {"step": step, "eval_loss": 2.0, "eval_perplexity": math.exp(2.0)}
 
@@ -83,11 +88,11 @@ def an_evaluation(step: int) -> dict[str, float]:
 def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
     config = a_config(tmp_path / "run")
     with a_reporter(config) as reporter:
-        reporter.steps([a_step(1), a_step(2)])
+        report(reporter, [a_step(1), a_step(2)])
         reporter.evaluation(an_evaluation(2))
         # A line is on disk as soon as it is reported: a run that is killed loses nothing.
         assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2)]
-        reporter.steps([a_step(3)])
+        reporter.step(a_step(3))
         returned = reporter.finish({"stopped": "end of data"})
     assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2), a_step(3)]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -99,9 +104,9 @@ def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
 def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     config = a_config(tmp_path)
     with a_reporter(config) as reporter:
-        reporter.steps([a_step(1), a_step(2)])
+        report(reporter, [a_step(1), a_step(2)])
         reporter.evaluation(an_evaluation(2))
-        reporter.steps([a_step(3)])
+        reporter.step(a_step(3))
         reporter.finish({})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
@@ -109,20 +114,20 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
     with a_reporter(config, resume_step=2) as reporter:
         assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
         assert not (tmp_path / "summary.json").exists(), "killed now, the run would pass for a finished one"
-        reporter.steps([a_step(3) | {"loss": 9.0}])
+        reporter.step(a_step(3) | {"loss": 9.0})
     assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
 
 
 def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -> None:
     config = a_config(tmp_path)
     with a_reporter(config) as reporter:
-        reporter.steps([a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
+        report(reporter, [a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
     forget_accelerator()
     own = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
     with a_reporter(config, resume_step=2) as reporter:
-        reporter.steps(own[:3])
+        report(reporter, own[:3])
         reporter.evaluation(an_evaluation(5))
-        reporter.steps(own[3:])
+        report(reporter, own[3:])
         summary = reporter.finish({})
     assert summary["throughput"] == throughput_summary(own) and summary["throughput"]["num_steps_left_out"] == 3
     assert summary["energy_j"] == 8.0 and summary["last_step"] == own[-1]
@@ -150,8 +155,8 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
     with a_reporter(config) as reporter:
         # Enough steps for the file to run over a block of 32 KiB, where records are split.
         steps = [a_step(step) for step in range(1, TOTAL_STEPS + 1)]
-        reporter.steps(steps[:20])
-        reporter.steps(steps[20:])
+        report(reporter, steps[:20])
+        report(reporter, steps[20:])
         reporter.evaluation(an_evaluation(TOTAL_STEPS))
         reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
     # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
@@ -201,7 +206,7 @@ def test_a_resumed_training_continues_its_wandb_run(tmp_path: Path, monkeypatch:
     for first, last in ((1, 8), (5, 6), (5, 10)):  # killed after step 8, and after it has taken two steps again
         forget_accelerator()
         with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
-            reporter.steps([a_step(step) for step in range(first, last + 1)])
+            report(reporter, [a_step(step) for step in range(first, last + 1)])
             reporter.evaluation(an_evaluation(last))
             if last < 10:
                 raise KeyboardInterrupt
@@ -229,7 +234,7 @@ def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.Ca
     with started, mock.patch.object(WandBTracker, "store_init_configuration"):
         reporter = a_reporter(a_config(tmp_path, "--use_wandb"))
     with reporter:
-        reporter.steps([a_step(1), a_step(2)])
+        report(reporter, [a_step(1), a_step(2)])
         assert reporter.finish({})["steps"] == 2
     handler.stream = None
     said = capfd.readouterr()
@@ -262,7 +267,7 @@ def test_other_trackers_get_options_logged_steps_evaluations_and_the_summary_in_
     for first, last in ((1, 6), (5, 9)):
         forget_accelerator()
         with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
-            reporter.steps([a_step(step) for step in range(first, last + 1)])
+            report(reporter, [a_step(step) for step in range(first, last + 1)])
             if last == 6:
                 raise KeyboardInterrupt
             reporter.evaluation(an_evaluation(last))
