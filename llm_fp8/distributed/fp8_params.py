@@ -84,7 +84,9 @@ class Fp8Weights:
         masters = [local_of(weight) for weight in weights]
         amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
-        scales = torch.where(amax > 0, self.target / amax, 1.0)  # an infinite amax gives 0, and so NaN
+        # Not a Python number by a tensor, which torch computes by the reciprocal and rounds twice. An infinite amax
+        # gives 0, and so NaN.
+        scales = torch.where(amax > 0, torch.full_like(amax, self.target) / amax, 1.0)
         # In place, since what FSDP gathered before refers to this tensor.
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
 
