@@ -277,13 +277,12 @@ def main() -> int:
     provenance = collect_provenance(sys.argv)
     origin = {"commit": provenance["git"]["commit"], "gpu": next((gpu["name"] for gpu in provenance["gpus"]), None)}
     spawn = get_context("spawn")
-    gpus, num_workers = spawn.Queue(), 0
-    for name in (visible_gpus() or [""]) * settings.parallel:
+    gpus, names_of_gpus = spawn.Queue(), (visible_gpus() or [""]) * settings.parallel
+    for name in names_of_gpus:
         gpus.put(name)
-        num_workers += 1
     with (
         tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(num_workers, spawn, begin_worker, (gpus,)) as pool,
+        ProcessPoolExecutor(len(names_of_gpus), spawn, begin_worker, (gpus,)) as pool,
     ):
         futures = [pool.submit(run_one, job, settings, batches, Path(scratch), began) for job in left]
         for future in as_completed(futures):

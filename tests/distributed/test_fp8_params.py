@@ -329,9 +329,8 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
 def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path: Path) -> None:
     for result in on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
         assert result["losses"][-1] < result["losses"][0] and not result["keeps_masters"]
-        assert (
-            result["num_loaded_bytes"] == [0] * NUM_LAYERS
-        )  # before FSDP2 drops them, which it does in the first pass
+        # Freed before FSDP2 drops them, which it does in the first forward pass.
+        assert result["num_loaded_bytes"] == [0] * NUM_LAYERS
         assert result["gathered"].count(WIDTH * WIDTH // 2 + 4 * WIDTH // 2) == STEPS * 2 * NUM_LAYERS
         assert len(result["rows"]) == NUM_LAYERS
         for name, (start, rows) in result["rows"].items():

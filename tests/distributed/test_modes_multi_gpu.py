@@ -169,7 +169,7 @@ def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):
 
 ADAPTERS = [
     *((mode, precision, ["--use_te"]) for mode in ("ddp", "fsdp_full") for precision in THREE_PRECISIONS),
-    # Its unsharded weights, whose casts are kept for the whole run, are gathered anew in every step.
+    # Its unsharded weights, in fp8, are gathered anew in every step.
     *(("fsdp_grad", precision, ["--use_te"]) for precision in ("delayed", "current")),
     ("fsdp_full", "delayed", ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"]),
     ("ddp", "current", ["--packing"]),
