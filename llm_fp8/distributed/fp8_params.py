@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.frozen import prepare_module
-from llm_fp8.utils.torch_internals import local_of, sharded_like
+from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -91,11 +91,11 @@ class Fp8Weights:
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
 
 
-def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer) -> None:
-    """Give the fp8 modules of `precision` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
+def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer | None) -> None:
+    """Give the fp8 modules in `model` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
 
-    LoRA's frozen weights are cast once and keep no master. Collective. Call it before the first forward pass, in which
-    FSDP2 reads its parameters.
+    LoRA's frozen weights, for which there is no `optimizer`, are cast once and freed. Collective. Call it before the
+    first forward pass, in which FSDP2 reads its parameters.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -104,6 +104,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     # The order of the modules is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
+    if not places:
+        return
     first: Any = getattr(*places[0])
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
@@ -126,8 +128,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
             setattr(parameter, _MASTER, master)
             setattr(parameter, _GROUP, group)
         else:  # FSDP2 refers to it until the first forward pass
-            local_of(master).untyped_storage().resize_(0)
-    if not group.weights:
+            free_memory_(master)
+    if optimizer is None:
         return
     optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
     optimizer.register_step_post_hook(lambda *_: group.quantise_())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ class FsdpStrategy(DistributedStrategy):
         names = ("replicate", "shard")[-len(shape) :]
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
-    def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Shard every layer, then the other parameters; those on the meta device get memory, contents undefined."""
+    def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
+        """Shard every layer, then the other parameters."""
         on_gpu, offloads = self.accelerator.device.type == "cuda", self.mode == "fsdp_offload"
         shard = functools.partial(
             fully_shard,
@@ -77,7 +77,8 @@ class FsdpStrategy(DistributedStrategy):
         if self.caches_weight_casts:
             keep_weight_casts(model, keep=True)
         model.register_forward_hook(_reshard_without_backward)
-        materialize_(model, torch.device("cpu") if offloads else self.accelerator.device, self.accelerator.device)
+        device = self.accelerator.device
+        materialize_(model, torch.device("cpu") if offloads else device, device, later)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         if self.kept_in_fp8 is not None:

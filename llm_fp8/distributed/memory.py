@@ -167,6 +167,12 @@ class RunSize:
         splits = all(rows % self.num_gpus == 0 for rows, _ in layer_weight_shapes(sizes))
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
 
+    @property
+    def holds_copies_in_fp8(self) -> bool:
+        """Whether every GPU holds LoRA's frozen linear weights, in fp8 only."""
+        in_fp8 = self.recipe in RECIPES and not (self.sharded or self.may_be_bf16)
+        return in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
+
     def num_adapter_parameters(self, spec: DecoderSpec) -> int:
         parts = (part for parts in parameter_map(spec).values() for part in parts if part.hf_name.endswith(".weight"))
         sizes = (sum(part.shape) for part in parts if part.hf_name.split(".")[-2] in self.adapted)
@@ -209,13 +215,10 @@ class RunSize:
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
-        # Frozen weights in bf16, before they are cast.
-        loading = _BF16 / num_gpus * self.num_parameters if self.adapted and fp8_weights else 0.0
-        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
+        if casts and self.holds_copies_in_fp8:
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:  # whose transposes exist during a layer's backward pass alone
                 casts //= 2
-            loading = _BF16 * self.num_parameters - casts
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
@@ -255,7 +258,7 @@ class RunSize:
             kept_below = recomputes[-1] + 1 - recomputed
             below = tokens * (kept_below * per_layer + _BF16 * h * recomputed)
             moments.append((made + gathered + beside_layer, below, tokens * per_layer))
-        parts = max([*moments, (loading, 0.0, 0.0)], key=sum)
+        parts = max(moments, key=sum)
         beside = 0.0
         if self.sharded:
             beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
@@ -357,14 +360,16 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
             before, after = (each.optim.gradient_accumulation_steps for each in (asked, run.config))
             short = f"{asked.data.batch_size * length:,} tokens"
             notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
+    found = run.estimate()
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
+    if run.adapted and found.is_whole:  # some of whose weights are in fp8
+        state_gib = found.parts[STATE] + found.parts.get(CASTS, 0.0)
     if state_gib + RESERVE_GIB > gpu_gib:
         what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
         raise UserError(
             f"this run cannot fit: {what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has "
             f"{gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
         )
-    found = run.estimate()
     if automatic:
         if not found.is_whole:
             raise UserError(

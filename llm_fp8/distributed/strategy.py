@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import clip_and_step
+from llm_fp8.utils.torch_internals import materialize_
 
 
 class DistributedStrategy:
@@ -44,9 +45,13 @@ class DistributedStrategy:
         self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
         self.layers: nn.ModuleList | None = None  # set by `shard`
 
-    def shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Shard the parameters of `model`, which may be on the meta device; `layers` are the decoder's."""
+    def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
+        """Shard the parameters of `model`; `layers` are the decoder's. With `later`, and under FSDP, those on the meta
+        device get memory, contents undefined, those of the modules `later` only by `give_memory_`.
+        """
         self.layers = layers
+        if later:
+            materialize_(model, self.accelerator.device, self.accelerator.device, later)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step."""

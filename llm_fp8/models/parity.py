@@ -23,7 +23,7 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import te_llama
 from llm_fp8.data.collate import Batch
-from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.errors import UserError
@@ -107,6 +106,7 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
 
 def check_parity(
     model: PreTrainedModel,
+    layers: Iterable[nn.Module],
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
@@ -114,19 +114,35 @@ def check_parity(
     full_tensor: FullTensor = Tensor.detach,
 ) -> str:
     """What the three tests found on a TE decoder that computes in `dtype` and has the weights `stored`; raises
-    `UserError` where one fails. `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
+    `UserError` where one fails. `layers` are its own, each of which needs its weights only until the next is asked for.
+    `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
     """
-    num_loaded = check_weights(model, stored, full_tensor)
-    found = judge(compare_layers(model, batch, max_seq_length, dtype, full_tensor), dtype)
+    num_loaded, names = 0, list(te_llama.parameter_map(te_llama.spec_of(model)))
+
+    def checked() -> Iterator[nn.Module]:
+        nonlocal num_loaded
+        for number, layer in enumerate(layers):
+            own = [name for name in names if name.startswith(f"model.layers.{number}.")]
+            num_loaded += check_weights(model, stored, full_tensor, own)
+            yield layer
+
+    found = judge(compare_layers(model, checked(), batch, max_seq_length, dtype, full_tensor), dtype)
+    outside = [name for name in names if not name.startswith("model.layers.")]
+    num_loaded += check_weights(model, stored, full_tensor, outside)
     return f"parity with Hugging Face: {num_loaded} stored tensors loaded bit for bit; {found}"
 
 
-def check_weights(model: PreTrainedModel, stored: StoredCheckpoint, full_tensor: FullTensor) -> int:
-    """Test 1; returns how many stored tensors were compared. Raises `UserError` naming the first that differs."""
+def check_weights(
+    model: PreTrainedModel, stored: StoredCheckpoint, full_tensor: FullTensor, names: Iterable[str] | None = None
+) -> int:
+    """Test 1 of the parameters `names`, by default all; returns how many stored tensors were compared. Raises
+    `UserError` naming the first that differs.
+    """
     parameters, compared = dict(model.named_parameters()), 0
     source_names: Any = model.source_names
-    for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
-        full = full_tensor(parameters[te_name])
+    parts_of = te_llama.parameter_map(te_llama.spec_of(model))
+    for te_name in parts_of if names is None else names:
+        parts, full = parts_of[te_name], full_tensor(parameters[te_name])
         for part in parts:
             weight = stored.read(source_names[part.hf_name], full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
@@ -138,20 +154,25 @@ def check_weights(model: PreTrainedModel, stored: StoredCheckpoint, full_tensor:
 
 
 def compare_layers(
-    model: PreTrainedModel, batch: Batch, max_seq_length: int, dtype: torch.dtype, full_tensor: FullTensor
+    model: PreTrainedModel,
+    layers: Iterable[Any],
+    batch: Batch,
+    max_seq_length: int,
+    dtype: torch.dtype,
+    full_tensor: FullTensor,
 ) -> list[Comparison]:
-    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the model's weights."""
+    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`."""
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     spec = dataclasses.replace(te_llama.spec_of(model), attention_dropout=0.0)
     base: Any = model.base_model
     embedding: Any = model.get_input_embeddings()
-    hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
-    generator = torch.Generator(device=hidden.device).manual_seed(0)
+    generator = torch.Generator(device=input_ids.device).manual_seed(0)
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons, parts = [], te_llama.layer_map(spec)
-    layers: Iterable[Any] = decoder_layers(model)
     for layer, own in enumerate(layers):
+        if layer == 0:  # the embedding has its weights when the first layer has
+            hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
         weights = {name: full_tensor(own.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
@@ -217,5 +238,6 @@ def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str
         names = [part.hf_name for part in parts]
         groups = [names] if gradients[names[0]].ndim == 1 else [[name] for name in names]
         for group in groups:
-            joined[f"gradient of {' and '.join(group)}"] = torch.cat([gradients[name] for name in group])
+            of_group = [gradients[name] for name in group]
+            joined[f"gradient of {' and '.join(group)}"] = torch.cat(of_group) if len(group) > 1 else of_group[0]
     return joined

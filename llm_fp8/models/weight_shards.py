@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,14 +125,16 @@ def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
     return Part(name, start, stop, tuple(view.shape), view.stride(), offset - start * row)
 
 
-def initialize_shards_(model: PreTrainedModel, generator: torch.Generator) -> None:
+def initialize_shards_(
+    model: PreTrainedModel, generator: torch.Generator, names: Collection[str] | None = None
+) -> None:
     """Random weights for every architecture, as Hugging Face draws them for the Llama family: normal, norms one, biases
-    zero. Each parameter is drawn whole on the generator's device, and this rank takes its shard, so they do not depend
-    on the number of ranks.
+    zero; with `names` for these parameters. Each is drawn whole on the generator's device, and this rank takes its
+    shard, so they do not depend on the number of ranks.
     """
     std = getattr(text_config(model.config), "initializer_range", 0.02)
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if is_adapter(name) or (names is not None and name not in names):
             continue
         full = torch.empty(parameter.shape or 1, dtype=parameter.dtype, device=generator.device)
         if name.endswith("bias"):
@@ -185,14 +187,14 @@ def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
     return lambda name: any(pattern.match(one) for one in (name, renamed(name)))
 
 
-def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[LocalShard, Part]]:
-    """Name of a stored tensor -> the shard of this rank that it belongs to, and as which part; `stored` gives all names
-    and shapes. Raises `UnsupportedArchitecture` naming tensors that do not fit.
+def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Part]]:
+    """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and as which part; `stored` gives all
+    names and shapes. Raises `UnsupportedArchitecture` naming tensors that do not fit.
 
     Like `from_pretrained` it takes names with or without the base model's prefix, a tied matrix from whichever of its
     names is stored, and experts in one tensor too, as which an export then stores them.
     """
-    own, tensors, prefix = parts_of(model), saved_tensors(model), f"{model.base_model_prefix}."
+    own, prefix = parts_of(model), f"{model.base_model_prefix}."
     passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
     renamed, left_out = renaming_on_load(model), is_left_out(model)
 
@@ -203,8 +205,8 @@ def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) ->
     kept = frozenset(parts[0].hf_name for parts in own.values() if parts[0].hf_name in held)
     model.stored_as_they_are = kept  # type: ignore[assignment]
     entries = stored_parts(model)
-    shards = {part.hf_name: (local_shard(tensors[name]), part) for name, parts in entries.items() for part in parts}
-    accepted = {name: name for name in shards}
+    owners = {part.hf_name: (name, part) for name, parts in entries.items() for part in parts}
+    accepted = {name: name for name in owners}
     for name, parts in own.items():
         if len(entries[name]) == 1:
             accepted.setdefault(parts[0].hf_name, entries[name][0].hf_name)
@@ -216,7 +218,7 @@ def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) ->
 
     names = {name: known(name) for name in stored}
     present = set(names.values())
-    found: dict[str, tuple[LocalShard, Part]] = {}
+    found: dict[str, tuple[str, Part]] = {}
     for stored_name, name in names.items():
         if (target := accepted.get(name)) is None:
             if not (passed_over.search(stored_name) or left_out(stored_name)):
@@ -225,11 +227,11 @@ def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) ->
             continue
         if name != target and target in present:  # a tied matrix that is stored twice
             continue
-        shard, part = shards[target]
+        owner, part = owners[target]
         if stored[stored_name] != part.shape:
             shapes = f"shape {list(stored[stored_name])}, in the config {list(part.shape)}"
             raise UnsupportedArchitecture(f"'{stored_name}' has {shapes}")
-        found[stored_name] = shard, part
-    if missing := shards.keys() - {part.hf_name for _, part in found.values()}:
+        found[stored_name] = owner, part
+    if missing := owners.keys() - {part.hf_name for _, part in found.values()}:
         raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(missing))}")
     return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -17,9 +19,11 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
 from llm_fp8.models.source import ModelSource, reading_model, text_config
-from llm_fp8.models.weight_shards import initialize_shards_, targets_of
+from llm_fp8.models.weight_shards import initialize_shards_, local_shard, saved_tensors, targets_of
 from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import reading
+from llm_fp8.utils.torch_internals import give_memory_
+from te_llama import Part
 
 _FETCH = "Fetch or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")
@@ -80,25 +84,45 @@ def fill_weights(
     `stored` is None, are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
     `build_model`. Raises `UserError` naming file and tensor that do not fit.
     """
-    model.stored = stored  # type: ignore[assignment]
-    if stored is None:
-        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
-        initialize_shards_(model, torch.Generator(device=device).manual_seed(seed))
-        return
-    if keep_lower_bits:
+    if keep_lower_bits and stored is not None:
         for parameter in model.parameters():
             if parameter.dtype == torch.bfloat16:
                 give_remainder_(parameter)
-    with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
-        targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
-    model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
-    place = next(model.parameters()).device
-    for path in stored.files:
-        with open_weights(path, place) as tensors:
-            for name in tensors.offset_keys():
-                if name in targets:
-                    shard, part = targets[name]
-                    shard.fill(part, stored.rows(name, tensors, place))
+    for _ in filled_layers(model, (), stored, device, seed):
+        pass
+
+
+def filled_layers(
+    model: PreTrainedModel,
+    layers: Iterable[nn.Module],
+    stored: StoredCheckpoint | None,
+    device: torch.device | str,
+    seed: int,
+) -> Iterator[nn.Module]:
+    """As `fill_weights`, but the parameters of a decoder layer that have no memory get it just before their weights;
+    yields each of `layers` then, so that they may be freed or cast before the next one's take memory.
+    """
+    model.stored = stored  # type: ignore[assignment]
+    tensors = saved_tensors(model)
+    owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
+    targets: dict[str, tuple[str, Part]] = {}
+    if stored is None:
+        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
+        generator = torch.Generator(device=device).manual_seed(seed)
+    else:
+        with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
+            targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
+        model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
+    for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
+        own = {name: tensors[name] for name in names}
+        for tensor in own.values():
+            give_memory_(tensor)
+        if stored is None:
+            initialize_shards_(model, generator, own)
+        else:
+            stored.copy_into(own, targets)
+        if layer is not None:
+            yield layer
 
 
 class StoredTensor(NamedTuple):
@@ -131,6 +155,16 @@ class StoredCheckpoint:
         with open_weights(self.stored[name].path, device) as tensors:
             rows = self.rows(name, tensors, device)
             return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
+
+    def copy_into(self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, tuple[str, Part]]) -> None:
+        """Copy what belongs to `tensors` (this rank's shards, by name) into place; `targets`: see `targets_of`."""
+        wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
+        place = next(iter(tensors.values())).device
+        for path in dict.fromkeys(self.stored[name].path for name in targets if name in wanted):
+            with open_weights(path, place) as in_file:
+                for name in filter(wanted.__contains__, in_file.offset_keys()):
+                    owner, part = targets[name]
+                    local_shard(tensors[owner]).fill(part, self.rows(name, in_file, place))
 
     def on_meta(self, name: str) -> torch.Tensor:
         """As `read`, without memory."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llm_fp8.precision.context import Precision
+from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
@@ -32,13 +33,13 @@ def prepare_module(module: Any, recipe: Any) -> list[str]:
 
 @torch.no_grad()
 def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
-    """Replace the weights of the TE modules in fp8, which are frozen and not sharded, by their fp8 form; returns the
-    bytes of the replaced ones. `model` is what DDP will wrap.
+    """Replace the weights of the fp8 modules in `model`, which are frozen and not sharded, by their fp8 form; returns
+    the bytes of the replaced ones, which are freed.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
     recipe, dropped = precision.plan.te_recipe, 0
-    modules: Any = precision.fp8_modules
+    modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
     for module in modules:
         names = prepare_module(module, recipe)
         for name in names:
@@ -53,11 +54,9 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
             quantizer.internal = False
             setattr(module, name, Parameter(quantizer(weight), requires_grad=False))
             dropped += weight.numel() * weight.element_size()
+            free_memory_(weight)
         if all(isinstance(getattr(module, name), Float8Tensor) for name in names):
             _keep_no_transposes(module, names)
-    # DDP would send them to the other ranks, as torch sees them: in bf16.
-    frozen: Any = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    model._ddp_params_and_buffers_to_ignore = frozen
     return dropped
 
 

@@ -48,7 +48,7 @@ def choose_precision(plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[s
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
-    setup, batches = build_setup(dataclasses.replace(plan, say=lambda text: None)), first_step(data.train)
+    setup, batches = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True), first_step(data.train)
     found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
     del setup
     plan.strategy.layers = None

@@ -19,7 +19,6 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.export import export_size_bytes
-from llm_fp8.models.parity import check_parity
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
@@ -102,10 +101,12 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         options = run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
-        setup = build_setup(plan)
+        setup = build_setup(plan, first_step(data.train)[0] if resumed is None else None)
+        if setup.num_trainable_parameters < setup.num_parameters:
+            plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
         phase_ends("weights")
 
-        check_setup(setup, data, tokenizer, is_new=resumed is None)
+        check_export(setup, data, tokenizer)
         phase_ends("checks")
 
         with run_lock(plan.config, ranks):  # nothing is written before
@@ -153,21 +154,9 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
     return data
 
 
-def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase, is_new: bool) -> None:
-    """Compare the TE decoder with Hugging Face's, and refuse an impossible export."""
-    plan, config, context = setup.plan, setup.plan.config, setup.plan.context_group
-    if config.model.use_te and plan.stored is not None and is_new:
-        batch = first_step(data.train)[0]
-        batch = batch if context is None else context.on_its_own(batch)
-        found = check_parity(
-            setup.model,
-            batch.to(plan.device),
-            config.data.max_seq_length // config.parallel.context_parallel_size,
-            dtype=plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.weight_dtype,
-            full_tensor=plan.strategy.full_tensor,
-            stored=plan.stored,
-        )
-        plan.say(found)
+def check_export(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse an impossible export."""
+    plan, config = setup.plan, setup.plan.config
     if config.run.export and plan.accelerator.is_main_process:
         adapters_only = setup.exports_adapter
         check_free_space(plan.folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
@@ -175,8 +164,6 @@ def check_setup(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedT
         with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
             origin = Origin(plan.source.location, data.eos_ids)
             save_side_files(setup.model, tokenizer, Path(place), plan.export_dtype, origin)
-    if setup.num_trainable_parameters < setup.num_parameters:
-        plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
 
 
 def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults) -> TrainingLoop:

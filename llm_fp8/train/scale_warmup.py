@@ -25,9 +25,7 @@ from torch.optim import Optimizer
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.observability.metrics import GIB
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.frozen import hold_in_fp8
 from llm_fp8.train.setup import TrainingSetup
 
 PASSES = 5
@@ -83,17 +81,12 @@ def prepare_with_scales(
 ) -> tuple[nn.Module, Any]:
     """`strategy.prepare`, with the first scales before it, since DDP and DeepSpeed take every backward pass for
     training's; or after it, since FSDP's sharded parameters have their final form only then. Without a `loader` they
-    are in the checkpoint. Frozen weights go to fp8 before all.
+    are in the checkpoint.
     """
     strategy = setup.plan.strategy
-    if setup.plan.holds_frozen_in_fp8:  # from here on nobody reads them in bf16
-        dropped = hold_in_fp8(setup.training_model, setup.precision)
-        setup.plan.say(f"frozen weights are held in fp8 only: {dropped / GIB:.1f} GiB of bf16 ones are dropped")
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
     prepared = strategy.prepare(setup.training_model, optimizer)
-    if setup.plan.config.lora.lora_rank and setup.plan.config.parallel.fp8_params:
-        setup.plan.say("frozen weights are sharded and gathered in fp8 only")
     if loader is not None and strategy.shards_parameters:
         warm_up_scales(setup, loader)
     return prepared

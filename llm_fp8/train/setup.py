@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm_fp8.config.recipes import gemms_in_fp8, size_multiple
+from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
 from llm_fp8.models.export import describe_left_out
@@ -21,12 +22,12 @@ from llm_fp8.models.grouped_experts import use_grouped_experts
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter, left_out_of
-from llm_fp8.models.weights import fill_weights
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
 from llm_fp8.precision.torchao import compile_layers
+from llm_fp8.train.load import load_weights
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.hf_internals import chosen_attention
 
@@ -52,10 +53,14 @@ class TrainingSetup:
         return self.plan.config.lora.lora_rank > 0 and self.plan.stored is not None
 
 
-def build_setup(plan: RunPlan) -> TrainingSetup:
-    """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective."""
+def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool = False) -> TrainingSetup:
+    """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective.
+
+    `first_batch`: the parity check's, which is left out without. `in_bf16`: frozen weights are not held in fp8.
+    """
     config, strategy = plan.config, plan.strategy
-    model = _decoder_with_adapters(plan)
+    holds = plan.holds_frozen_in_fp8 and not in_bf16
+    model = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
     layers = decoder_layers(model)
     reasons = _convert_linears(plan, model, layers)
     attention: str = "te" if config.model.use_te else chosen_attention(model.config)
@@ -72,11 +77,10 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
     if training_model.router_note:
         plan.say(training_model.router_note)
-    if config.parallel.fp8_params and plan.precision.backend == "te":
+    if config.parallel.fp8_params and plan.precision.backend == "te" and not config.lora.lora_rank:
         strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
-    strategy.shard(training_model, layers)
-    if strategy.shards_parameters:
-        fill_weights(model, plan.stored, plan.device, config.optim.seed, plan.keeps_lower_bits)
+    strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
+    load_weights(plan, training_model, model, layers, precision, first_batch, holds)
     initialize_adapters_(model, config.optim.seed)
     if plan.context_group is not None:
         plan.context_group.attach(layers)
@@ -100,12 +104,12 @@ def build_setup(plan: RunPlan) -> TrainingSetup:
     )
 
 
-def _decoder_with_adapters(plan: RunPlan) -> PreTrainedModel:
-    """The model; adapters, and parameters that are to be sharded, have no values yet."""
+def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> PreTrainedModel:
+    """The model; adapters, and with `on_meta` all parameters, have no values yet."""
     options, lora = plan.config.model, plan.config.lora
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
-    if plan.strategy.shards_parameters:
+    if on_meta:
         model = build_structure(options, plan.hf_config, **shared)
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}

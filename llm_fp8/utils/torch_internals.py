@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,34 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
 
 
-def materialize_(model: nn.Module, parameter_device: torch.device, buffer_device: torch.device) -> None:
+def materialize_(
+    model: nn.Module, parameter_device: torch.device, buffer_device: torch.device, later: Iterable[nn.Module] = ()
+) -> None:
     """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`; those on the meta device
-    get memory, contents undefined.
+    get memory, contents undefined, those of the modules `later` only by `give_memory_`.
     """
+    without_memory = {id(parameter) for module in later for parameter in module.parameters(recurse=False)}
 
     def move(tensor: Tensor) -> Tensor:
         device = parameter_device if isinstance(tensor, DTensor) else buffer_device
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        if id(tensor) in without_memory:
+            free_memory_(moved)
+        return moved
 
     model._apply(move)
+
+
+def free_memory_(tensor: Tensor) -> None:
+    """Free the memory of `tensor`, or of this rank's shard of it, which stays usable by `give_memory_`."""
+    local_of(tensor).untyped_storage().resize_(0)
+
+
+def give_memory_(tensor: Tensor) -> None:
+    """Give `tensor`, or this rank's shard of it, memory where it has none; contents undefined."""
+    local = local_of(tensor)
+    if local.untyped_storage().size() == 0:
+        local.untyped_storage().resize_(local.numel() * local.element_size())
 
 
 def end_capture_in_pool(pool: tuple[int, int]) -> None:

@@ -86,7 +86,7 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
     model, stored = right_model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.model.layers[1].requires_grad_(False)  # frozen weights are compared too
-    found = check_parity(model, packed_batch("cpu"), S, torch.float32, stored=stored)
+    found = check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored=stored)
     assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers")
     after = dict(model.named_parameters())
     assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())
@@ -97,7 +97,7 @@ def test_the_check_refuses_another_rope(right_model):
     model, stored = right_model
     model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(model, packed_batch("cpu"), S, torch.float32, stored)
+        check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored)
 
 
 def test_the_check_refuses_weights_that_are_not_the_files(right_model):
@@ -105,4 +105,4 @@ def test_the_check_refuses_weights_that_are_not_the_files(right_model):
     with torch.no_grad():
         model.model.layers[1].mlp.fc2_weight[3, 5] += 0.01
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
-        check_parity(model, packed_batch("cpu"), S, torch.float32, stored=stored)
+        check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored=stored)

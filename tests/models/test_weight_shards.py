@@ -26,9 +26,9 @@ from llm_fp8.models.export import export_hf
 from llm_fp8.models.parity import check_weights
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import local_shard
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.weights import StoredCheckpoint, fill_weights, filled_layers
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.torch_internals import materialize_
+from llm_fp8.utils.torch_internals import free_memory_, materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
 from tests.support.fp8_files import write_fp8_model
 from tests.support.ranks import on_ranks
@@ -223,6 +223,31 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path):
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(tmp_path / "source"))
     ours, source = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "source"))
     assert ours == ours | source  # beside which stand keys for transformers 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_layer_has_memory_from_its_turn_until_it_is_freed(is_stored, tied, tmp_path, stand_in):
+    source = write_model(tmp_path, tie_word_embeddings=tied)
+    stored = weights_of(ModelConfig(model_name=source)) if is_stored else None
+    whole, model = te_structure(source).to_empty(device=CPU), te_structure(source)
+    whole.tie_weights()
+    fill_weights(whole, stored, CPU, seed=3)
+    materialize_(model, CPU, CPU, later=decoder_layers(model).modules())
+    model.tie_weights()
+    layers = list(decoder_layers(model))
+    for _ in range(2):
+        for layer in filled_layers(model, layers, stored, CPU, 3):
+            sizes = [sum(p.untyped_storage().nbytes() for p in each.parameters()) for each in layers]
+            assert [each for each, size in zip(layers, sizes, strict=True) if size] == [layer]
+            expected = whole.model.layers[layers.index(layer)].state_dict()
+            assert_same_bits({name: value.clone() for name, value in layer.state_dict().items()}, expected)
+            for parameter in layer.parameters():
+                free_memory_(parameter)
+    outside, expected = (
+        {name: value for name, value in each.state_dict().items() if ".layers." not in name} for each in (model, whole)
+    )
+    assert_same_bits(outside, expected)
 
 
 # --- What does not fit ------------------------------------------------------------------------------------------------

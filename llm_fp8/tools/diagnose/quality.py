@@ -44,7 +44,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
     data = load_data(plan, load_tokenizer(plan.config.model, plan.source)[0])
     text: Iterable[Batch] = itertools.chain.from_iterable(data.train) if data.eval is None else data.eval
     batches = [batch.to(plan.device) for batch in itertools.islice(text, NUM_BATCHES)]
-    setup = build_setup(plan)
+    setup = build_setup(plan, in_bf16=True)
     warm_up_scales(setup, data.train)
     setup.training_model.eval()
     # What is compiled would pass by the forward functions that stand in for those of modules.
