@@ -167,12 +167,6 @@ class RunSize:
         splits = all(rows % self.num_gpus == 0 for rows, _ in layer_weight_shapes(sizes))
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
 
-    @property
-    def holds_copies_in_fp8(self) -> bool:
-        """Whether every GPU holds LoRA's frozen linear weights, in fp8 only."""
-        in_fp8 = self.recipe in RECIPES and not (self.sharded or self.may_be_bf16)
-        return in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
-
     def num_adapter_parameters(self, spec: DecoderSpec) -> int:
         parts = (part for parts in parameter_map(spec).values() for part in parts if part.hf_name.endswith(".weight"))
         sizes = (sum(part.shape) for part in parts if part.hf_name.split(".")[-2] in self.adapted)
@@ -215,7 +209,7 @@ class RunSize:
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
-        if casts and self.holds_copies_in_fp8:
+        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:  # whose transposes exist during a layer's backward pass alone
                 casts //= 2

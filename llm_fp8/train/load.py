@@ -32,9 +32,9 @@ def load_weights(
     first_batch: Batch | None,
     holds_in_fp8: bool,
 ) -> None:
-    """Fill `model`, inside of `training_model`, where it is not yet, and check it against Hugging Face's on
-    `first_batch`, if there is one. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights
-    afterwards. Collective.
+    """Fill `model`, inside of `training_model`, where it is not yet, and with `first_batch` check its TE decoder and
+    its stored weights against Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8
+    weights afterwards. Collective.
     """
     where = plan.stored, plan.device, plan.config.optim.seed
     shards_parameters = plan.strategy.shards_parameters
@@ -45,7 +45,8 @@ def load_weights(
             model.tie_weights()  # undone by moving
     elif shards_parameters:
         fill_weights(model, *where, plan.keeps_lower_bits)
-    if plan.config.model.use_te and plan.stored is not None and first_batch is not None:
+    if first_batch is not None:
+        assert plan.stored is not None
         context = plan.context_group
         found = check_parity(
             model,

@@ -139,11 +139,9 @@ class RunPlan:
     @property
     def holds_frozen_in_fp8(self) -> bool:
         """Whether the frozen weights of an fp8 run with adapters exist in fp8 only."""
-        if self.strategy.shards_parameters:
-            holds = self.config.lora.lora_rank > 0 and self.config.parallel.fp8_params
-        else:
-            holds = holds_frozen_in_fp8(self.config, self.strategy.mode)
-        return holds and self.precision.te_recipe is not None
+        possible = self.config.parallel.fp8_params or not self.strategy.shards_parameters
+        in_fp8 = self.precision.te_recipe is not None
+        return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.strategy.mode)
 
     @property
     def certifies(self) -> bool:

@@ -101,7 +101,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         options = run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
-        setup = build_setup(plan, first_step(data.train)[0] if resumed is None else None)
+        checks = config.model.use_te and plan.stored is not None and resumed is None
+        setup = build_setup(plan, first_step(data.train)[0] if checks else None)
         if setup.num_trainable_parameters < setup.num_parameters:
             plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
         phase_ends("weights")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,10 +20,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.fp8_params import master_of, requantise_
+from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of, requantise_
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.weight_shards import local_shard
 from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
@@ -180,15 +179,17 @@ def cast(master: Tensor) -> Tensor:
 # --- On two processes -------------------------------------------------------------------------------------------------
 
 
-def prepared(strategy: FsdpStrategy, model: SmallModel, in_fp8: Iterable[nn.Module]) -> tuple[nn.Module, Any]:
-    """`model` sharded, with its initial weights and those of these layers in fp8, and its optimizer."""
-    strategy.kept_in_fp8 = precision_of(in_fp8)
+def prepared(strategy: FsdpStrategy, model: SmallModel) -> tuple[nn.Module, Any]:
+    """`model`, sharded, and its optimizer."""
+    return strategy.prepare(model, build_optimizer(OPTIM, "adamw_fp32", model.named_parameters()))
+
+
+def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
+    """Shard `model` and give it its initial weights."""
     strategy.shard(model, model.layers)
     for name, parameter in model.named_parameters():
         block = local_shard(parameter)
         block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
-    return strategy.prepare(model, optimizer)
 
 
 def train_in_fp8(
@@ -199,7 +200,9 @@ def train_in_fp8(
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
     strategy = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
-    model, optimizer = prepared(strategy, model, list(model.layers)[:-1])
+    strategy.kept_in_fp8 = precision_of(list(model.layers)[:-1])
+    shard(strategy, model)
+    model, optimizer = prepared(strategy, model)
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)
     norms = []
@@ -300,14 +303,11 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     model = SmallModel()
     for layer in model.layers:
         layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
-    loaded, prepare = list[Any](), strategy.prepare
-
-    def watched(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        loaded.extend(parameter for parameter in model.parameters() if not parameter.requires_grad)
-        return prepare(model, optimizer)
-
-    strategy.prepare = watched  # type: ignore[method-assign]
-    model, optimizer = prepared(strategy, model, model.layers)
+    shard(strategy, model)
+    precision, loaded = precision_of(model.layers), [layer.weight for layer in model.layers]
+    for layer in model.layers:
+        keep_weights_in_fp8(layer, precision, optimizer=None)
+    model, optimizer = prepared(strategy, model)
     num_loaded_bytes = [parameter._local_tensor.untyped_storage().nbytes() for parameter in loaded]
     losses, gathers = [], CountedAllGather(model)
     for _ in range(STEPS):
