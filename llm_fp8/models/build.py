@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ModelConfig

@@ -33,7 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.lora import adapters_of, config_for_loading, with_adapter
-from llm_fp8.models.side_files import Origin, edit_json, save_side_files
+from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.weight_shards import (
     is_adapter,
     is_left_out,
@@ -46,7 +46,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
 
 MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
-_NEW_IN_PEFT = ("megatron_core", "peft_version", "qalora_group_size")  # whose defaults are not empty
 _ADVICE = "Make room; where a checkpoint was saved, --resume_from latest then writes the model from it."
 
 
@@ -111,16 +110,9 @@ def export_adapter(
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
-        edit_json(temporary / "adapter_config.json", _leave_out_defaults)
         save_side_files(model, tokenizer, temporary, None, origin)
         reader = f"peft.PeftModel.from_pretrained({auto_class(model.config).__name__} of the base model, folder)"
         (temporary / "README.md").write_text(model_card(card, reader, "peft"))
-
-
-def _leave_out_defaults(adapter: dict[str, Any]) -> None:
-    """Older versions of PEFT refuse entries that they do not know."""
-    for name in [name for name, value in adapter.items() if not value or name in _NEW_IN_PEFT]:
-        del adapter[name]
 
 
 def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:

@@ -22,7 +22,6 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
-from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import left_out_of
 from llm_fp8.models.weights import StoredCheckpoint, untie, weight_files
@@ -97,7 +96,6 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
                 copy = temporary / path.relative_to(folder)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        add_older_keys(temporary)
         head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
         entries = {
             "quant_method": "compressed-tensors",

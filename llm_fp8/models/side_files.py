@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,17 +18,17 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from llm_fp8.models.source import reading_model, text_config
+from llm_fp8.models.source import reading_model
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
-_OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+_WITH_TWO_ROPES = ("gemma3", "olmo3")  # of transformers 4; later families would misread its entries
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def save_side_files(
         model.config.save_pretrained(folder)
     if model.can_generate() and not (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config.save_pretrained(folder)
-    add_older_keys(folder)
+    edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
     if dtype is not None:
         edit_json(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
     if origin is not None and origin.eos_ids:
@@ -82,12 +81,13 @@ def save_side_files(
 
 
 def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
+    """Copy the files of these patterns from where a model comes from to `folder`."""
     for path in {path for pattern in patterns for path in source_folder(location).glob(pattern) if path.is_file()}:
         shutil.copyfile(path, folder / path.name)
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Change what a source's config.json says of its weights."""
+    """Change what a source's config.json says of its weights, and write older keys beside newer ones."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     found: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     found["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
@@ -97,6 +97,7 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
     if not found["tie_word_embeddings"]:  # some families tie by default
         config.setdefault("tie_word_embeddings", False)
     for part in _parts(config):
+        part.update(_older_entries(part))
         part.pop("quantization_config", None)  # the weights were dequantised
         part.pop("auto_map", None)  # no code was run that a source brings along, and none is copied
         part.update({key: value for key, value in found.items() if key in part})
@@ -123,46 +124,25 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
         edit_json(folder / "special_tokens_map.json", lambda entries: entries.update(named))
 
 
-def add_older_keys(folder: Path) -> None:
-    """Write older keys beside newer ones in the config and tokenizer files of `folder`."""
-    edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
-    if (path := folder / CONFIG_NAME).is_file():
-        before, rope = path.read_bytes(), _rope_read(folder)
-        edit_json(path, lambda config: [part.update(_older_entries(part)) for part in _parts(config)])
-        if _rope_read(folder) != rope:  # a family that came with transformers 5 may misread older keys
-            path.write_bytes(before)
-
-
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A config, and that of its text where it has one."""
     return [config, *([text] if isinstance(text := config.get("text_config"), dict) else [])]
-
-
-def _rope_read(folder: Path) -> str:
-    """The rotary embeddings of a config.json as this transformers reads them, without an older name of rope_type."""
-    config = text_config(AutoConfig.from_pretrained(folder))
-    found = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True)
-    return re.sub(r'"type": "[^"]*", |, "type": "[^"]*"', "", found)
 
 
 def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 4's entries for those of transformers 5 in a config.json."""
     renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
     older = {old: config[new] for new, old in renamed.items() if new in config}
-    if not (given := config.get("rope_parameters")):
+    given = config.get("rope_parameters") or {}
+    of_each_type = any(isinstance(value, dict) for value in given.values())
+    if not given or (of_each_type and not str(config.get("model_type")).startswith(_WITH_TWO_ROPES)):
         return older
-    scaling = dict(given.get("full_attention") or given)  # one of each layer type, or the same of all
+    scaling = dict(given["full_attention"] if of_each_type else given)
     older |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
-    if given.get("sliding_attention") and given.get("full_attention"):
+    if of_each_type:
         older["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
-    if scaling.get("rope_type") == "longrope":
-        scaling["type"] = scaling.pop("rope_type")
-        older["original_max_position_embeddings"] = original = scaling.pop("original_max_position_embeddings", None)
-        if not str(config.get("model_type")).startswith("phi"):  # Phi-3 allows three entries
-            scaling["original_max_position_embeddings"] = original
     older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
-    names = _OF_GPT_NEOX if config.get("model_type") == "gpt_neox" else {}
-    return {names.get(key, key): value for key, value in older.items()}
+    return older
 
 
 def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
@@ -171,13 +151,8 @@ def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
         entries["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(entries.get("extra_special_tokens"), list):
         entries["additional_special_tokens"] = entries.pop("extra_special_tokens")
-    if named := entries.get("model_specific_special_tokens"):
-        entries["extra_special_tokens"] = named
-    if (default := folder / CHAT_TEMPLATE_FILE).is_file():
-        more = {path.stem: path for path in sorted(folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja"))}
-        texts = {name: path.read_text(encoding="utf-8") for name, path in {"default": default, **more}.items()}
-        listed = [{"name": name, "template": text} for name, text in texts.items()]
-        entries["chat_template"] = listed if more else texts["default"]
+    if (template := folder / CHAT_TEMPLATE_FILE).is_file() and not (folder / CHAT_TEMPLATE_DIR).is_dir():
+        entries["chat_template"] = template.read_text(encoding="utf-8")
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
