@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import cast
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import RECIPES, chosen
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.ranks import LaunchRanks
@@ -41,9 +40,7 @@ def choose_mode(
     compute = "fp32" if config.precision.mixed_precision in ("no", "fp16") else "bf16"
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
         kind = resolve_optimizer(config.optim.optimizer, mode, compute)
-        # Frozen weights that are held in fp8 only take one byte in place of two.
-        held = 0.5 if _asks_for_one_scale(config) and holds_frozen_in_fp8(config, mode) else 1.0
-        needs[mode] = held * num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
+        needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
     return mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}"
@@ -85,13 +82,6 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     return mode.startswith("fsdp") and accumulates and not config.lora.lora_rank
-
-
-def _asks_for_one_scale(config: Config) -> bool:
-    """Whether fp8 was asked for, not auto, with one scale for a weight."""
-    options = config.precision
-    recipe = RECIPES[chosen(options.fp8_scenario, options.fp8_backend)]
-    return options.mixed_precision == "fp8" and recipe.one_scale_per_weight
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:

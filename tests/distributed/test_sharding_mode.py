@@ -12,7 +12,6 @@ from llm_fp8.utils.ranks import LaunchRanks
 EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)
 TWO_HOSTS = LaunchRanks(world_size=16, local_world_size=8, launched=True)
 BILLION = 10**9
-LORA_IN_FP8 = ["--lora_rank=16", "--use_te", "--mixed_precision=fp8", "--no_export"]
 
 
 def config(*options: str):
@@ -32,9 +31,6 @@ def config(*options: str):
         (8, EIGHT, 139.8, ["--sharding_mode=ddp"], "ddp"),
         (8, EIGHT, 80, ["--optimizer=adamw_8bit"], "ddp"),  # 6 bytes are 44.7 of 48 GiB
         (8, EIGHT, 80, ["--offload_optimizer=1"], "ddp"),  # 4 bytes are 29.8 of 48 GiB
-        (70, EIGHT, 139.8, LORA_IN_FP8, "ddp"),  # a byte each are 65.2 GiB of 83.9
-        (70, EIGHT, 139.8, [*LORA_IN_FP8, "--fp8_until=0.5"], "fsdp_full"),  # bf16 weights stay
-        (70, EIGHT, 79.2, LORA_IN_FP8, "fsdp_full"),
         (6.5, EIGHT, 139.8, [], "ddp"),
         (6.5, EIGHT, 139.8, ["--optimizer=adamw_fp32"], "fsdp_grad"),  # 16 bytes are 96.9 of 83.9 GiB
     ],
