@@ -202,17 +202,18 @@ class RunSize:
         gradient = 0 if self.adapted else (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
         # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
         head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + 4 * _BF16 * h * tokens
-        if recomputed:  # one after the other, when what the head took is free
-            head = max(head, tokens * per_layer)
-
         keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
+        # Transposes of frozen weights with one scale exist during a layer's backward pass alone.
+        transposed = layer_linear if self.adapted and fp8_weights else 0
         if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
-            if RECIPES[recipe].one_scale_per_weight:  # whose transposes exist during a layer's backward pass alone
-                casts //= 2
+            if RECIPES[recipe].one_scale_per_weight:
+                casts, transposed = casts // 2, layer_linear
+        if recomputed:  # one after the other, when what the head took is free
+            head = max(head, tokens * per_layer + transposed)
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
