@@ -22,6 +22,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
+from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import left_out_of
 from llm_fp8.models.weights import StoredCheckpoint, untie, weight_files
@@ -105,6 +106,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
             "ignore": head + [rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in left_out_of(model)],
         }
         config = read_json(temporary / "config.json") | unties | {"quantization_config": entries}
+        add_older_keys(config)
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return before, after
 

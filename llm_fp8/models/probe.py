@@ -27,7 +27,7 @@ from llm_fp8.data.tokenise import Document
 from llm_fp8.models.build import choose_attention, decoder_layers, model_from_config, text_decoder
 from llm_fp8.models.loss_model import PackedForm, TrainingModel
 from llm_fp8.models.source import text_config
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
 
 LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
@@ -68,6 +68,8 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             try:
                 packed = training_model.hidden(batch)
             except (ValueError, ImportError, RuntimeError) as error:  # what transformers says of a missing package
+                if is_out_of_memory(error):
+                    raise
                 reasons.append(" ".join(str(error).split()))
                 continue
             if not _differs(packed, torch.cat(alone, dim=1), dtype):

@@ -96,8 +96,8 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
     config.setdefault("torch_dtype", None)
     if not found["tie_word_embeddings"]:  # some families tie by default
         config.setdefault("tie_word_embeddings", False)
+    add_older_keys(config)
     for part in _parts(config):
-        part.update(_older_entries(part))
         part.pop("quantization_config", None)  # the weights were dequantised
         part.pop("auto_map", None)  # no code was run that a source brings along, and none is copied
         part.update({key: value for key, value in found.items() if key in part})
@@ -122,6 +122,12 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
         named = {"eos_token": tokenizer.convert_ids_to_tokens(eos_ids[0])}
         edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
         edit_json(folder / "special_tokens_map.json", lambda entries: entries.update(named))
+
+
+def add_older_keys(config: dict[str, Any]) -> None:
+    """Write transformers 4's entries beside those of transformers 5 in what a config.json holds."""
+    for part in _parts(config):
+        part.update(_older_entries(part))
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:

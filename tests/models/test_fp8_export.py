@@ -69,6 +69,8 @@ def test_what_is_written(tmp_path, dtype, max_shard_size, monkeypatch):
         for folder in (tmp_path / "source", tmp_path / "out")
     )
     assert names == was - {"pytorch_model.bin"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"], "of the key that transformers 4 reads"
     sizes = [
         sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         for folder in (tmp_path / "source", tmp_path / "out")
