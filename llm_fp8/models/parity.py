@@ -23,7 +23,7 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -117,21 +117,32 @@ def check_parity(
     `UserError` where one fails. `layers` are its own, each of which needs its weights only until the next is asked for.
     `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
     """
-    found = judge(compare_layers(model, layers, batch, max_seq_length, dtype, stored, full_tensor), dtype)
-    parts = te_llama.parameter_map(te_llama.spec_of(model))
-    check_weights(model, stored, full_tensor, [name for name in parts if ".layers." not in name])
-    return f"parity with Hugging Face: {sum(map(len, parts.values()))} stored tensors loaded bit for bit; {found}"
+    entries = te_llama.parameter_map(te_llama.spec_of(model))
+
+    def loaded() -> Iterator[nn.Module]:
+        for number, layer in enumerate(layers):
+            prefix = f"model.layers.{number}."
+            own = {name: parts for name, parts in entries.items() if name.startswith(prefix)}
+            check_weights(model, stored, full_tensor, own)
+            yield layer
+
+    found = judge(compare_layers(model, loaded(), batch, max_seq_length, dtype, full_tensor), dtype)
+    outside = {name: parts for name, parts in entries.items() if ".layers." not in name}
+    check_weights(model, stored, full_tensor, outside)
+    return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {found}"
 
 
 def check_weights(
-    model: PreTrainedModel, stored: StoredCheckpoint, full_tensor: FullTensor, names: Iterable[str]
+    model: PreTrainedModel,
+    stored: StoredCheckpoint,
+    full_tensor: FullTensor,
+    entries: Mapping[str, tuple[Part, ...]],
 ) -> None:
-    """Test 1 of the parameters `names`. Raises `UserError` naming the first that differs."""
+    """Test 1 of these `entries` of the model's parameter map. Raises `UserError` naming the first that differs."""
     source_names: Any = model.source_names
-    parts_of = te_llama.parameter_map(te_llama.spec_of(model))
-    for te_name in names:
+    for te_name, parts in entries.items():
         full = full_tensor(model.get_parameter(te_name))
-        for part in parts_of[te_name]:
+        for part in parts:
             weight = stored.read(source_names[part.hf_name], full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
                 weight = split_master(weight.float())[0]  # as it was loaded
@@ -145,12 +156,9 @@ def compare_layers(
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
-    stored: StoredCheckpoint,
     full_tensor: FullTensor,
 ) -> list[Comparison]:
-    """Test 1 of each layer, and tests 2 and 3, unjudged, on layers of both kinds that are built anew and given its
-    weights.
-    """
+    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`."""
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     spec = dataclasses.replace(te_llama.spec_of(model), attention_dropout=0.0)
@@ -162,7 +170,6 @@ def compare_layers(
     for layer, own in enumerate(layers):
         if layer == 0:  # the embedding has its weights when the first layer has
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
-        check_weights(model, stored, full_tensor, [f"model.layers.{layer}.{name}" for name in parts])
         weights = {name: full_tensor(own.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)

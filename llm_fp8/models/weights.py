@@ -115,7 +115,7 @@ def filled_layers(
         model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
     for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
         own = {name: tensors[name] for name in names}
-        for tensor in own.values():
+        for tensor in own.values() if layer is not None else ():
             give_memory_(tensor)
         if stored is None:
             initialize_shards_(model, generator, own)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
+from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.weights import fill_weights, filled_layers
 from llm_fp8.observability.metrics import GIB
@@ -24,18 +25,14 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def load_weights(
-    plan: RunPlan,
-    training_model: nn.Module,
-    model: PreTrainedModel,
-    layers: nn.ModuleList,
-    precision: Precision,
-    first_batch: Batch | None,
-    holds_in_fp8: bool,
+    plan: RunPlan, training_model: TrainingModel, precision: Precision, first_batch: Batch | None, holds_in_fp8: bool
 ) -> None:
-    """Fill `model`, inside of `training_model`, where it is not yet, and with `first_batch` check its TE decoder and
-    its stored weights against Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8
-    weights afterwards. Collective.
+    """Fill `training_model` where it is not yet, and with `first_batch` check its TE decoder and its stored weights
+    against Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards.
+    Collective.
     """
+    model = training_model.model
+    layers = decoder_layers(model)
     where = plan.stored, plan.device, plan.config.optim.seed
     shards_parameters = plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = layers

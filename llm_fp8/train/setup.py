@@ -80,7 +80,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     if config.parallel.fp8_params and plan.precision.backend == "te" and not config.lora.lora_rank:
         strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
-    load_weights(plan, training_model, model, layers, precision, first_batch, holds)
+    load_weights(plan, training_model, precision, first_batch, holds)
     initialize_adapters_(model, config.optim.seed)
     if plan.context_group is not None:
         plan.context_group.attach(layers)
