@@ -237,19 +237,20 @@ class RunSize:
         moments = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:
             state += all_gradients  # the graphs' from one step to the next, beside those of an eager micro-batch
-        one_micro_batch = config.optim.gradient_accumulation_steps == 1
+        one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
+        if mode == "fsdp_full" and not self.adapted:
+            # A layer's gradients, beside the weights of the layer below, the fp32 gradients of the one above as they
+            # are reduced, and the head's.
+            beside_layer = (2 * _BF16 + _FP32 + _FP32 / num_gpus) * layer_linear + _BF16 * h * vocabulary
         if one_micro_batch and copies == 1:
             moments = [
                 (state + gathered - all_gradients, activations, head),
-                (state + gathered, tokens * per_layer, 0.0),  # the end of the backward pass
+                (state + gathered + beside_layer, 0.0, tokens * per_layer),  # the first layer, whose backward is last
             ]
             if mode == "fsdp_full" and not self.adapted:
                 # torch's `foreach_reduce` lays the outermost unit's bf16 gradients out in fp32, beside them.
                 moments.append((state + 3 * outermost, 0.0, 0.0))
-        if recomputed and mode == "fsdp_full" and not (unsharded or self.adapted):
-            # The last recomputed layer and its gradients, beside the weights of the layer below, the fp32 gradients of
-            # the one above as they are reduced, and the head's.
-            beside_layer = (2 * _BF16 + _FP32 + _FP32 / num_gpus) * layer_linear + _BF16 * h * vocabulary
+        if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             made = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed
             below = tokens * (kept_below * per_layer + _BF16 * h * recomputed)
