@@ -5,8 +5,9 @@ anything is built.
 
 The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors (of recomputed layers the
 inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of
-earlier micro-batches. With a single micro-batch there are no such gradients yet, and the end of the backward pass may
-be the peak instead. With CUDA graphs gradients always exist, and activations twice.
+earlier micro-batches. With a single micro-batch there are no such gradients yet, and the end of the backward pass, or
+under fsdp_full the reduction of the outermost unit's gradients, may be the peak instead. With CUDA graphs gradients
+always exist, and activations twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
@@ -246,6 +247,8 @@ class RunSize:
                 (state + gathered - all_gradients, activations, head),
                 (state + gathered + beside_layer, 0.0, tokens * per_layer),  # the first layer, whose backward is last
             ]
+            if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
+                moments.append((state + 3 * outermost, 0.0, 0.0))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             made = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed

@@ -122,6 +122,13 @@ def test_recorded_run(row):
         assert found.needed_gib <= (79.2 if "H100" in row["gpu"] else 139.8) + 11, "it fitted, at times with slow steps"
 
 
+def test_few_tokens_on_many_gpus_peak_where_the_outermost_gradients_are_reduced():
+    row: dict[str, Any] = dict(mode="fsdp_full", num_gpus=64, optimizer="adamw_8bit", gradient_checkpointing=1)
+    row |= dict(batch_size=1, gradient_accumulation_steps=1)
+    spec = decoder_spec(hf_config("Qwen3-8B"))
+    assert parts("Qwen3-8B", **row).total_gib > 3 * 2 * 2 * spec.vocab_size * spec.hidden_size / 2**30
+
+
 def test_recomputed_layers_keep_their_inputs():
     spec = decoder_spec(hf_config("Llama-3.1-8B"))
     kept, recomputed = parts(), parts(gradient_checkpointing=1)
