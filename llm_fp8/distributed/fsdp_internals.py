@@ -103,6 +103,9 @@ class MemorySavingReduceScatter:
     of activations and unsharded gradients: FSDP2 drops its references to these between its two allocations, and main
     gradients (`wgrad_fusion`) are released at the first. None allocates where FSDP2 does: on CPUs, and under
     fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
+
+    FSDP2 casts reduced shards to the parameters' dtype, on the reduce-scatter's stream too. So where that is bf16
+    (`adamw_master`, `adamw_8bit`) the output is allocated in it, and the cast is made here.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:
@@ -116,15 +119,23 @@ class MemorySavingReduceScatter:
         if (stream := self._stream()) is None:
             return torch.empty(*size, dtype=dtype, device=device)
         current = torch.cuda.current_stream(device)
+        is_output = current != stream
+        if is_output:
+            dtype = next(entry.orig_dtype for entry in self._entries if entry.sharded_param.requires_grad)
         with torch.cuda.stream(stream):
             found = torch.empty(*size, dtype=dtype, device=device)
-        if current != stream:
+        if is_output:
             found.record_stream(current)  # shards may be freed while that stream still uses them
         return found
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        casts = output_tensor.dtype != input_tensor.dtype
         # As FSDP2's default does it; torch 2.13 renamed reduce_scatter_tensor.
         reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return reduce_scatter(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+        output = torch.empty_like(output_tensor, dtype=input_tensor.dtype) if casts else output_tensor
+        work = reduce_scatter(output=output, input=input_tensor, group=group, op=op, async_op=async_op)
+        if casts:
+            output_tensor.copy_(output)
+        return work
