@@ -112,6 +112,7 @@ GRAPHS = [
     ("ddp", (*ONE_MICRO_BATCH, "--lora_rank=8"), THREE_PRECISIONS),
     ("fsdp_grad", ONE_MICRO_BATCH, THREE_PRECISIONS),
     ("fsdp_full", ONE_MICRO_BATCH, THREE_PRECISIONS),
+    ("fsdp_full", (*ONE_MICRO_BATCH, "--optimizer=adamw_8bit"), ("delayed",)),
     ("fsdp_grad", (*ONE_MICRO_BATCH, "--lora_rank=8"), THREE_PRECISIONS),
     ("fsdp_full", (*ONE_MICRO_BATCH, "--lora_rank=8", "--gradient_checkpointing"), THREE_PRECISIONS),
     ("fsdp_full", (*ONE_MICRO_BATCH, "--gradient_checkpointing"), THREE_PRECISIONS),
