@@ -63,7 +63,7 @@ MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest record
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: 0.30 to 0.42 in recorded runs of fsdp_full, one micro-batch
+_SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: 0.2 to 0.4 in recorded runs of fsdp_full, one micro-batch
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class RunSize:
             if graphs:
                 beside += activations + head  # of an eager micro-batch beside those of the graphs
             if one_micro_batch:
-                beside += _SHARDS_WITHOUT_ROOM * _FP32 * trained / num_gpus
+                beside += _SHARDS_WITHOUT_ROOM * kept.gradient * trained / num_gpus
         elif mode == "ddp":
             beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
