@@ -195,6 +195,9 @@ class RunSize:
         fp8_weights = layers * layer_linear if self.shards_in_fp8 else 0
 
         per_layer = self._layer_bytes(spec)
+        # With what lives in SwiGLU's backward pass: the gradients of the layer's output (bf16, and in fp8 two layouts),
+        # of fc2's input (bf16) and of fc1's output (two layouts).
+        working = per_layer + (0 if self.adapted else 4 * h + 6 * spec.intermediate_size)
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
 
         chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
@@ -214,7 +217,7 @@ class RunSize:
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
         if recomputed:  # one after the other, when what the head took is free
-            head = max(head, tokens * per_layer + transposed)
+            head = max(head, tokens * working + transposed)
 
         kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
@@ -239,21 +242,21 @@ class RunSize:
             state += all_gradients  # the graphs' from one step to the next, beside those of an eager micro-batch
         one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
         if mode == "fsdp_full" and not self.adapted:
-            # A layer's gradients, beside the weights of the layer below, the fp32 gradients of the one above as they
-            # are reduced, and the head's.
-            beside_layer = (2 * _BF16 + _FP32 + _FP32 / num_gpus) * layer_linear + _BF16 * h * vocabulary
+            # The fp32 gradients of the layer above as they are reduced, fc2's, and the head's.
+            beside_layer = _FP32 * layer_linear + _BF16 * h * (spec.intermediate_size + vocabulary)
         if one_micro_batch and copies == 1:
             moments = [
                 (state + gathered - all_gradients, activations, head),
-                (state + gathered + beside_layer, 0.0, tokens * per_layer),  # the first layer, whose backward is last
+                (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, whose backward is last
             ]
             if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
                 moments.append((state + 3 * outermost, 0.0, 0.0))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             made = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed
-            below = tokens * (kept_below * per_layer + _BF16 * h * recomputed)
-            moments.append((made + gathered + beside_layer, below, tokens * per_layer))
+            below = tokens * (kept_below * per_layer + _BF16 * h * (recomputed - 1))
+            weights_below = _BF16 * layer_linear
+            moments.append((made + gathered + weights_below + beside_layer, below, tokens * working))
         parts = max(moments, key=sum)
         beside = 0.0
         if self.sharded:

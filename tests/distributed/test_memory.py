@@ -120,6 +120,8 @@ def test_recorded_run(row):
     else:
         assert found.total_gib == pytest.approx(row["measured_gib"], rel=0.012)
         assert found.needed_gib <= (79.2 if "H100" in row["gpu"] else 139.8) + 11, "it fitted, at times with slow steps"
+    if row["mode"] == "fsdp_full" and row.get("optimizer") == "adamw_8bit":
+        assert found.needed_gib > row.get("reserved_gib", 0.0)
 
 
 def test_few_tokens_on_many_gpus_peak_where_the_outermost_gradients_are_reduced():
