@@ -63,7 +63,7 @@ MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest record
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: 0.2 to 0.4 in recorded runs of fsdp_full, one micro-batch
+_SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: recorded runs of fsdp_full, one micro-batch, reserve no more
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ class RunSize:
             made = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed
             below = tokens * (kept_below * per_layer + _BF16 * h * (recomputed - 1))
-            weights_below = _BF16 * layer_linear
-            moments.append((made + gathered + weights_below + beside_layer, below, tokens * working))
+            made += _BF16 * layer_linear  # the weights of the layer below
+            moments.append((made + gathered + beside_layer, below, tokens * working))
         parts = max(moments, key=sum)
         beside = 0.0
         if self.sharded:
