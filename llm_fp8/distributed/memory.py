@@ -5,9 +5,9 @@ anything is built.
 
 The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors (of recomputed layers the
 inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of
-earlier micro-batches. With a single micro-batch there are no such gradients yet, and the end of the backward pass, or
-under fsdp_full the reduction of the outermost unit's gradients, may be the peak instead. With CUDA graphs gradients
-always exist, and activations twice.
+earlier micro-batches. With a single micro-batch there are no such gradients yet, and the backward pass of the first or
+of the last recomputed layer, or under fsdp_full the reduction of the outermost unit's gradients, may be the peak
+instead. With CUDA graphs gradients always exist, and activations twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
