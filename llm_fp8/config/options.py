@@ -218,7 +218,7 @@ class OptimConfig:
     optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
-        "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8 without FSDP, else adamw_fp32.",
+        "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8, adamw_fp32 elsewhere and under DeepSpeed.",
     )
     offload_optimizer: float = option(
         0.0,

@@ -4,16 +4,13 @@
 parameter between micro-batches, with N GPUs:
 
     ddp          12              bf16 weight, gradient, moments and the master weight's remainder (`adamw_master`)
-    fsdp_grad    16 / N + 2 + 4  fp32 master weight, gradient and moments sharded; unsharded bf16 weights, and fp32
-                                 gradients while accumulating
-    fsdp_full    16 / N + 4      the same without unsharded weights
+    fsdp_grad    12 / N + 2 + 4  all that sharded; unsharded bf16 weights, and fp32 gradients while accumulating
+    fsdp_full    12 / N + 4      the same without unsharded weights
 
 The 4 bytes fall away with one micro-batch per step or --sync_every_micro_batch.
 """
 
 from __future__ import annotations
-
-from typing import cast
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import GIB
@@ -39,7 +36,7 @@ def choose_mode(
     room, needs = STATE_SHARE * gpu_memory_gib, {}
     compute = "fp32" if config.precision.mixed_precision in ("no", "fp16") else "bf16"
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
-        kind = resolve_optimizer(config.optim.optimizer, mode, compute)
+        kind = resolve_optimizer(config, mode, compute)
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
@@ -51,12 +48,16 @@ def num_shards(mode: str, ranks: LaunchRanks) -> int:
     return ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
 
 
-def resolve_optimizer(requested: str, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
+def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
     """What --optimizer means in this mode on a machine that computes in `compute`: fp32, bf16 or fp16."""
-    if requested != "auto":
-        return cast(OptimizerKind, requested)
-    is_sharded = mode.startswith(("fsdp", "deepspeed"))
-    return "adamw_fp32" if is_sharded or compute != "bf16" or device_type != "cuda" else "adamw_master"
+    if config.optim.optimizer != "auto":
+        return config.optim.optimizer
+    needs_fp32 = compute != "bf16" or device_type != "cuda" or mode == "fsdp_offload" or mode.startswith("deepspeed")
+    if mode.startswith("fsdp") and not needs_fp32:
+        # Shards of gradients are summed in the parameters' dtype, and weights sharded in fp8 have fp32 masters.
+        parallel = config.parallel
+        needs_fp32 = parallel.sync_every_micro_batch or parallel.fp8_params or config.lora.lora_rank > 0
+    return "adamw_fp32" if needs_fp32 else "adamw_master"
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:

@@ -172,7 +172,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         may_be_either = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
         config = config.with_options(mixed_precision="fp8" if may_be_either else "bf16")
     precision = resolve_precision(config.precision, device)
-    optimizer_kind = resolve_optimizer(config.optim.optimizer, mode, precision.compute_name, device.type)
+    optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, device.type)
     shards = num_shards(mode, ranks)
     notes: list[str] = []
     recipe = precision.effective_scenario or precision.effective

@@ -42,18 +42,24 @@ def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, op
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind"),
+    ("options", "where", "kind"),
     [
-        (("auto", "ddp", "bf16"), "adamw_master"),
-        (("auto", "ddp", "bf16", "cpu"), "adamw_fp32"),
-        (("auto", "single", "fp32"), "adamw_fp32"),
-        (("auto", "fsdp_full", "bf16"), "adamw_fp32"),
-        (("auto", "deepspeed_1", "bf16"), "adamw_fp32"),
-        (("adamw_master", "fsdp_full", "bf16", "cpu"), "adamw_master"),
+        ("", ("ddp", "bf16"), "adamw_master"),
+        ("", ("ddp", "bf16", "cpu"), "adamw_fp32"),
+        ("", ("single", "fp32"), "adamw_fp32"),
+        ("", ("fsdp_grad", "bf16"), "adamw_master"),
+        ("", ("fsdp_full", "bf16", "cpu"), "adamw_fp32"),
+        ("", ("fsdp_offload", "bf16"), "adamw_fp32"),
+        ("", ("deepspeed_1", "bf16"), "adamw_fp32"),
+        ("--sync_every_micro_batch", ("fsdp_full", "bf16"), "adamw_fp32"),
+        ("--sync_every_micro_batch", ("ddp", "bf16"), "adamw_master"),
+        ("--fp8_params --mixed_precision=fp8 --use_te", ("fsdp_full", "bf16"), "adamw_fp32"),
+        ("--lora_rank=8", ("fsdp_full", "bf16"), "adamw_fp32"),
+        ("--optimizer=adamw_master", ("fsdp_full", "bf16", "cpu"), "adamw_master"),
     ],
 )
-def test_the_optimizer_of_auto(asked, kind):
-    assert resolve_optimizer(*asked) == kind
+def test_the_optimizer_of_auto(options, where, kind):
+    assert resolve_optimizer(config(*options.split()), *where) == kind
 
 
 def test_bytes_of_every_mode():
