@@ -230,6 +230,9 @@ class TrainingLoop:
             if logs or evaluates or saves or done:
                 self.read_pending()
                 self._leave_failed_graphs()
+            if logs and self._may_take_graphs and self.results.recorded and self.step > self.profile_step:
+                self._take_graphs_if_idle(self.results.recorded, len(batches))
+                stamp = self.restart_clocks()
             if evaluates:
                 saves = self.evaluate() or saves
                 done = self.history.stops_early
@@ -377,9 +380,11 @@ class TrainingLoop:
         lacking, self._graphs_drop = memory_beside_graphs(gradients)
         if idle is None or self.step == self.total_steps:
             return
-        self._may_take_graphs, share = False, idle["share"]
+        share = idle["share"]
         if not sharded:  # whose communication mostly waits for hosts, and is in the graphs
             share -= communication_s / idle["step_time_s"]
+        # Two steps alone are measured by the recorded one, so a small share is looked at again when more are.
+        self._may_take_graphs = share < WORTH_GRAPHS and self.step == self.profile_step
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return
         note = f"the GPU computes nothing during {share:.0%} of a step: "

@@ -149,7 +149,7 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     taken = [{"step_time_s": 1.0, "fp8_linear_flop_share": 0.8} for _ in range(4)]
     run, begun, notes = SimpleNamespace(), [], []
     run.accelerator, run.reporter = SimpleNamespace(device="cuda"), SimpleNamespace(own_steps=lambda: taken)
-    run.strategy, run.step, run.total_steps = SimpleNamespace(shards_parameters=False), 5, 50
+    run.strategy, run.step, run.profile_step, run.total_steps = SimpleNamespace(shards_parameters=False), 5, 5, 50
     run._begin_graphs, run._next_profile_step = lambda: begun.append(run.step), lambda: 10
     run._note_graphs, run._parameters = notes.append, [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
@@ -157,6 +157,11 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     monkeypatch.setattr(loop, "gathered", lambda own: [(own[0], 0.1), own])
     loop.TrainingLoop._take_graphs_if_idle(run, profile, micro_batches)
     assert bool(begun) == begins and bool(notes) == (work_s == 0.5)
+    assert run._may_take_graphs == (work_s == 0.8)  # a small share is looked at again, once
     if notes:
         assert "computes nothing during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
         assert "1.0 GiB more" in notes[0] if not begins else run._graphs_drop == (peak_gib == 50.0)
+    else:
+        run.step, taken[:] = 10, [{"step_time_s": 1.6}] * 9
+        loop.TrainingLoop._take_graphs_if_idle(run, profile, micro_batches)
+        assert begun == [10] and not run._may_take_graphs and "during 44% of a step" in notes[0]
