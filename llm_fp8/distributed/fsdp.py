@@ -1,8 +1,8 @@
 """FSDP2: every decoder layer is a unit whose parameters are sharded over ranks along their first dimension.
 
-    between steps    each rank keeps its shard of every parameter in fp32 (the master weights), and the moments of it
+    between steps    each rank keeps its shard of every parameter, in the dtype that --optimizer has, and its state
     forward          a layer's shards are gathered in the compute dtype (bf16) just before it runs and freed after it
-    backward         gathered again; gradients are reduce-scattered in fp32
+    backward         gathered again; gradients are reduce-scattered in fp32, then cast to the shards' dtype
     accumulation     each rank keeps unsharded fp32 gradients until the last micro-batch (see `wgrad_fusion`)
     fsdp_grad        gathers once a step, and keeps unsharded weights and their fp8 casts between micro-batches
 
