@@ -63,7 +63,7 @@ MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest record
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_SHARDS_WITHOUT_ROOM = 0.4  # of the gradients' shards: recorded runs of fsdp_full, one micro-batch, reserve no more
+_SHARDS_WITHOUT_ROOM = 0.4  # of gradients' shards: no recorded run of one micro-batch that fills half a GPU has more
 
 
 @dataclass(frozen=True)
