@@ -1,13 +1,12 @@
 """How much GPU memory a run takes, by part, from its options and the model's config: no GPU and no weights needed.
 
-`RunSize.estimate` is within 2% of the recorded runs (tests/distributed/test_memory.py); `settle_memory` asks it before
-anything is built.
+`RunSize.estimate` is within 1.2% of recorded runs (tests/distributed/test_memory.py); `settle_memory` asks it first.
 
 The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors (of recomputed layers the
 inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of
-earlier micro-batches. With a single micro-batch there are no such gradients yet, and the backward pass of the first or
-of the last recomputed layer, or under fsdp_full the reduction of the outermost unit's gradients, may be the peak
-instead. With CUDA graphs gradients always exist, and activations twice.
+earlier micro-batches. With a single micro-batch there are no such gradients yet, and the peak may be the backward pass
+of the first layer, of the last recomputed one, under fsdp_full of the last but one, or the reduction of the outermost
+unit's gradients. With CUDA graphs gradients always exist, and activations twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
@@ -39,6 +38,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+import te_llama
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
@@ -52,7 +52,6 @@ from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
-from te_llama import DecoderSpec, UnsupportedArchitecture, decoder_spec, layer_weight_shapes, parameter_map
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
@@ -83,7 +82,7 @@ class MemoryEstimate:
         return self.total_gib + self.beside_gib
 
 
-def saved_bytes(spec: DecoderSpec, recipe: str, adapted: frozenset[str] = frozenset(), lora_rank: int = 0) -> float:
+def saved_bytes(spec: te_llama.DecoderSpec, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
     """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
@@ -120,14 +119,14 @@ class RunSize:
     may_be_bf16: bool = False  # whether it may compute in bf16 where `recipe` is of fp8
 
     @cached_property
-    def sizes(self) -> DecoderSpec | None:
+    def sizes(self) -> te_llama.DecoderSpec | None:
         """The decoder's sizes, as Transformer Engine's decoder would have them; None where it has no such form."""
-        with contextlib.suppress(UnsupportedArchitecture):
-            return decoder_spec(self.hf_config)
+        with contextlib.suppress(te_llama.UnsupportedArchitecture):
+            return te_llama.decoder_spec(self.hf_config)
         return None
 
     @property
-    def spec(self) -> DecoderSpec | None:
+    def spec(self) -> te_llama.DecoderSpec | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
@@ -164,13 +163,13 @@ class RunSize:
             return False
         if config.parallel.fp8_params:
             return True
-        splits = all(rows % self.num_gpus == 0 for rows, _ in layer_weight_shapes(sizes))
+        splits = all(rows % self.num_gpus == 0 for rows, _ in te_llama.layer_weight_shapes(sizes))
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
 
-    def num_adapter_parameters(self, spec: DecoderSpec) -> int:
-        parts = (part for parts in parameter_map(spec).values() for part in parts if part.hf_name.endswith(".weight"))
-        sizes = (sum(part.shape) for part in parts if part.hf_name.split(".")[-2] in self.adapted)
-        return self.config.lora.lora_rank * sum(sizes)
+    def num_adapter_parameters(self, spec: te_llama.DecoderSpec) -> int:
+        parts = itertools.chain(*te_llama.parameter_map(spec).values())
+        adapted = (part for part in parts if part.hf_name.endswith(tuple(f".{name}.weight" for name in self.adapted)))
+        return self.config.lora.lora_rank * sum(sum(part.shape) for part in adapted)
 
     def changed(self, **options: Any) -> RunSize:
         """The same run with other options, by their names."""
@@ -233,6 +232,7 @@ class RunSize:
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
             state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
+        state += _FP32 * (te_llama.num_positions(self.hf_config) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
         graphs = config.model.cuda_graphs
@@ -251,6 +251,11 @@ class RunSize:
             ]
             if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
                 moments.append((state + 3 * outermost, 0.0, 0.0))
+            if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
+                made = gathered + beside_layer + (_BF16 + kept.gradient / num_gpus) * layer_linear - all_gradients
+                made += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
+                below, own = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
+                moments.append((state + made, below, tokens * own))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             made = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed
@@ -270,7 +275,7 @@ class RunSize:
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
 
-    def _layer_bytes(self, spec: DecoderSpec) -> float:
+    def _layer_bytes(self, spec: te_llama.DecoderSpec) -> float:
         """Bytes that a layer keeps per token: at most, where it is Hugging Face's, or only some modules are in fp8."""
         lora = self.config.lora
         if self.spec is not None:

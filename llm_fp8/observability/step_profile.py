@@ -98,9 +98,11 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     """The entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
     work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps, since
-    recording slows the host. share: of the step in which no such kernel runs.
+    recording slows the host, of those in fp8 or not as the recorded one. share: of it in which no such kernel runs.
     """
-    step_time_s = throughput_summary(steps).get("median_step_time_s")
+    in_fp8 = profile.figures()["num_fp8_gemm_kernels"] > 0
+    alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
+    step_time_s = throughput_summary(alike).get("median_step_time_s")
     if not profile.work_s or not step_time_s:
         return None
     share = max(0.0, 1 - profile.work_s / step_time_s)

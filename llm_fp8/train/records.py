@@ -91,6 +91,7 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
     setup, results = loop.setup, loop.results
     plan, config, folder = setup.plan, setup.plan.config, setup.plan.folder / "final"
+    certificates = (each.describe().removeprefix("certificate: ") for each in results.certificates.values())
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
@@ -99,10 +100,7 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
         "tokens": tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
-        "certificate": "; ".join(
-            each.describe().removeprefix("certificate: ") for each in results.certificates.values()
-        )
-        or "none",
+        "certificate": "; ".join(certificates) or "none",
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
@@ -131,17 +129,13 @@ def _certificates_of(loop: TrainingLoop) -> dict[str, Any]:
 def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     setup, results, history = loop.setup, loop.results, loop.history
-    recorded, idle = results.recorded, None
-    if recorded is not None:
-        own = loop.reporter.own_steps()
-        in_fp8 = [step for step in own if step["fp8_linear_flop_share"]]
-        idle = gpu_idle(recorded, in_fp8 or own)  # the recorded step is in fp8 where some are
+    recorded = results.recorded
     summary = {
         "precision": _precision_record(setup, results),
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
-        "gpu_idle": idle,
+        "gpu_idle": None if recorded is None else gpu_idle(recorded, loop.reporter.own_steps()),
         "cuda_graphs": {"used": loop.uses_graphs, "notes": results.graph_notes},
         **_certificates_of(loop),
         "tokens_seen": loop.tokens_seen,

@@ -116,7 +116,6 @@ class OneSentenceParser(argparse.ArgumentParser):
             of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in of)
         message = re.sub(r"invalid (\w+_\w+) value:", lambda kind: f"must be {kind[1].replace('_', ' ')}, not", message)
-        message = message.replace("ignored explicit argument", "takes no value, but was given")
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:

@@ -146,7 +146,8 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 10 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak_gib * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(total_memory=80 * 2**30))
-    taken = [{"step_time_s": 1.0, "fp8_linear_flop_share": 0.8} for _ in range(4)]
+    in_fp8 = {"step_time_s": 9.0, "fp8_linear_flop_share": 0.8}  # which says nothing of a recorded step in bf16
+    taken = [in_fp8] * 4 + [{"step_time_s": 1.0}] * 4
     run, begun, notes = SimpleNamespace(), [], []
     run.accelerator, run.reporter = SimpleNamespace(device="cuda"), SimpleNamespace(own_steps=lambda: taken)
     run.strategy, run.step, run.profile_step, run.total_steps = SimpleNamespace(shards_parameters=False), 5, 5, 50
@@ -162,6 +163,6 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
         assert "computes nothing during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
         assert "1.0 GiB more" in notes[0] if not begins else run._graphs_drop == (peak_gib == 50.0)
     else:
-        run.step, taken[:] = 10, [{"step_time_s": 1.6}] * 9
+        run.step, taken[4:] = 10, [{"step_time_s": 1.6}] * 9
         loop.TrainingLoop._take_graphs_if_idle(run, profile, micro_batches)
         assert begun == [10] and not run._may_take_graphs and "during 44% of a step" in notes[0]
