@@ -102,7 +102,7 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
     """
     in_fp8 = profile.figures()["num_fp8_gemm_kernels"] > 0
     alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
-    step_time_s = throughput_summary(alike).get("median_step_time_s")
+    step_time_s = throughput_summary(alike or steps).get("median_step_time_s")
     if not profile.work_s or not step_time_s:
         return None
     share = max(0.0, 1 - profile.work_s / step_time_s)
