@@ -97,8 +97,8 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
     """The entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
 
-    work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps, since
-    recording slows the host, of those in fp8 or not as the recorded one. share: of it in which no such kernel runs.
+    work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
+    precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.
     """
     in_fp8 = profile.figures()["num_fp8_gemm_kernels"] > 0
     alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
