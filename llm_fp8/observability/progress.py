@@ -15,7 +15,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from llm_fp8.utils.console import outliving_the_terminal
+from llm_fp8.utils.console import surviving_closed_output
 
 _STEP = {
     "loss": "loss {:.4f}",
@@ -41,7 +41,7 @@ class ProgressDisplay:
         layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "desc": "before the first step"}
         self._bar = tqdm(total=total_steps, initial=first_step, file=stream, disable=not stream.isatty(), **layout)
 
-    @outliving_the_terminal()
+    @surviving_closed_output()
     def step(self, record: Mapping[str, float]) -> None:
         """Show one optimizer step; `record` has the keys of `metrics.METRICS`, `step` and `step_time_s` among them."""
         step, total = int(record["step"]), self._total_steps
@@ -57,7 +57,7 @@ class ProgressDisplay:
     def evaluation(self, record: Mapping[str, float]) -> None:
         self.print(f"evaluation at step {int(record['step'])}: {_figures(record, _EVALUATION)}")
 
-    @outliving_the_terminal()
+    @surviving_closed_output()
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
         with tqdm.external_write_mode(file=self._stream):

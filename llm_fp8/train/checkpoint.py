@@ -4,7 +4,7 @@
         __0_0.distcp ...         tensors, in torch.distributed.checkpoint's (DCP's) format: one file per rank
         .metadata                DCP's index, a pickle: load only checkpoints that you trust
         meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's entries
-        manifest.json            every other file with its size (and SHA-256 if small)
+        manifest.json            format, number of the save, every other file with its size (and SHA-256 if small)
 
 A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic) and deletes the oldest checkpoints
 beyond the limit. Loading compares the files with the manifest once: a copied checkpoint may be truncated.
@@ -25,7 +25,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -52,8 +51,11 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
 STRATEGY_STATE = "engine"  # folder in a checkpoint for what DeepSpeed's engine saves itself
+FORMAT = 2
+"""Raised whenever what a checkpoint holds changes, so that it is not read as something else."""
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
+_REPLACED_PREFIX = f"{_TEMPORARY_PREFIX}replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 
 # torch warns at each save and load of a single process that it takes it for one.
@@ -66,7 +68,8 @@ class Checkpoint:
 
     folder: Path
     meta: dict[str, Any]
-    saved_unix_s: float
+    save_number: int
+    """Its place in the order of the folder's saves. Clocks of hosts differ, and a resumed run may go back by steps."""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -74,10 +77,13 @@ class Checkpoint:
         what = f"the files of a checkpoint and their {_MANIFEST}"
         with reading("--resume_from", folder, what, f"Give another folder step-..., or {LATEST}."):
             manifest = json.loads((folder / _MANIFEST).read_bytes())
+            if (written := manifest.get("format", 1)) != FORMAT:
+                what = f"is of format {written}, and this version reads format {FORMAT}"
+                raise UserError(f"--resume_from {folder} {what}; resume it by the version that wrote it.")
             for name, expected in manifest["files"].items():
                 if _describe_file(folder / name) != expected:
                     raise ValueError(f"{name} has changed")
-            return cls(folder, read_json(folder / _META), manifest["saved_unix_s"])
+            return cls(folder, read_json(folder / _META), manifest["save_number"])
 
     @property
     def step(self) -> int:
@@ -116,8 +122,11 @@ class CheckpointManager:
         self._group: Any = None  # of saves, once one was in the background
 
     def clean_up(self) -> None:
-        """Remove what a killed save or deletion left behind."""
+        """Undo what a killed save or deletion began."""
         if self.is_main:
+            for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
+                if not (final := self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)).exists():
+                    replaced.rename(final)
             for temporary in self.folder.glob(f"{_TEMPORARY_PREFIX}*"):
                 shutil.rmtree(temporary)
 
@@ -183,10 +192,16 @@ class CheckpointManager:
             (temporary / STRATEGY_STATE if strategy is not None else temporary).mkdir(parents=True)
 
         def complete() -> None:
+            earlier = self.newest_first()
+            number = 1 + max((checkpoint.save_number for checkpoint in earlier), default=0)
             write_json_atomic(temporary / _META, {**meta, "step": step})
-            write_json_atomic(temporary / _MANIFEST, _build_manifest(temporary))
+            manifest = {"format": FORMAT, "save_number": number, "files": _describe_files(temporary)}
+            write_json_atomic(temporary / _MANIFEST, manifest)
             self._publish(temporary, final)
-            self._prune(final, None if best_step is None else self.of_step(best_step))
+            best = None if best_step is None else self.of_step(best_step)
+            others = [checkpoint.folder for checkpoint in earlier if checkpoint.folder not in (final, best)]
+            for path in others[self.limit - 1 :]:  # beyond the limit
+                shutil.rmtree(path.rename(self.folder / f"{_TEMPORARY_PREFIX}deleting-{path.name}"))
 
         try:
             decided_by_main(prepare, self._group)
@@ -206,31 +221,25 @@ class CheckpointManager:
     def _publish(self, temporary: Path, final: Path) -> None:
         """Give a complete checkpoint its name."""
         _sync_folder(temporary)
-        replaced = self._hidden(final) if final.exists() else None  # a folder cannot be renamed onto another
+        if final.exists():  # a folder cannot be renamed onto another; `clean_up` renames this one back after a kill
+            final.rename(self.folder / f"{_REPLACED_PREFIX}{final.name}")
         temporary.rename(final)
         _sync_folder(self.folder)
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        self.clean_up()
 
-    def _prune(self, newest: Path, best: Path | None) -> None:
-        """Delete the oldest complete checkpoints beyond the limit, but never these two."""
-        others = [found.folder for found in self.newest_first() if found.folder not in (newest, best)]
-        for path in others[self.limit - 1 :]:
-            shutil.rmtree(self._hidden(path))
-
-    def _hidden(self, path: Path) -> Path:
-        """Rename a checkpoint, so that a kill while it is deleted leaves no half one under a checkpoint's name."""
-        return path.rename(self.folder / f"{_TEMPORARY_PREFIX}deleting-{path.name}")
+    def paths(self) -> list[Path]:
+        """The folders of all checkpoints, complete or not, by their steps."""
+        return sorted(self.folder.glob(f"{_STEP_PREFIX}*"))
 
     def newest_first(self) -> list[Checkpoint]:
-        """Complete checkpoints by the time of their save: a resumed run may have gone back by some steps."""
-        found = []
-        for path in self.folder.glob(f"{_STEP_PREFIX}*"):
+        """Complete checkpoints, the last save first."""
+        complete = []
+        for path in self.paths():
             try:
-                found.append(Checkpoint.open(path))
+                complete.append(Checkpoint.open(path))
             except UserError as error:  # neither loaded nor counted nor deleted
                 logger.warning("a checkpoint is passed over: %s", error)
-        return sorted(found, key=lambda checkpoint: checkpoint.saved_unix_s, reverse=True)
+        return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
         """The complete checkpoint that --resume_from names, a folder or 'latest'; None where the run begins anew,
@@ -238,11 +247,11 @@ class CheckpointManager:
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))
-        if resume_from is None or not any(self.folder.glob(f"{_STEP_PREFIX}*")):
+        if resume_from is None or not (paths := self.paths()):
             return None
-        for newest in self.newest_first():
-            return newest
-        raise UserError(f"--resume_from latest: no complete checkpoint under {self.folder}.")
+        if len(paths) > 1 and (complete := self.newest_first()):
+            return complete[0]
+        return Checkpoint.open(paths[-1])  # or its fault
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
@@ -270,14 +279,14 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return sharded_like(copied, tensor) if isinstance(tensor, DTensor) else copied
 
 
-def _build_manifest(folder: Path) -> dict[str, Any]:
+def _describe_files(folder: Path) -> dict[str, Any]:
+    """Size and checksum of each file of a checkpoint; `UserError` where one of another host is not there."""
     # From the file: what `dcp.save` of torch 2.11 returns names no files.
     written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
         raise UserError(f"--output_dir must be a shared folder: {listed(missing)} of other hosts are missing.")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
-    return {"saved_unix_s": time.time(), "files": files}
+    return {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
 
 
 def _describe_file(path: Path) -> dict[str, Any]:

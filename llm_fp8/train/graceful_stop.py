@@ -1,7 +1,8 @@
 """Stopping a run from outside without losing work.
 
 Inside of `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C) only
-sets a flag, and the run saves after its step and returns `exit_code`. A later Ctrl-C raises KeyboardInterrupt at once.
+sets a flag, and the run saves after its step and returns `exit_code`, whether or not anybody still reads its output.
+The loss of that reader alone (`| head`) stops the run in the same way. A later Ctrl-C raises KeyboardInterrupt at once.
 The signal may reach one rank only, so with several ranks use `agreed` in place of `requested`. A run whose folder was
 moved or deleted stops in the same way.
 """
@@ -10,18 +11,25 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 from llm_fp8.distributed.process_group import largest
-from llm_fp8.utils.console import outliving_the_terminal
+from llm_fp8.utils import console
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 LOST = "the loss of its folder"
-_REASONS = (None, LOST, *(number.name for number in SIGNALS))  # the later one counts where ranks have several
+_REASONS = (
+    None,
+    LOST,
+    *(number.name for number in (signal.SIGPIPE, *SIGNALS)),
+)  # the later one counts where ranks have several
 
 
 class GracefulStop:
-    """Turns the first of `SIGNALS` into `requested`, its name (or `LOST`); in the main thread only."""
+    """Turns the first of `SIGNALS` into `requested`, its name, or SIGPIPE or `LOST`. In a thread that is not the main
+    one Python takes no signal handlers, so signals stay with the program.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -40,23 +48,29 @@ class GracefulStop:
         return reason is not None
 
     def __enter__(self) -> GracefulStop:
-        for number in SIGNALS:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it ignored
                 self._previous[number] = signal.signal(number, self._handle)
+        console.on_closed_pipe = self._lose_reader
         return self
 
     def __exit__(self, *_: object) -> None:
+        console.on_closed_pipe = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def _lose_reader(self) -> None:
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup keeps the run alive after its reader
+            self.requested = self.requested or signal.SIGPIPE.name
+
     def _handle(self, number: int, _: object) -> None:
         name = signal.Signals(number).name
-        if self.requested is not None:
+        if self.requested not in (None, signal.SIGPIPE.name):  # the reader may be gone before the signal is here
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         self.requested = name
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         # os.write and not print: the handler may have interrupted a print, and buffered streams cannot be re-entered.
-        with outliving_the_terminal(hung_up=number == signal.SIGHUP):
+        with console.surviving_closed_output():
             os.write(2, f"{name} received: {self.what_follows}.{hint}\n".encode())

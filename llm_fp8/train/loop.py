@@ -236,7 +236,7 @@ class TrainingLoop:
             if evaluates:
                 saves = self.evaluate() or saves
                 done = self.history.stops_early
-            if saves or (done and options.save_every):
+            if saves or (done and (options.save_every or self._checkpoint_due())):
                 self.save()
             if done:
                 self._make_room()  # for the export
@@ -467,10 +467,13 @@ class TrainingLoop:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Whether the last checkpoint is `SAVE_AFTER_S` old on the main rank. Collective."""
+        """Whether the last checkpoint is `SAVE_AFTER_S` old on the main rank, or is not the run's end. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
-        return bool(largest(self.accelerator.is_main_process and time.monotonic() - self._saved_s >= SAVE_AFTER_S))
+        is_due = time.monotonic() - self._saved_s >= SAVE_AFTER_S or (
+            self.is_complete and self.state.checkpoints.paths()
+        )
+        return bool(largest(self.accelerator.is_main_process and bool(is_due)))
 
     def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.

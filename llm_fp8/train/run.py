@@ -6,6 +6,7 @@ the model and `DistributedStrategy.backward`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,10 +34,10 @@ from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, record_stream, summary_of
 from llm_fp8.train.run_dir import (
+    begin_in,
     check_free_space,
     explained_failures,
     find_checkpoint,
-    run_lock,
     with_default_folder,
     with_output_dir,
 )
@@ -72,12 +73,13 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         return dry_run(config, ranks)
     is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
-    config = with_output_dir(config, ranks)
-    resumed = find_checkpoint(config, ranks)
-    plan = plan_run(config, ranks, resumed)
-    phase_ends("devices")
+    with contextlib.ExitStack() as held:
+        config = with_output_dir(config, ranks, held)
+        resumed = find_checkpoint(config, ranks)
+        plan = plan_run(config, ranks, resumed)
+        phase_ends("devices")
 
-    with explained_failures(lambda: plan.folder):  # noqa: F821  # it is called before the end alone
+        held.enter_context(explained_failures(lambda: plan.folder))  # noqa: F821  # it is called before the end alone
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
@@ -96,7 +98,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         if plan.measures_precision:
             plan, results.measured_tokens_per_s = choose_precision(plan, data)
             phase_ends("auto_precision")
-        plan = with_default_folder(plan)
+        plan = with_default_folder(plan, held)
         announce(plan)
         options = run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
@@ -110,28 +112,28 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         check_export(setup, data, tokenizer)
         phase_ends("checks")
 
-        with run_lock(plan.config, ranks):  # nothing is written before
-            checkpoints = CheckpointManager(plan.folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
-            checkpoints.clean_up()
-            state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
-            loop = build_loop(state, resumed, results)
-            phase_ends("optimizer")
+        checkpoints = CheckpointManager(plan.folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
+        if ranks.rank == 0:
+            begin_in(plan.folder)  # nothing is written there before
+        state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
+        loop = build_loop(state, resumed, results)
+        phase_ends("optimizer")
 
-            # From here on there is something to save: before, a signal ends the process at once.
-            with GracefulStop() as stop, loop.reporter:
-                record_run(loop)
-                on_gpu = plan.device.type == "cuda"
-                where = torch.cuda.get_device_name(plan.device) if on_gpu else "the CPU"
-                if ranks.world_size > 1:
-                    where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
-                warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
-                plan.say(f"training {num_steps - loop.step} steps ({warmup}) on {where}, results in {plan.folder}")
-                phase_ends("records")
-                try:
-                    loop.train(stop.agreed)
-                finally:
-                    checkpoints.finish()
-                finish(loop, stop, tokenizer)
+        # From here on there is something to save: before, a signal ends the process at once.
+        with GracefulStop() as stop, loop.reporter:
+            record_run(loop)
+            on_gpu = plan.device.type == "cuda"
+            where = torch.cuda.get_device_name(plan.device) if on_gpu else "the CPU"
+            if ranks.world_size > 1:
+                where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
+            warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
+            plan.say(f"training {num_steps - loop.step} steps ({warmup}) on {where}, results in {plan.folder}")
+            phase_ends("records")
+            try:
+                loop.train(stop.agreed)
+            finally:
+                checkpoints.finish()
+            finish(loop, stop, tokenizer)
     exit_code, accelerator = 0 if loop.is_complete else stop.exit_code, plan.accelerator
     del plan, setup, state, loop  # the model goes before the process group
     end_process_group(accelerator, is_own_group)

@@ -22,7 +22,8 @@ from llm_fp8.utils.console import say
 from llm_fp8.utils.errors import UserError, existing_part, is_out_of_memory, listed, reading, reason_not_written
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
-LOCK = ".lock"  # held by the main process for as long as it trains; the file stays
+LOCK = ".lock"
+"""The file that a run's main process locks; empty until the run begins to write, and then it stays."""
 _SAVED = ("summary.json", "final", "checkpoints/step-*")
 """What a run leaves that is worth keeping: without it, a later run begins anew in its folder."""
 _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
@@ -31,18 +32,19 @@ _UNFINISHED = ".*.[0-9]*.tmp"
 """What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
 
 
-def with_output_dir(config: Config, ranks: LaunchRanks) -> Config:
-    """`config` with the main process's output folder; `UserError` where it cannot be written or holds another run, or
-    processes have other options. Those that the launcher restarted continue from the newest checkpoint. Collective.
+def with_output_dir(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> Config:
+    """`config` with the main process's output folder, locked until `held` closes; `UserError` where it cannot be
+    written, is in use or holds another run, or processes have other options. Those that the launcher restarted continue
+    from the newest checkpoint. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
         raise UserError(f"the processes were started with different {listed(differing)}; give all the same options.")
-    output_dir, resume_from = decided_by_main(lambda: _checked(config.run, ranks))
+    output_dir, resume_from = decided_by_main(lambda: _checked(config.run, ranks, held))
     return config.with_options(output_dir=output_dir, resume_from=resume_from)
 
 
-def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None]:
+def _checked(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[str | None, str | None]:
     """--output_dir and --resume_from of the run; no folder where `with_default_folder` is to name one."""
     output_dir, resume_from = run.output_dir, run.resume_from
     if output_dir is None and ranks.restart_count > 0:
@@ -52,20 +54,31 @@ def _checked(run: RunConfig, ranks: LaunchRanks) -> tuple[str | None, str | None
         existing = existing_part(folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
-        if ranks.restart_count > 0 and CheckpointManager(folder, limit=1).newest_first():
-            resume_from = LATEST
-        if output_dir is not None and ranks.restart_count == 0:
-            _refuse_other_run(folder, resume_from)
+        if output_dir is not None:
+            held.enter_context(run_lock(folder))  # what is looked at from here on stays as it is
+            if ranks.restart_count == 0:
+                _refuse_other_run(folder, resume_from)
+            checkpoints = CheckpointManager(folder, limit=1)
+            checkpoints.clean_up()
+            if ranks.restart_count > 0 and checkpoints.newest_first():
+                resume_from = LATEST
     return output_dir, resume_from
 
 
-def with_default_folder(plan: RunPlan) -> RunPlan:
-    """`plan` with a folder named after time, model and the precision that runs, where none was given. Collective."""
+def with_default_folder(plan: RunPlan, held: contextlib.ExitStack) -> RunPlan:
+    """`plan` with a folder named after time, model and the precision that runs, locked until `held` closes, where none
+    was given. Collective.
+    """
     if plan.config.run.output_dir is not None:
         return plan
     words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
-    output_dir = decided_by_main(lambda: agree_on("output_dir", name))
+
+    def locked() -> str:
+        held.enter_context(run_lock(Path(folder := agree_on("output_dir", name))))
+        return folder
+
+    output_dir = decided_by_main(locked)
     return dataclasses.replace(plan, config=plan.config.with_options(output_dir=output_dir))
 
 
@@ -100,27 +113,45 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 
 @contextlib.contextmanager
-def run_lock(config: Config, ranks: LaunchRanks) -> Iterator[None]:
-    """Hold the output folder on the main rank; `UserError` where another process does."""
-    if ranks.rank:
-        yield
-        return
-    folder = Path(str(config.run.output_dir))
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold an output folder; `UserError` where another process does. Nothing of it stays where no run began."""
+    before, path = existing_part(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+") as lock:
+    with open(path, "a+") as lock:
         lock.seek(0)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--output_dir {folder} is in use by {lock.read()}; choose another folder.") from None
+            holder = lock.read() or "a run that is about to begin"
+            raise UserError(f"--output_dir {folder} is in use by {holder}; choose another folder.") from None
         except OSError as error:  # a disk without locks
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
-        for path in folder.glob(_UNFINISHED):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        yield
+        if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            raise UserError(f"--output_dir {folder} was given up by another run just now; start again.")
+        if _was_begun(folder):
+            _sign(folder)
+        try:
+            yield
+        finally:
+            if not _was_begun(folder):
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # up to the first that is not empty
+                    for made in (folder.absolute(), *folder.absolute().parents):
+                        if made == before.absolute():
+                            break
+                        made.rmdir()
+
+
+def _sign(folder: Path) -> None:
+    """Write into the lock who holds it, by which the folder is one of ours from then on."""
+    (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def begin_in(folder: Path) -> None:
+    """Remove what a killed run left half written in the folder of this one, which begins to write."""
+    for path in folder.glob(_UNFINISHED):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _sign(folder)
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:

@@ -4,6 +4,7 @@ that continues from one must share with it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -100,35 +101,41 @@ def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> 
 def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
     """The `run_options` in which a run differs from that of the checkpoint it resumes from, each with both values.
 
-    Raises `UserError` where one of `TRAINING_OPTIONS` differs and --allow_changed does not name it.
+    Raises `UserError` where one of `TRAINING_OPTIONS` differs and --allow_changed does not name it, or an option that
+    decides it.
     """
     allowed = [DECIDES.get(name, name) for name in names_in(config.run.allow_changed)]
     saved = checkpoint.meta["options"]
     names = [name for name, value in options.items() if name in saved and saved[name] != value]
     changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
     if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
+        deciding = {name: [option for option in changed if DECIDES.get(option) == name] or [name] for name in refused}
         raise UserError(
             f"--resume_from {checkpoint.folder} was trained with other options ("
-            f"{', '.join(changed[name] for name in refused)}); add --allow_changed {','.join(refused)}."
+            f"{', '.join(changed[name] for name in refused)}); "
+            f"add --allow_changed {','.join(itertools.chain(*deciding.values()))}."
         )
     return list(changed.values())
 
 
 def refuse_finished(config: Config, resumed: Checkpoint, num_steps: int) -> None:
-    """Raise `UserError` where the checkpoint's run came to its end, which may be later than the checkpoint, and
-    `num_steps` add nothing to it.
+    """Raise `UserError` where the run has come to its end and `num_steps` add nothing to it, or where `latest` would
+    go back before that end.
     """
     path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
     summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
     finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
     has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
-    adds_steps = finished_step < num_steps or (config.run.resume_from != LATEST and step < num_steps)
-    if has_stopped or not adds_steps or step > num_steps:
-        more = "raise --max_steps or --num_epochs and add --allow_changed total_steps"
+    if step < finished_step and config.run.resume_from == LATEST:
         raise UserError(
-            f"--resume_from {resumed.folder}: {step} of {num_steps} steps are done and the run is finished; "
-            f"{'raise --early_stopping_patience' if has_stopped else more}."
+            f"--resume_from latest: the run is finished after step {finished_step}, and its last checkpoint is of step "
+            f"{step}; to train from there again and replace final/, give --resume_from {resumed.folder}."
         )
+    if has_stopped or step > num_steps or step == num_steps <= finished_step:
+        option = "num_epochs" if config.optim.max_steps is None else "max_steps"
+        more = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
+        done = f"{step} of {num_steps} steps are done and the run is finished"
+        raise UserError(f"--resume_from {resumed.folder}: {done}; raise --{more}.")
 
 
 @dataclass(frozen=True)

@@ -5,35 +5,50 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
+import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-_hung_up = False
+on_closed_pipe: Callable[[], object] | None = None
+"""Called once nobody reads the output; while it is None, the print that notices raises BrokenPipeError."""
 
 
 @contextlib.contextmanager
-def outliving_the_terminal(hung_up: bool = False) -> Iterator[None]:
-    """Print inside: where the terminal is gone, or after SIGHUP (`hung_up`) the reader of a pipe (`| tee`), what is
-    printed from now on goes to /dev/null.
+def surviving_closed_output() -> Iterator[None]:
+    """Print in the block. Once the terminal is gone, or the reader of a pipe (`| tee`) where `on_closed_pipe` is set,
+    this and all later output goes to /dev/null.
     """
-    global _hung_up
-    _hung_up = _hung_up or hung_up
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EPIPE and not _hung_up:
-            time.sleep(0.5)  # the SIGHUP that ended the reader may be on its way
-        if error.errno != errno.EIO and not (_hung_up and error.errno == errno.EPIPE):
+        if error.errno not in (errno.EIO, errno.EPIPE):
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in (1, 2):
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                os.dup2(nowhere, descriptor)
+        if error.errno == errno.EPIPE and on_closed_pipe is None:
+            time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
+            raise
+        discard_closed_output()
+        if error.errno == errno.EPIPE and on_closed_pipe is not None:
+            on_closed_pipe()
 
 
-@outliving_the_terminal()
+def closed_outputs() -> list[int]:
+    """Return those of the descriptors 1 and 2 whose terminal or reader is gone."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return [descriptor for descriptor, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+
+
+def discard_closed_output() -> None:
+    """Point the `closed_outputs` to /dev/null, so that a later flush cannot fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in closed_outputs():
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+@surviving_closed_output()
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)

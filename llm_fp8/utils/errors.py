@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llm_fp8.utils.console import closed_outputs, discard_closed_output
 from llm_fp8.utils.ranks import first_to_say
 
 EXIT_FAILED_CHECK = 1
@@ -151,18 +152,23 @@ def run_script(main: Callable[[], int]) -> None:
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
+    code, last_words = 0, ""
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:
-        os._exit(EXIT_OUTPUT_CLOSED)  # what is still to be flushed cannot be
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = EXIT_INTERRUPTED
+        code, last_words = EXIT_INTERRUPTED, "interrupted"
     except Exception as error:
-        if (sentence := _in_one_sentence(error)) is None:
+        sentence = _in_one_sentence(error)
+        if isinstance(error, BrokenPipeError) and closed_outputs():
+            code = code or EXIT_OUTPUT_CLOSED
+        elif sentence is None:
             raise
-        if first_to_say():
-            print(f"error: {sentence}", file=sys.stderr, flush=True)
-        code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
+        else:
+            code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
+            last_words = f"error: {sentence}" if first_to_say() else ""
+    if last_words:
+        with contextlib.suppress(OSError):  # nobody may read them
+            print(last_words, file=sys.stderr, flush=True)
+    discard_closed_output()
     sys.exit(code)

@@ -1,7 +1,9 @@
 """Checkpoints: exact round trips, what a kill or a full disk leaves behind, and what is refused."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,11 +52,13 @@ def test_round_trip_is_exact_and_in_place(tmp_path):
     assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
 
 
-def test_limit_keeps_what_was_saved_last(tmp_path):
+def test_limit_keeps_what_was_saved_last(tmp_path, monkeypatch):
+    """Whatever the clocks of hosts say."""
     manager = CheckpointManager(tmp_path, limit=2)
     for step in (10, 20, 30):
         manager.save(step, make_tensors(step), {})
     assert names_in(manager) == ["step-00000020", "step-00000030"]
+    monkeypatch.setattr("time.time", lambda: 0.0)
     again = CheckpointManager(tmp_path, limit=1)
     again.save(5, make_tensors(), {}, best_step=20)
     assert names_in(manager) == ["step-00000005", "step-00000020"]
@@ -70,6 +74,24 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert manager.find("latest").meta["try"] == 2
     assert torch.equal(targets["model/weight"], make_tensors(2)["model/weight"])
     assert names_in(manager) == ["step-00000007"]
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_the_first_save(tmp_path, monkeypatch):
+    manager, rename = CheckpointManager(tmp_path, limit=2), Path.rename
+    final = manager.save(7, make_tensors(), {"try": 1})
+
+    def killed(self, target):
+        if target == final and not final.exists():
+            os._exit(9)
+        return rename(self, target)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Path, "rename", killed)
+        manager.save(7, make_tensors(), {"try": 2})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and not final.exists()
+    manager.clean_up()
+    assert manager.find("latest").meta["try"] == 1 and names_in(manager) == [final.name]
 
 
 def test_stale_temporaries_are_removed_by_the_main_rank(tmp_path):
@@ -111,7 +133,7 @@ def test_nothing_to_resume_from(tmp_path):
             manager.find(name)
     assert manager.find("latest") is None, "the run begins anew"
     (manager.folder / "step-00000003").mkdir(parents=True)
-    with pytest.raises(UserError, match="--resume_from latest"):
+    with pytest.raises(UserError, match="--resume_from .*step-00000003"):
         manager.find("latest")
 
 
@@ -134,6 +156,7 @@ def change_a_byte(path):
         (".metadata", change_a_byte),
         ("meta.json", truncate),
         ("manifest.json", truncate),
+        ("format", lambda path: path.with_name("manifest.json").write_text('{"saved_unix_s": 1, "files": {}}')),
     ],
 )
 def test_damage_is_named(tmp_path, name, damage):

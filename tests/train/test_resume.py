@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.train import loop as loop_module
+from llm_fp8.train import run as run_module
 from llm_fp8.train.evaluation import evaluate_loss
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.train.run_dir import LOCK
+from llm_fp8.train.run_dir import LOCK, run_lock
 from llm_fp8.utils.errors import UserError
 from tests.support.small import (
     assert_same_bits,
@@ -226,8 +227,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, stopped, options):
         (["--seed=1"], ("--resume_from",)),
         (["--dataset_name=embedded"], ("--resume_from",)),
         (["--max_steps=2", "--allow_changed=total_steps"], ("--max_steps",)),
-        (["--max_steps=12"], ("total_steps 5 -> 12", "--allow_changed total_steps")),
-        (["--batch_size=4"], ("--allow_changed global_batch_size",)),
+        (["--max_steps=12"], ("total_steps 5 -> 12", "--allow_changed max_steps")),
+        (["--batch_size=4"], ("--allow_changed batch_size",)),
         (["--learning_rate=0.5", "--allow_changed=total_steps"], ("--allow_changed learning_rate",)),
         ([f"--model_name={other}"], ("num_hidden_layers", "tie_word_embeddings")),
     ):
@@ -271,13 +272,36 @@ def test_adapters_do_not_continue_on_another_models_weights(tmp_path, rows):
     assert train(*options, f"--model_name={models[2]}", folder, first) == 0
 
 
-def test_a_finished_run_is_not_resumed_and_can_be_made_longer(whole, options):
-    assert_refused(whole, options, "--max_steps", "--num_epochs")
+@pytest.mark.parametrize("was_stopped", [False, True])
+def test_a_finished_run_is_not_resumed_and_can_be_made_longer(
+    tmp_path, whole, options, stop_after, capsys, was_stopped
+):
+    """It goes on from its end, also where only a signal had it saved before."""
+    folder = f"--output_dir={whole}"
+    if was_stopped:
+        whole, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
+        folder = f"--output_dir={whole}"
+        stop_after(2)
+        train(*options, folder)
+        assert train(*options, folder, "--resume_from=latest") == 0
+    assert_refused(whole, options, "--max_steps", "--allow_changed max_steps")
     before = (whole / "final" / "model.safetensors").read_bytes()
     longer = ["--max_steps=7", "--allow_changed=max_steps", "--no_export"]
-    assert train(*options, *longer, f"--output_dir={whole}", "--resume_from=latest") == 0
+    assert train(*options, *longer, folder, "--resume_from=latest") == 0
     assert [step["step"] for step in steps(whole)] == list(range(1, 8))
+    assert run_json(whole)["resumes"][-1]["resumed_after_step"] == NUM_STEPS
     assert (whole / "final" / "model.safetensors").read_bytes() == before
+
+
+def test_latest_does_not_go_back_before_the_end_of_a_finished_run(tmp_path, options):
+    folder = tmp_path / "run"
+    train(*options, "--save_every=2", "--save_total_limit=9", f"--output_dir={folder}")
+    shutil.rmtree(folder / "checkpoints" / f"step-{NUM_STEPS:08d}")
+    older = f"--resume_from {folder / 'checkpoints' / 'step-00000004'}"
+    longer = [*options, "--max_steps=6", "--allow_changed=max_steps"]
+    assert_refused(folder, longer, older)
+    assert train(*longer, f"--output_dir={folder}", *older.split()) == 0
+    assert [step["step"] for step in steps(folder)] == list(range(1, 7))
 
 
 @pytest.mark.parametrize("more", [[], ["--resume_from=latest"]], ids=["same command", "latest"])
@@ -306,6 +330,19 @@ def test_two_runs_never_share_a_folder(tmp_path, stopped, options):
             with pytest.raises(UserError, match=f"--output_dir {folder} is in use by"):
                 train(*options, f"--output_dir={folder}", *more)
         assert train(*options, f"--output_dir={folder}", *more) == 0
+
+
+def test_a_folder_is_held_while_the_run_loads_and_one_that_was_only_held_is_gone(tmp_path, options, monkeypatch):
+    def load_beside_another(*_):
+        with pytest.raises(UserError, match=f"--output_dir {tmp_path / 'a' / 'b'} is in use by"), run_lock(folder):
+            pass
+        raise UserError("seen")
+
+    folder = tmp_path / "a" / "b"
+    monkeypatch.setattr(run_module, "load_data", load_beside_another)
+    with pytest.raises(UserError, match="seen"):
+        train(*options, f"--output_dir={folder}")
+    assert tmp_path.exists() and not folder.parent.exists()
 
 
 def test_what_a_killed_run_left_half_written_is_removed(stopped, options):

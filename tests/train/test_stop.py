@@ -67,8 +67,11 @@ def _prints_to(place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["terminal", "pipe"])  # the latter as with `| tee`, which a closed ssh ends too
-def test_a_closed_terminal_lets_the_run_save(tmp_path, options, to):
+@pytest.mark.parametrize(
+    ("to", "sent"),
+    [("terminal", "SIGHUP"), *(("pipe", sent) for sent in ("SIGHUP", "SIGINT", "SIGTERM", "SIGPIPE"))],
+)  # a pipe as to `| tee`, which a closed ssh or Ctrl-C ends too; SIGPIPE stands for its end alone, as of `| head`
+def test_the_loss_of_the_terminal_or_reader_lets_the_run_save(tmp_path, options, to, sent):
     if to == "terminal":
         ours, theirs = pty.openpty()
         place = Path(os.ttyname(theirs))
@@ -82,10 +85,10 @@ def test_a_closed_terminal_lets_the_run_save(tmp_path, options, to):
     if theirs >= 0:
         os.close(theirs)
     os.close(ours)  # the kernel sends SIGHUP to whose terminal it was
-    if to == "pipe":
-        os.kill(process.pid, signal.SIGHUP)
-    assert exit_code(process) == 129
-    assert summary_json(tmp_path / "run")["stopped_by"] == "SIGHUP"
+    if to == "pipe" and sent != "SIGPIPE":
+        os.kill(process.pid, signal.Signals[sent])
+    assert exit_code(process) == 128 + signal.Signals[sent]
+    assert summary_json(tmp_path / "run")["stopped_by"] == sent
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
@@ -119,7 +122,7 @@ def saves(log: str) -> list[str]:
 
 @pytest.mark.slow
 def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, whole, capsys, monkeypatch):
-    """They come after steps 2 and 4; with no --save_every, none after the last step."""
+    """They come after steps 2 and 4, and after the last step because there are some."""
     with_them, off = tmp_path / "with", tmp_path / "off"
     assert not (whole / "checkpoints").exists(), "half an hour, the default, is not over"
     monkeypatch.setattr(loop_module, "SAVE_AFTER_S", 0.0)
@@ -127,7 +130,7 @@ def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, who
     assert not (off / "checkpoints").exists()
     capsys.readouterr()
     train(*options, f"--output_dir={with_them}")
-    assert saves(capsys.readouterr().out) == ["step-00000002", "step-00000004"]
+    assert saves(capsys.readouterr().out) == ["step-00000002", "step-00000004", "step-00000006"]
     assert [step["loss"] for step in steps(with_them)] == [step["loss"] for step in steps(whole)]
     assert_same_bits(final_weights(whole), final_weights(with_them))
 
@@ -139,7 +142,7 @@ def _clock_stands_on_rank(rank: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "num_saves"), [("1", 1), ("0", 0)])
+@pytest.mark.parametrize(("rank", "num_saves"), [("1", 2), ("0", 0)])
 def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num_saves):
     more = ["--batch_size=4", "--max_steps=3", "--sharding_mode=ddp", f"--output_dir={tmp_path / 'run'}"]
     said = run_ranks(2, tmp_path / "run", *options, *more, first=functools.partial(_clock_stands_on_rank, rank))
