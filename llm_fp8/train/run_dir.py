@@ -19,7 +19,15 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.train.checkpoint import LATEST, Checkpoint, CheckpointManager
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.console import say
-from llm_fp8.utils.errors import UserError, existing_part, is_out_of_memory, listed, reading, reason_not_written
+from llm_fp8.utils.errors import (
+    UserError,
+    existing_part,
+    is_out_of_memory,
+    listed,
+    lost_worker,
+    reading,
+    reason_not_written,
+)
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"
@@ -173,6 +181,8 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
             what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif is_loss_of_a_peer(error) and not is_out_of_memory(error):
             what = f"another process of this run is gone, see what it said: {str(error).splitlines()[0][:200]}"
+        elif reason := lost_worker(error):
+            raise UserError(f"{reason}.") from error
         else:
             raise
         raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error

@@ -42,19 +42,23 @@ class FailedCheck(Exception):
 def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
     """Turn whatever a library or the file system raises in the block into a `UserError` of one line, with its words:
     "{flag} {name}: cannot read {what} (...). {advice}". It stands around each place where a file, a folder or a library
-    is asked. A `UserError`, exhausted memory and signals pass unchanged.
+    is asked. A `UserError`, exhausted memory, a full disk, a killed worker process and signals pass unchanged.
     """
     try:
         yield
     except BaseException as error:  # tokenizers panics in Rust with an exception that is no `Exception`
-        kind = type(error).__name__
-        passes = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error)
+        kind, cause = type(error).__name__, error.__cause__ or error.__context__
+        if isinstance(cause, KeyboardInterrupt):  # as `datasets` hides it while it waits for its workers
+            raise cause from None
+        is_full = isinstance(error, OSError) and error.errno in _FULL
+        passes = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error) or is_full or lost_worker(error)
         if passes or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
         words = " ".join(str(error).split())[:300] or kind
         raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {words}). {advice}".rstrip()) from error
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_HOST_MEMORY = "(can't|cannot|unable to) allocate(?! memory in static TLS)"
 _NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|calling `cublasCreate|{_NO_HOST_MEMORY}"
 
@@ -65,6 +69,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, Exception) and told)
 
 
+def lost_worker(error: BaseException) -> str | None:
+    """The sentence for an error by which `datasets` tells that a process of its own is gone; None for another error."""
+    if isinstance(error, RuntimeError) and "abruptly died" in str(error):
+        return (
+            "a process that reads or tokenises the data was killed, as Linux does when memory runs out: free memory, "
+            "or start fewer of them (taskset -c 0-3 python ...)"
+        )
+    return None
+
+
 def existing_part(path: Path) -> Path:
     """`path`, or the first part above it that exists; a link that leads nowhere does."""
     return next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
@@ -72,8 +86,7 @@ def existing_part(path: Path) -> Path:
 
 def reason_not_written(error: OSError) -> str | None:
     """The system's word for a file that could not be written (a full disk, no permission); None for another error."""
-    not_written = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-    return os.strerror(error.errno) if error.errno in not_written else None
+    return os.strerror(error.errno) if error.errno in (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM) else None
 
 
 def listed(names: Iterable[str]) -> str:
@@ -138,9 +151,13 @@ def _in_one_sentence(error: Exception) -> str | None:
     if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
         fix = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
         return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
-    if isinstance(error, OSError) and error.filename is not None and (reason := reason_not_written(error)):
-        return f"{error.filename}: {reason}."
-    return None
+    if (
+        isinstance(error, OSError)
+        and (error.filename or error.errno in _FULL)
+        and (reason := reason_not_written(error))
+    ):
+        return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
+    return lost_worker(error)
 
 
 def run_script(main: Callable[[], int]) -> None:

@@ -7,12 +7,14 @@ import hashlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llm_fp8.data import tokenise
 from tests.support.processes import exit_code, start_training, wait_until
 from tests.support.small import records, steps, train
 
@@ -82,6 +84,26 @@ def test_a_killed_run_goes_on_to_the_same_end(undisturbed, moment, tmp_path, tin
         has_saved = any(folder.glob("checkpoints/step-*"))
         assert train(*options, *(["--resume_from=latest"] if has_saved else [])) == 0  # else it begins anew
     assert outcome(folder) == undisturbed(scenario)
+
+
+def _tokenise_in_workers(fault: signal.Signals) -> None:
+    """A worker is killed, or Ctrl-C comes to the main process while it works."""
+
+    def fail(*_: Any) -> None:
+        os.kill(os.getpid() if fault == signal.SIGKILL else os.getppid(), fault)
+        time.sleep(60)
+
+    tokenise.cores_of_job, tokenise.ROWS_PER_WORKER, tokenise.encode_batch = lambda: 2, 1, fail
+
+
+@pytest.mark.parametrize(("fault", "code"), [(signal.SIGKILL, 2), (signal.SIGINT, 130)])
+def test_a_fault_among_workers_does_not_blame_the_data(tmp_path, tiny_model, rows, fault, code):
+    log, options = tmp_path / "log", words(tiny_model, rows, "packed", tmp_path / "run")
+    process = start_training(
+        log, *options, "--max_seq_length=120", first=functools.partial(_tokenise_in_workers, fault)
+    )
+    assert exit_code(process) == code, log.read_text()
+    assert rows not in log.read_text() and len(log.read_text().splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on(undisturbed, small_disk, tmp_path, tiny_model, rows):

@@ -15,7 +15,7 @@ import pytest
 from llm_fp8.train import loop as loop_module
 from llm_fp8.train.graceful_stop import SIGNALS, GracefulStop
 from llm_fp8.train.run_dir import explained_failures
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import UserError, reading
 from tests.support.processes import exit_code, run_ranks, start_training, wait_until
 from tests.support.small import assert_same_bits, final_weights, run_json, steps, summary_json, train
 
@@ -149,6 +149,7 @@ def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num
     assert len(saves(said)) == num_saves, said
 
 
-def test_a_full_disk_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="No space"), explained_failures(lambda: tmp_path):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_is_a_sentence_that_blames_no_input(tmp_path):
+    with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path):
+        with reading("--model_name", "a/b"):
+            raise OSError(errno.ENOSPC, "No space left on device")
