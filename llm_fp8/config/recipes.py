@@ -40,6 +40,8 @@ class Recipe:
     """Keyword -> value where the option is not given, whatever a version of the class has for a default."""
     availability: str = "is_fp8_available"
     """Function of `transformer_engine.pytorch` that answers whether a GPU has it, and why not."""
+    capability: tuple[int, int] = (8, 9)
+    """The compute capability from which on GPUs have it, for a GPU that is only assumed."""
     scales_lag: bool = False
     """Scales come from earlier passes, so there are none before the first."""
     fp32_scales_on_hopper: bool = False
@@ -88,6 +90,7 @@ RECIPES: dict[str, Recipe] = {
             token_multiple=128,
             options=("fp8_format",),
             availability="is_fp8_block_scaling_available",
+            capability=(9, 0),
             fp32_scales_on_hopper=True,
             saved_bytes_per_element=1 + 4 / 128,
             saves_fc2_input_twice=True,
@@ -101,6 +104,7 @@ RECIPES: dict[str, Recipe] = {
             size_multiple=32,
             options=("fp8_format",),
             availability="is_mxfp8_available",
+            capability=(10, 0),
         ),
         Recipe(
             "nvfp4",
@@ -108,6 +112,7 @@ RECIPES: dict[str, Recipe] = {
             "4-bit values with a scale per 16; Blackwell (compute capability 10)",
             "NVFP4BlockScaling",
             availability="is_nvfp4_available",
+            capability=(10, 0),
             has_fp8_peak=False,
         ),
         Recipe("tensorwise", "torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),

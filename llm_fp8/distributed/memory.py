@@ -54,6 +54,7 @@ from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
+ERROR = 0.012  # of the estimate, at most, in recorded runs
 MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
 MOST_PADDED_TOKENS = 16384
 """The most in a merged micro-batch of padded rows: with more a GPU gains less than longer padding costs."""
@@ -345,8 +346,8 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
     `resumed_rows`: rows of a micro-batch in the checkpoint that the run continues, which it keeps where it can.
 
-    Raises `UserError` for a run whose weights, gradients and optimizer state alone, or whose smallest --batch_size
-    auto, are too much for the GPU's `gpu_gib`.
+    Raises `UserError` for a run whose weights, gradients and optimizer state alone, or all of whose tensors, or whose
+    smallest --batch_size auto, are too much for the GPU's `gpu_gib`.
     """
     asked, length, notes = run.config, run.config.data.max_seq_length, list[str]()
     automatic, recomputes = asked.data.batch_size == AUTO_BATCH_SIZE, asked.model.gradient_checkpointing == "auto"
@@ -368,8 +369,10 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
     if run.adapted and found.is_whole:  # some of whose weights are in fp8
         state_gib = found.parts[STATE] + found.parts.get(CASTS, 0.0)
+    what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
+    if not automatic and (1 - ERROR) * found.total_gib > gpu_gib:
+        what, state_gib = f"{what}, activations and logits", found.total_gib
     if state_gib + RESERVE_GIB > gpu_gib:
-        what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
         raise UserError(
             f"this run cannot fit: {what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has "
             f"{gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"

@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, recomputed": {"gradient_checkpointing": "auto"},  # counted with all layers
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "offload": {"offload_optimizer": 1.0},
+    "offload, fp8 weights cast anew": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
     "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
     "LoRA": {"lora_rank": 16},
     "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
@@ -155,6 +156,8 @@ def rows_of(
     for way, changes in WAYS.items():
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
             if mode.startswith("fsdp") and "offload_optimizer" in changes:
+                continue
+            if precision == "bf16" and "fp8_recast_weights" in changes:
                 continue
             run = RunSize(config, hf_config, recipe, mode, options.num_gpus, num_parameters).changed(**changes)
             if run.spec is None:  # without a TE decoder for this model its activations are not counted

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
-from llm_fp8.config.recipes import chosen
+from llm_fp8.config.recipes import DEFAULTS, RECIPES, chosen
 from llm_fp8.data.prepare import prepare_data
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib, start_process_group
@@ -25,8 +25,8 @@ from llm_fp8.train.run_dir import find_checkpoint
 from llm_fp8.train.train_state import total_steps
 from llm_fp8.utils.ranks import LaunchRanks
 
-ASSUMED_GPU, ASSUMED_GIB = "H100 80 GB", 79.2
-"""Where there is no GPU, and what torch says of that one's memory."""
+ASSUMED_GPU, ASSUMED_GIB, ASSUMED_CAPABILITY = "H100 80 GB", 79.2, (9, 0)
+"""The GPU where there is none, and what torch says of its memory and compute capability."""
 
 
 def dry_run(config: Config, ranks: LaunchRanks) -> int:
@@ -43,12 +43,17 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     counts_memory = own_gib is not None or asks_for_gpu
     is_fp8 = name in ("fp8", "auto")
     recipe = chosen(config.precision.fp8_scenario, config.precision.fp8_backend) if is_fp8 else name or "bf16"
+    capability, lines = torch.cuda.get_device_capability() if own_gib else ASSUMED_CAPABILITY, list[str]()
+    if recipe in RECIPES and capability < RECIPES[recipe].capability:
+        wanted, recipe = recipe, DEFAULTS["te"]
+        gpu = "This GPU" if own_gib else f"The assumed {ASSUMED_GPU}"
+        lines.append(f"WARNING: --fp8_scenario {wanted} falls back to {recipe}: {gpu} has no {wanted}")
     may_be_bf16 = name == "auto" or config.precision.fp8_until < 1
     run = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
     resumed = find_checkpoint(config, ranks)
-    lines: list[str] = []
     if counts_memory:
-        config, lines = settle_memory(run, gpu_gib, None if resumed is None else resumed.micro_batch_rows)
+        config, notes = settle_memory(run, gpu_gib, None if resumed is None else resumed.micro_batch_rows)
+        lines += notes
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:
@@ -70,8 +75,9 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if counts_memory:
         found = dataclasses.replace(run, config=config).estimate()
         gpus = "GPUs of this machine" if own_gib else f"{ASSUMED_GPU}, assumed"
-        said.append(f"memory: {found.total_gib:.2f} GiB of {gpu_gib:.1f} on each of {ranks.world_size} ({gpus})")
-        said += [f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in found.parts.items()]
+        said.append(f"memory: {found.needed_gib:.2f} GiB of {gpu_gib:.1f} on each of {ranks.world_size} ({gpus})")
+        parts = found.parts | {"CUDA, allocator, communication": found.beside_gib}
+        said += [f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items()]
         said += [] if found.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
     num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
     said.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")

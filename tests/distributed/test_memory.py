@@ -203,9 +203,12 @@ def test_what_would_fit_fits():
         settle(79.2, mode="ddp", num_gpus=2)
 
 
-def test_a_micro_batch_that_is_too_long_is_warned_of():
-    config, said = settle(79.2, "Llama-3.2-3B", batch_size=16)
+def test_a_micro_batch_that_is_too_long_is_warned_of_or_refused():
+    total_gib = run_size({"batch_size": 16}, hf_config("Llama-3.2-3B")).estimate().total_gib
+    config, said = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
     assert config.data.batch_size == 16 and said[0].startswith("WARNING") and "--gradient_checkpointing" in said[0]
+    with pytest.raises(UserError, match="cannot fit.*--gradient_checkpointing"):
+        settle(total_gib - 2, "Llama-3.2-3B", batch_size=16)
 
 
 DOCUMENTED = dict(model="Llama-3.2-3B", mode="fsdp_full", num_gpus=2, batch_size=1, max_seq_length=512)
@@ -271,7 +274,9 @@ def test_auto_batch_size_recomputes_only_what_its_smallest_micro_batch_needs():
 
 
 def test_what_no_recomputation_makes_fit_recomputes_all_and_is_warned_of():
-    config, said = settle(44.0, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
+    run = run_size({"batch_size": 64, "gradient_checkpointing": 1}, hf_config("Llama-3.2-3B"))
+    row = {"batch_size": 64, "gradient_checkpointing": "auto"}
+    config, said = settle(run.estimate().total_gib, "Llama-3.2-3B", **row)
     assert config.model.gradient_checkpointing == 1 and said[0].startswith("WARNING") and "28 of 28" in said[1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from llm_fp8.utils.errors import UserError
@@ -19,6 +21,16 @@ def test_nothing_is_written_and_steps_and_memory_are_said(tmp_path, tiny_model, 
     said = capsys.readouterr().out
     assert "70 steps" in said and not (tmp_path / "run").exists()
     assert ("GiB" in said and "H100" in said) == bool(options)
+
+
+def test_memory_without_a_gpu_is_of_the_recipe_that_the_assumed_one_has(tiny_model, rows, capsys):
+    given = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=7"]
+    figures = []
+    for scenario in ("delayed", "mxfp8"):
+        train(*given, "--use_te", "--mixed_precision=fp8", f"--fp8_scenario={scenario}", "--dry_run")
+        figures.append(re.findall(r".*GiB", said := capsys.readouterr().out))
+        assert ("WARNING: --fp8_scenario mxfp8" in said) == (scenario == "mxfp8")
+    assert figures[0] == figures[1] and len(figures[0]) > 3
 
 
 @pytest.mark.parametrize("decoder", [[], ["--use_te", "--mixed_precision=bf16"]], ids=["hf", "te"])
