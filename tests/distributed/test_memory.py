@@ -204,7 +204,7 @@ def test_what_would_fit_fits():
 
 
 def test_a_micro_batch_that_is_too_long_is_warned_of_or_refused():
-    total_gib = run_size({"batch_size": 16}, hf_config("Llama-3.2-3B")).estimate().total_gib
+    total_gib = parts("Llama-3.2-3B", batch_size=16).total_gib
     config, said = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
     assert config.data.batch_size == 16 and said[0].startswith("WARNING") and "--gradient_checkpointing" in said[0]
     with pytest.raises(UserError, match="cannot fit.*--gradient_checkpointing"):
@@ -274,9 +274,8 @@ def test_auto_batch_size_recomputes_only_what_its_smallest_micro_batch_needs():
 
 
 def test_what_no_recomputation_makes_fit_recomputes_all_and_is_warned_of():
-    run = run_size({"batch_size": 64, "gradient_checkpointing": 1}, hf_config("Llama-3.2-3B"))
-    row = {"batch_size": 64, "gradient_checkpointing": "auto"}
-    config, said = settle(run.estimate().total_gib, "Llama-3.2-3B", **row)
+    gpu_gib = parts("Llama-3.2-3B", batch_size=64, gradient_checkpointing=1).total_gib
+    config, said = settle(gpu_gib, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
     assert config.model.gradient_checkpointing == 1 and said[0].startswith("WARNING") and "28 of 28" in said[1]
 
 
