@@ -1,15 +1,15 @@
 """Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json (docs/monitoring.md). Only the main
 process writes.
 
-A metrics.jsonl that is moved or deleted meanwhile is written again, with run.json, from the open file (`is_lost`).
+A run whose metrics.jsonl is moved or deleted meanwhile ends at the next report.
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
-In trackers it continues the same run, which cannot take back steps: those that it has are not sent again.
+In W&B it continues the same run. Trackers cannot take back steps: those that they have are not sent again.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
-from llm_fp8.utils.errors import reading
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
 
 
@@ -64,8 +64,6 @@ class RunReporter:
         self._folder = Path(str(config.run.output_dir))
         self._total_steps = total_steps
         self._known_step = 0  # the last one that an earlier start reported
-        self.is_lost = False  # whether metrics.jsonl was moved or deleted meanwhile
-        self.run_record: dict[str, Any] = {}  # what run.json holds
         self._metrics = self._folder / "metrics.jsonl"
         if not self._is_main:
             return
@@ -81,7 +79,7 @@ class RunReporter:
 
     def start_trackers(self, record: dict[str, Any]) -> None:
         """Start the trackers that are asked for, before the first step; `record` is what run.json holds of this start.
-        A resumed run goes on in the runs of trackers.json, which has their ids and the last step that they were given.
+        In W&B a resumed run goes on in that of trackers.json, which has its id and the last step that it was given.
         """
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
@@ -109,23 +107,15 @@ class RunReporter:
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
-            self._restore_if_lost()
+            self._require_metrics()
 
-    def _restore_if_lost(self) -> None:
-        """Write metrics.jsonl and run.json again where the former is no longer the open file."""
-        try:
+    def _require_metrics(self) -> None:
+        """Raise `UserError` where metrics.jsonl is no longer the open file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(self._metrics), os.fstat(self._file.fileno())):
                 return
-        except OSError as error:  # a disk of the network may fail for a moment
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                return
-        self.is_lost = True
-        self._file.seek(0)
-        with reading("--output_dir", self._folder, "the run's files, which were moved or deleted"):
-            write_text_atomic(self._metrics, self._file.read())
-            self._file.close()
-            self._file = open(self._metrics, "a+", encoding="utf-8", buffering=1)
-            write_json_atomic(self._folder / "run.json", self.run_record)
+        what = f"{self._metrics} was moved or deleted while the run wrote to it"
+        raise UserError(f"--output_dir: {what}; continue with --resume_from latest and the --output_dir of now.")
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
@@ -154,8 +144,6 @@ class RunReporter:
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
-        if self._is_main:
-            self._restore_if_lost()
         steps = self.own_steps()
         last = {"eval_loss" in record: record for record in self._written()}
         full = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,18 +32,6 @@ LABELS: dict[str, Callable[[dict[str, Any]], Any]] = {
 TAGS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
 """Those that are tags too."""
 
-RUN_NAMES = {"wandb": "name", "swanlab": "name", "trackio": "name", "mlflow": "run_name", "clearml": "task_name"}
-"""Tracker -> its argument for a run's name."""
-RUN_IDS = {
-    "wandb": ("id", "id"),
-    "swanlab": ("id", "id"),
-    "trackio": ("name", "name"),
-    "mlflow": ("run_id", "info.run_id"),
-    "comet_ml": ("experiment_key", "id"),
-    "aim": ("run_hash", "hash"),
-}
-"""Tracker that can go on with a run -> its argument for the run's id, and where the run has that."""
-
 
 def _in_words(precision: dict[str, Any], which: str) -> str:
     return precision_name(precision[which], precision[f"{which}_scenario"])
@@ -63,17 +50,17 @@ def start_tracker(
     name: str, options: RunConfig, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
     """Start a run in the tracker, with the options in `record` (what run.json holds of this start) and its labels, or
-    go on with that of `run_id`; returns the id by which a later start goes on with it too, where the tracker can.
+    in W&B go on with that of `run_id`; returns the id by which a later start goes on with it, of W&B alone.
     """
     folder = Path(str(options.output_dir))
     labels = {label: of_run(record) for label, of_run in LABELS.items()}
     config = dict(flattened(record["config"])) | labels
-    arguments: dict[str, Any] = {"resume": "allow"} if run_id and name in ("wandb", "swanlab", "trackio") else {}
-    if options.wandb_run_name and name in RUN_NAMES:
-        arguments[RUN_NAMES[name]] = options.wandb_run_name
-    if run_id:
-        arguments[RUN_IDS[name][0]] = run_id
+    arguments: dict[str, Any] = {}
     if name == "wandb":
+        if run_id:
+            arguments = {"resume": "allow", "id": run_id}
+        if options.wandb_run_name:
+            arguments["name"] = options.wandb_run_name
         effective = record["effective"] | {section: record[section] for section in ("precision", "model", "data")}
         config = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         tags = [*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *(str(labels[each])[:64] for each in TAGS)]
@@ -86,12 +73,11 @@ def start_tracker(
         where = [folder / name] if kind.requires_logging_directory else []
         tracker: GeneralTracker = kind(options.project, *where, **arguments)
         tracker.start()
-        if not (run_id and name == "mlflow"):  # it refuses an option of a resumed run that has another value
-            tracker.store_init_configuration(config)
+        tracker.store_init_configuration(config)
         if name == "wandb":
             for metric, axis in (("step", None), ("tokens_seen", None), ("*", "step")):
                 tracker.tracker.define_metric(metric, step_metric=axis)
-        return tracker, operator.attrgetter(RUN_IDS[name][1])(tracker.tracker) if name in RUN_IDS else None
+        return tracker, tracker.tracker.id if name == "wandb" else None
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:

@@ -3,8 +3,7 @@
 Inside of `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C) only
 sets a flag, and the run saves after its step and returns `exit_code`, whether or not anybody still reads its output.
 The loss of that reader alone (`| head`) stops the run in the same way. A later Ctrl-C raises KeyboardInterrupt at once.
-The signal may reach one rank only, so with several ranks use `agreed` in place of `requested`. A run whose folder was
-moved or deleted stops in the same way.
+The signal may reach one rank only, so with several ranks use `agreed` in place of `requested`.
 """
 
 from __future__ import annotations
@@ -18,17 +17,12 @@ from llm_fp8.distributed.process_group import largest
 from llm_fp8.utils import console
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-LOST = "the loss of its folder"
-_REASONS = (
-    None,
-    LOST,
-    *(number.name for number in (signal.SIGPIPE, *SIGNALS)),
-)  # the later one counts where ranks have several
+_REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # of several ranks' the last counts
 
 
 class GracefulStop:
-    """Turns the first of `SIGNALS` into `requested`, its name, or SIGPIPE or `LOST`. In a thread that is not the main
-    one Python takes no signal handlers, so signals stay with the program.
+    """Turns the first of `SIGNALS` into `requested`, its name, or SIGPIPE. In a thread that is not the main one Python
+    takes no signal handlers, so signals stay with the program.
     """
 
     def __init__(self) -> None:
@@ -41,9 +35,9 @@ class GracefulStop:
         """0, or as a shell says it of the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
-    def agreed(self, is_lost: bool = False) -> bool:
-        """Whether any rank was asked to stop or has lost its folder; if so, sets `requested` on all. Collective."""
-        reason = _REASONS[largest(_REASONS.index(self.requested or (LOST if is_lost else None)))]
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop; if so, sets `requested` on all. Collective."""
+        reason = _REASONS[largest(_REASONS.index(self.requested))]
         self.requested = self.requested or reason
         return reason is not None
 

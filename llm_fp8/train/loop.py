@@ -189,10 +189,8 @@ class TrainingLoop:
         graphs.are_dropped = self._graphs_drop
         return graphs
 
-    def train(self, stop_requested: Callable[[bool], bool]) -> None:
-        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested(is the folder lost?)`, which
-        saves too.
-        """
+    def train(self, stop_requested: Callable[[], bool]) -> None:
+        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested`, which saves too."""
         if self.is_complete:
             return  # resumed after the last step, for evaluation and export
         config = self.setup.plan.config
@@ -223,7 +221,7 @@ class TrainingLoop:
                 stamp = self.restart_clocks()
             if self._due(config.parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-            stopping = stop_requested(self.reporter.is_lost)
+            stopping = stop_requested()
             done = stopping or self.step >= self.total_steps
             logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
             saves = stopping or self._due(options.save_every or 0) or (logs and not done and self._checkpoint_due())

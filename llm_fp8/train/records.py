@@ -73,7 +73,6 @@ def record_run(loop: TrainingLoop) -> None:
         resume = {section: value for section, value in record.items() if section not in ("model", "data")}
         written["resumes"] = [*written.get("resumes", []), resume]
     write_json_atomic(path, written)
-    loop.reporter.run_record = written
     loop.reporter.start_trackers(record)
 
 
@@ -82,9 +81,9 @@ def record_stream(loop: TrainingLoop) -> None:
     report, plan = loop.state.data.report, loop.setup.plan
     if loop.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data, pass after pass:", *report.describe()]))
-        record = loop.reporter.run_record
+        record = read_json(path := plan.folder / "run.json")
         [record, *record.get("resumes", ())][-1]["data"] = dict(vars(report))
-        write_json_atomic(plan.folder / "run.json", record)
+        write_json_atomic(path, record)
 
 
 def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
@@ -161,8 +160,6 @@ def closing_words(loop: TrainingLoop, exported: Path | None) -> None:
     steps, own = summary["steps"], loop.reporter.own_steps()
     taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
     say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {loop.precision_name}")
-    if loop.reporter.is_lost:
-        say(f"WARNING: {plan.folder} was moved or deleted; metrics.jsonl and run.json were written there again")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := loop.results.certificates.values():

@@ -29,7 +29,7 @@ from llm_fp8.train.auto_precision import choose_precision
 from llm_fp8.train.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.train.dry_run import dry_run
 from llm_fp8.train.evaluation import EvalHistory
-from llm_fp8.train.graceful_stop import LOST, GracefulStop
+from llm_fp8.train.graceful_stop import GracefulStop
 from llm_fp8.train.loop import RunResults, TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.records import closing_words, export_final, record_run, record_stream, summary_of
@@ -53,7 +53,7 @@ from llm_fp8.train.train_state import (
     total_steps,
 )
 from llm_fp8.utils.console import quiet_libraries
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import reading
 from llm_fp8.utils.ranks import LaunchRanks
 
 
@@ -203,9 +203,6 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         stopped = {"stopped_by": stop.requested, "checkpoint": str(loop.state.checkpoints.of_step(loop.step))}
         loop.results.summary = loop.reporter.finish(summary_of(loop, None) | stopped)
         go_on = f"continue with --resume_from latest --output_dir {plan.folder}"
-        if stop.requested == LOST:
-            what = "was moved or deleted; metrics.jsonl, run.json and a checkpoint were written there again"
-            raise UserError(f"--output_dir {plan.folder} {what}; {go_on}.")
         plan.say(f"stopped by {stop.requested}; {go_on}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"
