@@ -8,27 +8,27 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 on_closed_pipe: Callable[[], object] | None = None
-"""Called once nobody reads the output; while it is None, the print that notices raises BrokenPipeError."""
+"""Called once nobody reads the output, by a run that has work to save. While it is None, failed prints raise."""
 
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Print in the block. Once the terminal is gone, or the reader of a pipe (`| tee`) where `on_closed_pipe` is set,
-    this and all later output goes to /dev/null.
+    """Print in the block. Once the terminal is gone or, where `on_closed_pipe` is set, the reader of a pipe (`| tee`)
+    or the room on the disk of a log, this and all later output goes to /dev/null.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.EPIPE):
+        lost_pipe, is_full = error.errno == errno.EPIPE, error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.errno != errno.EIO and (on_closed_pipe is None or not (lost_pipe or is_full)):
+            if lost_pipe:
+                time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
             raise
-        if error.errno == errno.EPIPE and on_closed_pipe is None:
-            time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
-            raise
-        discard_closed_output()
-        if error.errno == errno.EPIPE and on_closed_pipe is not None:
+        discard_output([1, 2] if is_full else closed_outputs())
+        if lost_pipe and on_closed_pipe is not None:
             on_closed_pipe()
 
 
@@ -40,12 +40,23 @@ def closed_outputs() -> list[int]:
     return [descriptor for descriptor, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
 
 
-def discard_closed_output() -> None:
-    """Point the `closed_outputs` to /dev/null, so that a later flush cannot fail."""
+def discard_output(descriptors: Iterable[int]) -> None:
+    """Point these descriptors to /dev/null, so that a later flush cannot fail; terminals that live stay."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in closed_outputs():
-        os.dup2(nowhere, descriptor)
+    for descriptor in descriptors:
+        if not os.isatty(descriptor):
+            os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def open_missing_output() -> None:
+    """Let /dev/null stand for descriptors that the program was started without (`>&-`): the next file that is opened
+    would get their numbers, and what is written to them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
 
 
 @surviving_closed_output()

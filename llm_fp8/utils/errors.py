@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llm_fp8.utils.console import closed_outputs, discard_closed_output
+from llm_fp8.utils.console import closed_outputs, discard_output, open_missing_output
 from llm_fp8.utils.ranks import first_to_say
 
 EXIT_FAILED_CHECK = 1
@@ -165,6 +165,7 @@ def run_script(main: Callable[[], int]) -> None:
     one process of the launch, and code 2, or 1 for a `FailedCheck`; on Ctrl-C with 130; on a closed pipe (`| head`)
     with 141. `main` imports what it needs, so that a missing package is such an error.
     """
+    open_missing_output()
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -187,5 +188,5 @@ def run_script(main: Callable[[], int]) -> None:
     if last_words:
         with contextlib.suppress(OSError):  # nobody may read them
             print(last_words, file=sys.stderr, flush=True)
-    discard_closed_output()
+    discard_output(closed_outputs())
     sys.exit(code)

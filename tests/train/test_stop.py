@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.train import loop as loop_module
+from llm_fp8.train import plan as plan_module
 from llm_fp8.train.graceful_stop import SIGNALS, GracefulStop
 from llm_fp8.train.run_dir import explained_failures
 from llm_fp8.utils.errors import UserError, reading
@@ -90,6 +91,19 @@ def test_the_loss_of_the_terminal_or_reader_lets_the_run_save(tmp_path, options,
     assert exit_code(process) == 128 + signal.Signals[sent]
     assert summary_json(tmp_path / "run")["stopped_by"] == sent
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def _prints_to_a_full_disk() -> None:
+    _prints_to("/dev/full")
+    plan_module.print_line = lambda text: None  # before the training, where a full disk ends the program
+
+
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_ends_no_training(tmp_path, options):
+    process = start_training(
+        tmp_path / "log", *options, f"--output_dir={tmp_path / 'run'}", first=_prints_to_a_full_disk
+    )
+    assert exit_code(process) == 0 and len(steps(tmp_path / "run")) == 6
 
 
 @pytest.mark.slow
