@@ -7,10 +7,8 @@
       entry._module_info
     entry._unsharded_param                     the gathered weight and its .grad
     entry.unsharded_accumulated_grad           the fp32 gradient of the micro-batches before the last
-    what `forget_pass` sets                    a pass that ended in an error
 
-Without the first four (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate by
-themselves. FSDPModule.reset_iter_state (2.13) would wait for events of a capture.
+Without them (noticed by tests/distributed/test_wgrad_fusion_sharded.py) autograd and FSDP2 accumulate by themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from llm_fp8.distributed.wgrad_fusion import release_main_grad
 
@@ -34,48 +31,11 @@ def units_of(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
     """The sharded parameters of one unit, as their modules have them between steps, each with FSDP2's record of it."""
-    for group in _groups_of(unit._get_fsdp_state()):
+    state = unit._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         for entry in getattr(group, "fsdp_params", ()):
             if owner := getattr(entry, "_module_info", None):
                 yield getattr(owner.module, owner.param_name), entry
-
-
-def _groups_of(state: Any) -> Sequence[Any]:
-    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-
-
-def forget_pass(model: nn.Module) -> None:
-    """Let the next forward pass of `model` begin anew after one whose capture in a CUDA graph failed: nothing of it ran
-    or will run. Gathered weights and gradients are dropped.
-    """
-    for unit in units_of(model):
-        state: Any = unit._get_fsdp_state()
-        state._training_state = TrainingState.IDLE
-        for group in filter(None, _groups_of(state)):
-            for name in (
-                "_all_gather_result",
-                "_post_reduce_event",
-                "_all_reduce_state",
-                "_reshard_after_forward_event",
-            ):
-                setattr(group, name, None)
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-            group._to_sharded()
-            for entry in group.fsdp_params:
-                entry.unsharded_accumulated_grad = None
-                if (gathered := getattr(entry, "_unsharded_param", None)) is not None:
-                    gathered.grad = None
-        shared, streams = state._state_ctx, state._comm_ctx
-        shared.iter_forward_root = None
-        shared.post_backward_final_callback_queued = False
-        streams.all_gather_state = None
-        streams.post_forward_order.clear()
-        for name in ("reduce_scatter_states", "_last_post_reduce_events"):  # 2.13
-            getattr(streams, name, []).clear()
-        streams.reduce_scatter_state = None  # 2.11
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 class UnshardedGradients:

@@ -28,16 +28,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.distributed.fsdp_internals import forget_pass
 from llm_fp8.distributed.memory import RESERVE_GIB
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.utils.te_internals import forget_recomputation
-from llm_fp8.utils.torch_internals import end_capture_in_pool, local_of
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import local_of
 
 BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
 """Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
@@ -59,19 +58,10 @@ class Capture:
     def __call__(self, work: Callable[[], None]) -> Graph:
         """The kernels that `work` launches; they do not run yet."""
         gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                work()
-        except BaseException:  # torch and Transformer Engine do not restore these
-            torch.cuda.set_stream(stream)
-            end_capture_in_pool(self._pool)
-            random = torch.cuda.default_generators[torch.cuda.current_device()]
-            random.graphsafe_set_state(random.clone_state())  # the old one believes that it is being captured
-            forget_recomputation()
-            gc.collect()  # the pass's own nodes, which have the capture's stream
-            raise
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
         return graph.replay
 
     def begin_anew(self) -> None:
@@ -113,8 +103,6 @@ class MicroBatchGraphs:
         self._graphs: dict[Key, Graph] = {}
         self.are_dropped = False  # True: before eager passes, which have no memory beside them
         self.may_capture = True  # False: what has no graph yet runs eagerly
-        self.failure: str | None = None
-        """Why a graph could not be captured; from then on what has none runs eagerly."""
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
         """`RunMicroBatch` for a packed batch, on the host or the device. The loss, fp32, is overwritten by the next
@@ -146,10 +134,8 @@ class MicroBatchGraphs:
             self.make_room()
             return self._eager(batch, first, last)
         inputs, key = self._load(batch, bucket), (bucket, first, last)
-        if key not in self._graphs and key in self._seen and self.may_capture and self.failure is None:
-            graph, self.failure = self._try_to_capture(lambda: self._captured(inputs, first, last))
-            if graph is not None:
-                self._graphs[key] = graph
+        if key not in self._graphs and key in self._seen and self.may_capture:
+            self._graphs[key] = self._capture_or_explain(lambda: self._captured(inputs, first, last))
         if key in self._graphs:
             self._replay(self._graphs[key])
         else:
@@ -157,22 +143,19 @@ class MicroBatchGraphs:
             self._eager(inputs, first, last)
             self._seen.add(key)
 
-    def _try_to_capture(self, work: Callable[[], None]) -> tuple[Graph | None, str | None]:
-        """The graph of `work`, or why there is none."""
-        found: Graph | None = None
-        failures: list[str | None] = [None]
+    def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
+        """The graph of `work`. A capture that failed leaves the libraries in its middle: `UserError`, on every rank."""
+        graph, failures = None, list[str | None]([None])
         try:
-            found = self._capture(work)
+            graph = self._capture(work)
         except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
             failures = [str(error.__context__ or error).partition("\n")[0]]  # the first one; another ends the capture
-            self._forget_pass()
         if self._collective:
             failures = gathered(failures[0])
-        failure = next((each for each in failures if each is not None), None)
-        return (found, None) if failure is None else (None, failure)
-
-    def _forget_pass(self) -> None:
-        """Let the next pass begin anew after one whose capture failed."""
+        if (failure := next(filter(None, failures), None)) is not None or graph is None:
+            what = f"no CUDA graph of a micro-batch could be captured ({failure})"
+            raise UserError(f"{what}; add --no_cuda_graphs, and continue with --resume_from latest.")
+        return graph
 
     def _make_gradients(self) -> list[Tensor]:
         return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
@@ -214,15 +197,9 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        run: RunMicroBatch,
-        parameters: Sequence[Parameter],
-        capture: Capture,
-        after_each: Callable[[], None],
+        self, run: RunMicroBatch, parameters: Sequence[Parameter], capture: Capture, after_each: Callable[[], None]
     ) -> None:
         super().__init__(run, parameters, (), capture, after_each, collective=True)
-        self._model = model
 
     def make_room(self) -> None:
         super().make_room()
@@ -234,9 +211,6 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
 
     def _lend_gradients(self) -> None:
         """Eager passes let FSDP2 make them."""
-
-    def _forget_pass(self) -> None:
-        forget_pass(self._model)
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)

@@ -180,7 +180,7 @@ class TrainingLoop:
         assert not self.setup.training_model.coefficients, "graphs have the sum of the losses alone"
         graphs: MicroBatchGraphs
         if sharded:
-            graphs = ShardedMicroBatchGraphs(self.model, run, self._parameters, capture, update)
+            graphs = ShardedMicroBatchGraphs(run, self._parameters, capture, update)
         else:
             assert self.strategy.wgrad_accumulation is not None
             overwritten = self.strategy.wgrad_accumulation.weights()
@@ -227,7 +227,6 @@ class TrainingLoop:
             saves = stopping or self._due(options.save_every or 0) or (logs and not done and self._checkpoint_due())
             if logs or evaluates or saves or done:
                 self.read_pending()
-                self._leave_failed_graphs()
             if logs and self._may_take_graphs and self.results.recorded and self.step > self.profile_step:
                 self._take_graphs_if_idle(self.results.recorded, len(batches))
                 stamp = self.restart_clocks()
@@ -400,12 +399,6 @@ class TrainingLoop:
     def _make_room(self) -> None:
         if self._graphs is not None:
             self._graphs.make_room()
-
-    def _leave_failed_graphs(self) -> None:
-        """Go on without graphs where one could not be captured, which ranks agreed on."""
-        if self._graphs is not None and (failure := self._graphs.failure):
-            self._graphs = None
-            self._note_graphs(f"WARNING: no CUDA graph could be captured ({failure}); none is used")
 
     @property
     def uses_graphs(self) -> bool:

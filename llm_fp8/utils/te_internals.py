@@ -7,8 +7,6 @@ layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu
 dot_product_attention._attention_backends              tests/tools/verify
 FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/distributed/test_micro_batch_graphs_gpu.py
 module._fp8_workspaces                                 tests/train/test_train_gpu.py
-activation_recompute_forward._is_first_fp8_module,
-  quantization_state.fp8_tensors_recompute_buffer      tests/distributed/test_modes_multi_gpu.py
 """
 
 from __future__ import annotations
@@ -70,16 +68,6 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
     """Free the fp8 casts of weights that modules keep."""
     for module in modules:
         module._fp8_workspaces.clear()
-
-
-def forget_recomputation() -> None:
-    """Drop the scales that Transformer Engine keeps for recomputations of passes that ended in an error."""
-    from transformer_engine.pytorch.distributed import activation_recompute_forward
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    activation_recompute_forward._is_first_fp8_module.clear()
-    for scales in FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer:
-        scales.clear()
 
 
 def would_lose_main_grad(module: Any) -> bool:

@@ -6,12 +6,10 @@
     nn.Module._non_persistent_buffers_set                 tests/models/test_weight_shards.py
     nn.Module._apply                                      tests/models/test_weight_shards.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
-    torch._C._cuda_endAllocateToPool, _cuda_releasePool   tests/distributed/test_micro_batch_graphs.py
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Iterable, Iterator
 
@@ -66,16 +64,6 @@ def give_memory_(tensor: Tensor) -> None:
     local = local_of(tensor)
     if local.untyped_storage().size() == 0:
         local.untyped_storage().resize_(local.numel() * local.element_size())
-
-
-def end_capture_in_pool(pool: tuple[int, int]) -> None:
-    """Let the allocator free memory again, that of `pool` too, after a capture of a CUDA graph that torch could not end
-    because an error came between the work of several streams.
-    """
-    device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # torch ended it
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
 
 
 def compile_without_ddp_cuts() -> None:

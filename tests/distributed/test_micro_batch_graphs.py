@@ -28,7 +28,6 @@ from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.utils.torch_internals import end_capture_in_pool
 from tests.support.batches import random_rows
 from tests.support.reference import NUM_STEPS, compare_with_reference
 from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
@@ -169,21 +168,6 @@ def test_eager_passes_drop_graphs_where_memory_is_short(monkeypatch):
     seen.graphs.make_room()
     seen.graphs.make_room()
     assert seen.capture.dropped_at == [1, 3, 4]
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_the_memory_of_a_capture_that_torch_could_not_end_is_released(ended, monkeypatch):
-    released = []
-
-    def end(device, pool):
-        if ended:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("torch._C._cuda_endAllocateToPool", end)
-    monkeypatch.setattr("torch._C._cuda_releasePool", lambda device, pool: released.append(pool))
-    end_capture_in_pool((0, 7))
-    assert released == ([] if ended else [(0, 7)])
 
 
 def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch):
