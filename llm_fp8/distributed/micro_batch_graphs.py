@@ -43,7 +43,7 @@ BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
 
 RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]
 """Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
-the step's first and last -> its loss, detached.
+the step's first and last -> its losses, detached.
 """
 Graph: TypeAlias = Callable[[], None]  # replays the kernels
 Key: TypeAlias = tuple[int, bool, bool]  # bucket, and whether the micro-batch is the first and the last of its step
@@ -97,7 +97,7 @@ class MicroBatchGraphs:
         self._summed = [g for p, g in zip(parameters, self._gradients, strict=False) if id(p) not in by_gemms]
         device = parameters[0].device
         self._num_supervised = torch.ones((), dtype=torch.int64, device=device)
-        self._loss = torch.zeros((), device=device)
+        self._losses: Tensor | None = None  # made by the first micro-batch, which is eager
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
@@ -105,7 +105,7 @@ class MicroBatchGraphs:
         self.may_capture = True  # False: what has no graph yet runs eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """`RunMicroBatch` for a packed batch, on the host or the device. The loss, fp32, is overwritten by the next
+        """`RunMicroBatch` for a packed batch, on the host or the device. The losses, fp32, are overwritten by the next
         call.
         """
         if first:
@@ -113,7 +113,8 @@ class MicroBatchGraphs:
         self._num_supervised.copy_(num_supervised)
         self._take(batch, first, last)
         self._after_each()
-        return self._loss
+        assert self._losses is not None
+        return self._losses
 
     def make_room(self) -> None:
         """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
@@ -169,15 +170,17 @@ class MicroBatchGraphs:
     def _eager(self, batch: Batch, first: bool, last: bool) -> None:
         if first and self._summed:  # begin the gradients anew
             torch._foreach_zero_(self._summed)
-        # TE decoders have no auxiliary losses.
-        self._loss.copy_(self._run(batch, self._num_supervised, first, last).sum())
+        losses = self._run(batch, self._num_supervised, first, last)
+        if self._losses is None:
+            self._losses = torch.empty_like(losses)
+        self._losses.copy_(losses)
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
         """Copy a batch into the fixed tensors of its bucket; returns these."""
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         documents = tensors.pop("cu_seqlens")
         if bucket not in self._inputs:
-            device = self._loss.device
+            device = self._num_supervised.device
             fixed = {name: torch.empty_like(value, device=device) for name, value in tensors.items()}
             fixed["cu_seqlens"] = documents.new_empty(bucket + 1, device=device)
             self._inputs[bucket] = dataclasses.replace(batch, **fixed)  # type: ignore[arg-type]
@@ -197,7 +200,11 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
     """
 
     def __init__(
-        self, run: RunMicroBatch, parameters: Sequence[Parameter], capture: Capture, after_each: Callable[[], None]
+        self,
+        run: RunMicroBatch,
+        parameters: Sequence[Parameter],
+        capture: Capture,
+        after_each: Callable[[], None],
     ) -> None:
         super().__init__(run, parameters, (), capture, after_each, collective=True)
 

@@ -79,6 +79,11 @@ class TrainingModel(nn.Module):
         return loss_sum, {ROUTER_LOSS: self.router_loss(logits, batch)}
 
     @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The names of what `forward` returns, in its order."""
+        return ("loss", *self.coefficients)
+
+    @property
     def coefficients(self) -> dict[str, float]:
         """Name of each auxiliary loss -> its weight, by which `forward` has multiplied it."""
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,10 @@ class StepTokens:
     num_real_tokens: int
     num_supervised_tokens: int
     sum_squared_lengths: int  # over documents; for unpacked sequences of S positions `num_tokens * S`
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:

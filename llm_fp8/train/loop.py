@@ -74,17 +74,16 @@ class StepClock:
 
 
 @dataclass(frozen=True)
-class PendingStep:
-    """An optimizer step whose loss, norm and token counts are still on the device."""
+class StepResult:
+    """An optimizer step. `values` has what it computed on the device, 0-dim tensors by name: the keys of `METRICS`, and
+    the token counts of all ranks by the names of `StepTokens`.
+    """
 
     step: int
     epoch: float
     learning_rate: float
-    losses: Tensor  # cross entropy and auxiliary losses
-    own_losses: Tensor  # this rank's share of the sums
-    grad_norm: Tensor
-    tokens: Tensor
-    """int64 [4]: all, real and supervised tokens and the sum of squared document lengths, over all ranks."""
+    values: dict[str, Tensor]
+    rank_loss: Tensor  # this rank's part of the training loss
     row_ids: tuple[int, ...]
     start: Any
     end: Any
@@ -143,7 +142,7 @@ class TrainingLoop:
         self._size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
         self._peak = device_peak_tflops(plan.device)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._pending: list[PendingStep] = []
+        self._pending: list[StepResult] = []
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._graphs_drop = False  # whether eager passes have no memory beside graphs
         self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
@@ -177,7 +176,6 @@ class TrainingLoop:
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
-        assert not self.setup.training_model.coefficients, "graphs have the sum of the losses alone"
         graphs: MicroBatchGraphs
         if sharded:
             graphs = ShardedMicroBatchGraphs(run, self._parameters, capture, update)
@@ -252,7 +250,8 @@ class TrainingLoop:
         on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
         tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
         num_supervised = tokens[2].clamp(min=1)
-        losses = torch.zeros(1 + len(self.setup.training_model.coefficients), device=device)
+        loss_names = self.setup.training_model.loss_names
+        losses = torch.zeros(len(loss_names), device=device)
         # The other micro-batches reuse the weight casts of the first.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
         graphs = None if strategy.shards_parameters and len(batches) > 1 else self._graphs
@@ -272,25 +271,17 @@ class TrainingLoop:
         self.scheduler.step()
         self.step += 1
         end = self._clock.stamp()
-        self._pending.append(
-            PendingStep(
-                step=self.step,
-                epoch=self.loader.epoch,
-                learning_rate=learning_rate,
-                losses=accelerator.reduce(losses.clone(), reduction="sum"),  # gloo reduces in place
-                own_losses=losses,
-                grad_norm=grad_norm,
-                tokens=tokens,
-                row_ids=tuple(row for batch in batches for row in batch.row_ids),
-                start=start,
-                end=end,
-            )
-        )
+        reduced = accelerator.reduce(losses.clone(), reduction="sum")  # gloo reduces in place
+        values = {**dict(zip(loss_names, reduced, strict=True)), "grad_norm": grad_norm}
+        values |= dict(zip(StepTokens.names(), tokens, strict=True))
+        rows = tuple(row for batch in batches for row in batch.row_ids)
+        done = (self.step, self.loader.epoch, learning_rate)
+        self._pending.append(StepResult(*done, values, losses.sum(), rows, start, end))
         return end
 
     def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
-        """Forward and backward of a micro-batch; its cross entropy and auxiliary losses (fp32 [1 + their number],
-        detached), parts of the step's means.
+        """Forward and backward of a micro-batch; its losses, parts of the step's means, in the order of
+        `TrainingModel.loss_names` (fp32, detached).
 
         `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce
         gradients.
@@ -322,35 +313,37 @@ class TrainingLoop:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        losses, grad_norms, counts = (
-            torch.stack([getattr(p, name) for p in pending]).tolist() for name in ("losses", "grad_norm", "tokens")
-        )
-        coefficients = self.setup.training_model.coefficients
-        memory = memory_metrics(self.accelerator.device)
+        device, coefficients = self.accelerator.device, self.setup.training_model.coefficients
+        # In fp64, which holds counts exactly. The host waits here alone.
+        on_device = [value.to(device, torch.float64) for result in pending for value in result.values.values()]
+        rows = torch.stack(on_device).view(len(pending), -1).tolist()
+        results = [
+            (result, dict(zip(result.values, row, strict=True))) for result, row in zip(pending, rows, strict=True)
+        ]
+        memory = memory_metrics(device)
         if memory and self.accelerator.num_processes > 1:
             memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
-        energy = self.energy.read({taken.step: count[0] for taken, count in zip(pending, counts, strict=True)})
+        energy = self.energy.read({result.step: int(values["num_tokens"]) for result, values in results})
         in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
         fp8 = in_fp8 and self.precision.plan.has_fp8_peak
-        for taken, (loss, *weighted), grad_norm, count in zip(pending, losses, grad_norms, counts, strict=True):
-            self._require_finite(taken, loss, grad_norm)
-            self.results.last_loss = loss
-            aux = {name: value / coefficients[name] for name, value in zip(coefficients, weighted, strict=True)}
-            tokens, seconds = StepTokens(*count), self._clock.seconds(taken.start, taken.end)
+        for result, values in results:
+            self._require_finite(result, values["loss"], values["grad_norm"])
+            self.results.last_loss = values["loss"]
+            tokens = StepTokens(*(int(values.pop(name)) for name in StepTokens.names()))
+            values |= {name: values[name] / factor for name, factor in coefficients.items()}
+            seconds = self._clock.seconds(result.start, result.end)
             self.tokens_seen += tokens.num_real_tokens
             self.results.clock.seconds.setdefault("first_step", seconds)
             record = {
-                "step": taken.step,
-                "epoch": taken.epoch,
+                "step": result.step,
+                "epoch": result.epoch,
                 "tokens_seen": self.tokens_seen,
-                "loss": loss,
-                **aux,
-                "grad_norm": grad_norm,
-                "learning_rate": taken.learning_rate,
+                **values,
+                "learning_rate": result.learning_rate,
                 **speed_metrics(tokens, seconds, self._size, num_processes, self._peak, fp8),
                 **memory,
                 **energy,
-                **self._profile_figures.pop(taken.step, {}),
+                **self._profile_figures.pop(result.step, {}),
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
             self.reporter.step(record)  # those before a non-finite one show what led to it
@@ -466,16 +459,15 @@ class TrainingLoop:
         )
         return bool(largest(self.accelerator.is_main_process and bool(is_due)))
 
-    def _require_finite(self, taken: PendingStep, loss: float, grad_norm: float) -> None:
+    def _require_finite(self, result: StepResult, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
         # Every rank is here: losses and norms are of all.
-        own = (self.accelerator.process_index, math.isfinite(taken.own_losses.sum().item()), taken.row_ids)
-        ranks = gathered(own)
+        ranks = gathered((self.accelerator.process_index, math.isfinite(result.rank_loss.item()), result.row_ids))
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise UserError(
-            f"step {taken.step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
+            f"step {result.step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
             "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )
