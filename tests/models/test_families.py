@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -15,12 +17,15 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
+from llm_fp8.data.pack import pack
 from llm_fp8.models.build import model_from_config
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.utils.errors import UserError
+from tests.support.batches import random_rows
+from tests.support.families import EXPERTS
 from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
-from tests.support.small import stored_weights, train
+from tests.support.small import stored_weights, tiny_config, train
 
 IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus")
 """One of each kind; all others are slow."""
@@ -139,3 +144,65 @@ def test_the_first_layer_of_each_kind_is_asked():
     mixing = hub_config("LFM2", layer_types=[*kinds[1:], "conv"], num_hidden_layers=4)
     with pytest.raises(UserError, match="drop --packing"):
         probe(PACKING, mixing, CPU, torch.float32)
+
+
+ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=4.0)
+ROPE |= dict(original_max_position_embeddings=64, long_mscale=1.3, short_mscale=1.1)
+LONG = dict(rope_parameters=ROPE, original_max_position_embeddings=64)
+PER_TYPE = dict(full_attention=ROPE, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.5)
+VARIANTS = {
+    "llama": LONG,
+    "phi3": LONG,
+    "phimoe": LONG | EXPERTS["phimoe"],
+    "gemma3_text": dict(head_dim=16, layer_types=[*PER_TYPE], sliding_window=8, rope_parameters=PER_TYPE),
+    "ministral3": dict(head_dim=16, rope_parameters=YARN),
+    "mixtral": EXPERTS["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
+    """On both sides of a length that changes its RoPE, and that of its routers, however batches are cut."""
+    hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
+    torch.manual_seed(0)
+    plain = model_from_config(copy.deepcopy(hf_config)).eval()
+    for parameter in plain.parameters():
+        parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # else attention is nearly uniform
+    model = TrainingModel(copy.deepcopy(plain), 0, torch.float32).train(kind == "mixtral")
+    short, both = random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0)
+    for chosen in (short, both):
+        ids = [torch.from_numpy(document.input_ids)[None] for document in chosen]
+        alone = [plain(input_ids=one, labels=one).loss * (one.numel() - 1) for one in ids]
+        cuts = [(Layout(size, 256, 2, packed=False), [[one] for one in chosen]) for size in (1, 4, 8)]
+        plans = {length: pack([one.numel() for one in ids], length) for length in (128, 512)}
+        cuts += [
+            (Layout(2, length, 2, packed=True), [[chosen[number] for number in plan[row]] for row in range(len(plan))])
+            for length, plan in plans.items()
+        ]
+        for layout, rows in cuts:
+            model.max_seq_length, losses = layout.max_seq_length, []
+            for start in range(0, len(rows), layout.batch_size):
+                loss, auxiliary = model(layout(rows[start : start + layout.batch_size]))
+                losses.append(loss + sum(auxiliary.values()))
+            torch.testing.assert_close(sum(losses), sum(alone), rtol=1e-5, atol=0)
+    assert probe(PACKING, hf_config, CPU, torch.float32) == "rows"
+    if ROPE in (hf_config.rope_parameters, hf_config.rope_parameters.get("full_attention")):
+        monkeypatch.setattr("llm_fp8.models.loss_model.choose_rope_by_document", lambda decoder: None)
+        for option, refusal in (("--packing", "drop --packing"), ("--no_packing", "padded")):
+            with pytest.raises(UserError, match=f"--model_name .*{refusal}"):
+                probe(parse_config([option]), hf_config, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "options", "refusal"),
+    [
+        (hub_config("Llama 4"), ["--packing", "--max_seq_length=8192"], "drop --packing"),  # scales by the row
+        (hub_config("Llama 4"), ["--packing", "--max_seq_length=4096"], None),  # from 8,192 tokens on
+        (hub_config("Llama 4"), ["--no_packing", "--max_seq_length=8192"], None),
+        (tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2), ["--no_packing"], "padded"),  # whose routers mix tokens
+    ],
+)
+def test_what_depends_on_the_rest_of_a_row_is_refused(hf_config, options, refusal):
+    with pytest.raises(UserError, match=f"--model_name .*{refusal}") if refusal else contextlib.nullcontext():
+        probe(parse_config(options), hf_config, CPU, torch.float32)
