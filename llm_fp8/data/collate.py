@@ -9,9 +9,9 @@ is the cross entropy of `logits` and `labels` position by position; Hugging Face
     attention_mask                    None; context parallelism: bool [1, T]         bool [B, S]
 
 The mask is true on documents' tokens. `cu_seqlens` says where each segment begins: a document, or the unused rest of a
-sequence of max_seq_length positions; in each `position_ids` start at 0, and those of a padded batch's padding are 0, so
-that they tell where each document begins and how long it is. Context parallelism over C ranks pads every
-document, inside its segment, to a multiple of 2 C: attention is causal, so no token of it sees the padding.
+sequence of max_seq_length positions; in each `position_ids` start at 0, and all of a padded batch's padding have 0.
+Context parallelism over C ranks pads every document, inside its segment, to a multiple of 2 C: attention is causal, so
+no token of it sees the padding.
 
 S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length.
 Where fewer than batch_size sequences are left, the missing ones are padding. In a padded batch their first position is

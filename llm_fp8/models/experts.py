@@ -71,11 +71,10 @@ def experts_per_token(hf_config: PretrainedConfig) -> int | None:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The load balancing loss of transformers, as it is for each document alone; DeepSeek-V3 (arXiv 2412.19437, eq. 17)
-    balances so too.
+    """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17).
 
-    It multiplies each expert's share of the choices by its mean probability, so that the loss of a whole micro-batch
-    would depend on how the batch is cut, and on padding.
+    It multiplies each expert's share of the choices by its mean probability: the loss of a whole micro-batch would
+    depend on how the batch is cut.
     """
 
     coefficient: float
@@ -86,20 +85,14 @@ class RouterLoss:
         [tokens, experts] of each layer.
         """
         document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
-
-        def per_document(values: Tensor) -> Tensor:
-            return torch.zeros_like(values).index_add(0, document, values)
-
-        choices: Any = 0.0
-        probabilities: Any = 0.0
+        sums: Any = 0.0  # over a document's tokens and the layers: choices and probabilities [2, tokens, experts]
         for logits in router_logits:
             scores = logits.softmax(-1).float()
             chosen = torch.zeros_like(scores).scatter(-1, scores.topk(self.per_token).indices, 1.0)
-            choices, probabilities = choices + per_document(chosen), probabilities + per_document(scores)
-        num_rows = (choices.sum(-1) / self.per_token).clamp_min(1)  # layers times tokens; 0 beyond the last document
-        losses = choices.shape[-1] * (choices * probabilities).sum(-1) / num_rows**2
-        supervised = per_document((batch.labels.flatten() != IGNORE_INDEX).float())
-        return self.coefficient * (losses * supervised).sum()
+            sums = sums + scores.new_zeros(2, *scores.shape).index_add(1, document, torch.stack((chosen, scores)))
+        num_rows = (sums[0].sum(-1) / self.per_token).clamp_min(1)  # tokens times layers
+        losses = sums.shape[-1] * sums.prod(0).sum(-1) / num_rows**2
+        return self.coefficient * (losses[document] * (batch.labels.flatten() != IGNORE_INDEX)).sum()
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
@@ -110,12 +103,12 @@ def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
-    arguments = inspect.signature(function).parameters if function else ()
+    arguments = list(inspect.signature(function).parameters) if function else []
     if not getattr(decoder, "output_router_logits", False):
         what = f"router_aux_loss_coef {coefficient:g} takes no effect, as in transformers"
         return None, f"{what}: the model's config has not output_router_logits" if coefficient else None
     per_token = experts_per_token(model.config)
-    if not coefficient or per_token is None or "top_k" not in list(arguments)[2:3]:  # Doge's differs
+    if not coefficient or per_token is None or "top_k" not in arguments[2:3]:  # Doge's differs
         return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
     what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss"
     return RouterLoss(coefficient, per_token), what

@@ -51,7 +51,10 @@ class TrainingModel(nn.Module):
         super().__init__()
         self.model = model
         self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
-        choose_rope_by_document(self._decoder[0])
+        module: Any
+        for module in self._decoder[0].modules():
+            if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # or it is done
+                wrap_forward(module, functools.partial(_rope_by_document, module.config.rope_parameters))
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
@@ -129,18 +132,10 @@ class TrainingModel(nn.Module):
         return output.last_hidden_state
 
 
-def choose_rope_by_document(decoder: nn.Module) -> None:
-    """Let every document have the longrope that it has alone; in transformers the longest one of a batch decides for
-    all. Other types depend on no length within `te_llama.num_positions`.
-    """
-    module: Any
-    for module in decoder.modules():
-        if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # or it is done
-            wrap_forward(module, functools.partial(_rope_by_document, module.config.rope_parameters))
-
-
 def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
-    """cos and sin [..., S, d] at `position_ids` [..., S]; a longest position beyond the limit makes them the long."""
+    """longrope's cos and sin [..., S, d] at `position_ids` [..., S], which each document has as alone; in transformers
+    the longest document of a batch decides for all. Other types depend on no length below `te_llama.num_positions`.
+    """
     of_type = {"layer_type": layer_type} if layer_type else {}
     limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)
     document = (position_ids == 0).cumsum(-1)

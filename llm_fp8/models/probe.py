@@ -2,10 +2,9 @@
 
 It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
 
-1. Two documents that are packed or padded must have the hidden states that each has alone. Attention that sees the
-   other one or the padding, a convolution or a recurrence that runs on from it, positions that do not start anew, or
-   what follows the longest of a batch are found out. The way of packing that keeps documents apart is the one that the
-   run takes (`loss_model.PackedForm`).
+1. Two documents that are packed or padded must have the hidden states that each has alone. Attention that sees more,
+   a convolution or a recurrence that runs on, or what the place in a row or the longest document decides are found
+   out. The way of packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
 2. transformers' logits must be those whose cross entropy the loss computes.
 3. There must be a backward pass: kernels may refuse theirs on a GPU that has the forward pass.
 """
@@ -35,7 +34,7 @@ from llm_fp8.utils.hf_internals import chosen_attention
 
 LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
 ROW = sum(LENGTHS) + 7  # of which the rest is unused
-SWITCHES = ("original_max_position_embeddings", "floor_scale")  # lengths that change how a document is computed
+SWITCHES = ("original_max_position_embeddings", "floor_scale")  # longer documents are computed otherwise
 MOST_LAYERS = 16
 VOCABULARY = 64
 WINDOW = 8  # sliding windows and chunks are this long, which a document must notice
@@ -49,13 +48,16 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
     dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
+    hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
+    for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
+        entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
         what = "text by a small model of this architecture"
         advice = "Correct its config.json, do as its kernels say or drop --packing, or take another model."
         with reading("--model_name", config.model.model_name, what, advice):
-            model = small_model(_with_short_switches(hf_config, config.data.max_seq_length), attention, device, dtype)
+            model = small_model(hf_config, attention, device, dtype)
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
             training_model = TrainingModel(model, ROW, dtype)
             alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
@@ -82,17 +84,8 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
                 return training_model.packed_form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     why = f" ({reasons[0]})" if reasons else ""
-    where, advice = ("packed sequence", "drop --packing") if config.packing else ("padded batch", "take another")
-    raise UserError(f"{flag}: {kind} does not keep the documents of a {where} apart{why}; {advice}.")
-
-
-def _with_short_switches(hf_config: PretrainedConfig, longest: int) -> PretrainedConfig:
-    """`hf_config` with those of `SWITCHES` that a document of `longest` tokens meets between `LENGTHS`."""
-    hf_config = copy.deepcopy(hf_config)
-    decoder = text_config(hf_config)
-    for entries in (vars(decoder), *te_llama.rope_tables(decoder)):
-        entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
-    return hf_config
+    advice = "drop --packing" if config.packing else "take another"
+    raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{why}; {advice}.")
 
 
 def small_model(

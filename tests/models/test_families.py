@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
-from llm_fp8.data.pack import pack
 from llm_fp8.models.build import model_from_config
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
@@ -148,17 +148,13 @@ def test_the_first_layer_of_each_kind_is_asked():
 
 ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=4.0)
 ROPE |= dict(original_max_position_embeddings=64, long_mscale=1.3, short_mscale=1.1)
-LONG = dict(rope_parameters=ROPE, original_max_position_embeddings=64)
-PER_TYPE = dict(full_attention=ROPE, sliding_attention=dict(rope_type="default", rope_theta=1e4))
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.5)
-VARIANTS = {
-    "llama": LONG,
-    "phi3": LONG,
-    "phimoe": LONG | EXPERTS["phimoe"],
-    "gemma3_text": dict(head_dim=16, layer_types=[*PER_TYPE], sliding_window=8, rope_parameters=PER_TYPE),
-    "ministral3": dict(head_dim=16, rope_parameters=YARN),
-    "mixtral": EXPERTS["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1),
-}
+LONG = dict(rope_parameters=ROPE, original_max_position_embeddings=64, head_dim=16)
+PER_TYPE = LONG | dict(rope_parameters={"full_attention": ROPE, "sliding_attention": YARN}, sliding_window=8)
+ROUTERS = EXPERTS["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1)
+VARIANTS = dict(llama=LONG, phi3=LONG, phimoe=LONG | EXPERTS["phimoe"], mixtral=ROUTERS)
+VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
+VARIANTS |= dict(gemma3_text=PER_TYPE | dict(layer_types=["sliding_attention", "full_attention"]))
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
@@ -170,39 +166,36 @@ def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
     for parameter in plain.parameters():
         parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # else attention is nearly uniform
     model = TrainingModel(copy.deepcopy(plain), 0, torch.float32).train(kind == "mixtral")
-    short, both = random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0)
-    for chosen in (short, both):
+    for chosen in random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0):
         ids = [torch.from_numpy(document.input_ids)[None] for document in chosen]
-        alone = [plain(input_ids=one, labels=one).loss * (one.numel() - 1) for one in ids]
-        cuts = [(Layout(size, 256, 2, packed=False), [[one] for one in chosen]) for size in (1, 4, 8)]
-        plans = {length: pack([one.numel() for one in ids], length) for length in (128, 512)}
-        cuts += [
-            (Layout(2, length, 2, packed=True), [[chosen[number] for number in plan[row]] for row in range(len(plan))])
-            for length, plan in plans.items()
-        ]
-        for layout, rows in cuts:
-            model.max_seq_length, losses = layout.max_seq_length, []
-            for start in range(0, len(rows), layout.batch_size):
-                loss, auxiliary = model(layout(rows[start : start + layout.batch_size]))
-                losses.append(loss + sum(auxiliary.values()))
-            torch.testing.assert_close(sum(losses), sum(alone), rtol=1e-5, atol=0)
+        alone = sum(plain(input_ids=one, labels=one).loss * (one.numel() - 1) for one in ids)
+        for size, length, packed in ((1, 256, False), (4, 256, False), (8, 256, False), (2, 128, True), (2, 512, True)):
+            layout, model.max_seq_length, total = Layout(size, length, 2, packed), length, torch.zeros(())
+            plan = layout.plan(np.array([one.numel() for one in ids]), np.arange(len(ids)))
+            rows = [[chosen[number] for number in plan[row]] for row in range(len(plan))]
+            for start in range(0, len(rows), size):
+                loss, auxiliary = model(layout(rows[start : start + size]))
+                total = total + loss + sum(auxiliary.values())
+            torch.testing.assert_close(total, alone, rtol=1e-5, atol=0)
     assert probe(PACKING, hf_config, CPU, torch.float32) == "rows"
-    if ROPE in (hf_config.rope_parameters, hf_config.rope_parameters.get("full_attention")):
-        monkeypatch.setattr("llm_fp8.models.loss_model.choose_rope_by_document", lambda decoder: None)
-        for option, refusal in (("--packing", "drop --packing"), ("--no_packing", "padded")):
-            with pytest.raises(UserError, match=f"--model_name .*{refusal}"):
-                probe(parse_config([option]), hf_config, CPU, torch.float32)
+    monkeypatch.setattr("llm_fp8.models.loss_model.wrap_forward", lambda *_: None)
+    for option in ("--packing", "--no_packing") if "longrope" in str(hf_config) else ():
+        with pytest.raises(UserError, match="--model_name .*apart"):
+            probe(parse_config([option]), hf_config, CPU, torch.float32)
+
+
+LLAMA4, DOGE = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
 
 
 @pytest.mark.parametrize(
-    ("hf_config", "options", "refusal"),
+    ("hf_config", "options", "refused"),
     [
-        (hub_config("Llama 4"), ["--packing", "--max_seq_length=8192"], "drop --packing"),  # scales by the row
-        (hub_config("Llama 4"), ["--packing", "--max_seq_length=4096"], None),  # from 8,192 tokens on
-        (hub_config("Llama 4"), ["--no_packing", "--max_seq_length=8192"], None),
-        (tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2), ["--no_packing"], "padded"),  # whose routers mix tokens
+        (LLAMA4, ["--packing", "--max_seq_length=8192"], True),  # scales by the place in a row, from 8,192 tokens on
+        (LLAMA4, ["--packing", "--max_seq_length=4096"], False),
+        (LLAMA4, ["--no_packing", "--max_seq_length=8192"], False),
+        (DOGE, ["--no_packing"], True),  # its routers mix the tokens of a batch
     ],
 )
-def test_what_depends_on_the_rest_of_a_row_is_refused(hf_config, options, refusal):
-    with pytest.raises(UserError, match=f"--model_name .*{refusal}") if refusal else contextlib.nullcontext():
+def test_what_depends_on_the_rest_of_a_row_is_refused(hf_config, options, refused):
+    with pytest.raises(UserError, match="--model_name .*apart") if refused else contextlib.nullcontext():
         probe(parse_config(options), hf_config, CPU, torch.float32)
