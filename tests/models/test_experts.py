@@ -22,7 +22,7 @@ from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
-from tests.support.small import CARD, records, steps, tiny_config, train, write_model
+from tests.support.small import CARD, records, steps, train, write_model
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
 QWEN3_30B |= dict(num_attention_heads=32, head_dim=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -126,20 +126,15 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(k
     experts = {"mixtral": "num_local_experts"}.get(kind, "num_experts")
     asked = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **asked, pad_token_id=0)).train()
-    rows = random_rows([[16], [9], [12]], 96, seed=0)
+    rows = random_rows([[12]] * 3, 96, seed=0)
     batch = Layout(4, 16, 0, packed)(rows)
-    ids = [torch.from_numpy(row[0].input_ids)[None] for row in rows]
-    plain = [model(input_ids=one, labels=one) for one in ids]
-    num = batch.num_supervised_tokens
-    aux_loss, loss = (
-        sum(out[key] * (one.numel() - 1) for out, one in zip(plain, ids, strict=True)) / num
-        for key in ("aux_loss", "loss")
-    )
+    plain = [model(input_ids=ids, labels=ids) for ids in torch.tensor([[row[0].input_ids.tolist()] for row in rows])]
+    loss, aux_loss = (torch.stack([output[name] for output in plain]).mean() for name in ("loss", "aux_loss"))
     wanted = torch.autograd.grad(loss, list(model.parameters()))
 
     if recompute:
         enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=False)
-    training_model = TrainingModel(model, 16, torch.float32).train()
+    training_model, num = TrainingModel(model, 16, torch.float32).train(), batch.num_supervised_tokens
     loss_sum, aux = training_model(batch)
     assert training_model.coefficients == {ROUTER_LOSS: 0.1}
     assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(aux_loss.item(), abs=1e-6)
@@ -154,10 +149,9 @@ def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
     model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02))
     training_model = TrainingModel(model, 16, torch.float32)
     assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
-    asking = model_on_meta(AutoConfig.for_model("glm4_moe", **TINY, n_routed_experts=8, output_router_logits=True))
-    doge = tiny_config("doge", is_moe=True, num_experts=16, output_router_logits=True)  # whose loss is another
-    for model in (asking, model_on_meta(doge)):
-        assert "WARNING" in str(TrainingModel(model, 16, torch.float32).router_note)
+    for kind, sizes in (("glm4_moe", dict(n_routed_experts=8)), ("doge", dict(is_moe=True, num_experts=16))):
+        asking = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True))
+        assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -25,7 +24,7 @@ from llm_fp8.utils.errors import UserError
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
-from tests.support.small import stored_weights, tiny_config, train
+from tests.support.small import LONGROPE, stored_weights, tiny_config, train
 
 IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus")
 """One of each kind; all others are slow."""
@@ -146,15 +145,13 @@ def test_the_first_layer_of_each_kind_is_asked():
         probe(PACKING, mixing, CPU, torch.float32)
 
 
-ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=4.0)
-ROPE |= dict(original_max_position_embeddings=64, long_mscale=1.3, short_mscale=1.1)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.5)
-LONG = dict(rope_parameters=ROPE, original_max_position_embeddings=64, head_dim=16)
-PER_TYPE = LONG | dict(rope_parameters={"full_attention": ROPE, "sliding_attention": YARN}, sliding_window=8)
+LONG = dict(rope_parameters=LONGROPE, original_max_position_embeddings=64, head_dim=16)
+WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+WINDOWS |= LONG | dict(rope_parameters={"full_attention": LONGROPE, "sliding_attention": YARN})
 ROUTERS = EXPERTS["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1)
-VARIANTS = dict(llama=LONG, phi3=LONG, phimoe=LONG | EXPERTS["phimoe"], mixtral=ROUTERS)
+VARIANTS = dict(llama=LONG, phi3=LONG, phimoe=LONG | EXPERTS["phimoe"], mixtral=ROUTERS, gemma3_text=WINDOWS)
 VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
-VARIANTS |= dict(gemma3_text=PER_TYPE | dict(layer_types=["sliding_attention", "full_attention"]))
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
@@ -184,18 +181,11 @@ def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
             probe(parse_config([option]), hf_config, CPU, torch.float32)
 
 
-LLAMA4, DOGE = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
-
-
-@pytest.mark.parametrize(
-    ("hf_config", "options", "refused"),
-    [
-        (LLAMA4, ["--packing", "--max_seq_length=8192"], True),  # scales by the place in a row, from 8,192 tokens on
-        (LLAMA4, ["--packing", "--max_seq_length=4096"], False),
-        (LLAMA4, ["--no_packing", "--max_seq_length=8192"], False),
-        (DOGE, ["--no_packing"], True),  # its routers mix the tokens of a batch
-    ],
-)
-def test_what_depends_on_the_rest_of_a_row_is_refused(hf_config, options, refused):
-    with pytest.raises(UserError, match="--model_name .*apart") if refused else contextlib.nullcontext():
-        probe(parse_config(options), hf_config, CPU, torch.float32)
+def test_what_depends_on_the_rest_of_a_row_or_a_batch_is_refused():
+    """Llama 4 scales by the place in a row from 8,192 tokens on; the routers of Doge mix the tokens of a batch."""
+    llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
+    assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
+    assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None
+    for options, hf_config in ((["--packing", "--max_seq_length=8192"], llama), (["--no_packing"], doge)):
+        with pytest.raises(UserError, match="--model_name .*apart"):
+            probe(parse_config(options), hf_config, CPU, torch.float32)
