@@ -110,5 +110,5 @@ def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
     per_token = experts_per_token(model.config)
     if not coefficient or per_token is None or "top_k" not in arguments[2:3]:  # Doge's differs
         return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
-    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss"
+    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss of each document"
     return RouterLoss(coefficient, per_token), what
