@@ -89,14 +89,20 @@ class Part:
 
 def num_positions(config: Any) -> int | None:
     """How many positions a language model's config allows: max_position_embeddings, or what RoPE's scaling makes of the
-    length before it (`factor` times), if that is more; None where it states no limit.
+    length before it (`factor` times), if that is more; None where it states no limit. A dynamic scaling allows no more:
+    its frequencies would depend on the longest sequence so far.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
-    given = getattr(config, "rope_parameters", None) or {}
-    scalings = [part for part in (given, *given.values()) if isinstance(part, dict) and part.get("factor")]
+    scalings = [part for part in rope_tables(config) if part.get("factor") and part.get("rope_type") != "dynamic"]
     if limit is None:
         return None
     return max(limit, *(int(s["factor"] * (s.get("original_max_position_embeddings") or limit)) for s in scalings), 0)
+
+
+def rope_tables(config: Any) -> list[dict[str, Any]]:
+    """The entries of a config on each of its RoPE tables: of all layers, or of a type of layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [part for part in (given, *given.values()) if isinstance(part, dict)]
 
 
 @dataclass(frozen=True)

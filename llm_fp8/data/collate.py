@@ -9,8 +9,9 @@ is the cross entropy of `logits` and `labels` position by position; Hugging Face
     attention_mask                    None; context parallelism: bool [1, T]         bool [B, S]
 
 The mask is true on documents' tokens. `cu_seqlens` says where each segment begins: a document, or the unused rest of a
-sequence of max_seq_length positions; in each `position_ids` start at 0. Context parallelism over C ranks pads every
-document, inside its segment, to a multiple of 2 C: attention is causal, so no token of it sees the padding.
+sequence of max_seq_length positions; in each `position_ids` start at 0, and all of a padded batch's padding have 0.
+Context parallelism over C ranks pads every document, inside its segment, to a multiple of 2 C: attention is causal, so
+no token of it sees the padding.
 
 S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length.
 Where fewer than batch_size sequences are left, the missing ones are padding. In a padded batch their first position is
@@ -133,6 +134,7 @@ class Layout:
             if bounds[-1] < (line + 1) * shape[1]:
                 bounds.append((line + 1) * shape[1])
         lengths = np.diff(bounds)
+        positions = (np.arange(ids.size) - np.repeat(bounds[:-1], lengths)) * (self.packed | real.ravel())
         mask = real.copy()
         if not self.packed and self.context_size == 1:  # else attention ignores the mask, which tells real tokens
             mask[len(sequences) :, 0] = True
@@ -140,7 +142,7 @@ class Layout:
         return Batch(
             input_ids=torch.from_numpy(ids).view(view),
             labels=torch.from_numpy(labels).view(view),
-            position_ids=torch.from_numpy(np.arange(ids.size) - np.repeat(bounds[:-1], lengths)).view(view),
+            position_ids=torch.from_numpy(positions).view(view),
             attention_mask=None if self.packed and self.context_size == 1 else torch.from_numpy(mask).view(view),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if self.packed else None,
             max_seqlen=shape[1],

@@ -10,11 +10,13 @@ tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 torchao's reache
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -69,24 +71,28 @@ def experts_per_token(hf_config: PretrainedConfig) -> int | None:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The load balancing loss of a model's routers, by transformers' own function for its family.
+    """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17).
 
-    It multiplies two means over the tokens of a micro-batch, each expert's share of the choices and its mean
-    probability, so it is not the same however a batch is cut: a step's is the mean over micro-batches and ranks,
-    weighted by supervised tokens. Padding is left out where a batch has a mask; the unused rest of packed rows counts.
+    It multiplies each expert's share of the choices by its mean probability: the loss of a whole micro-batch would
+    depend on how the batch is cut.
     """
 
     coefficient: float
-    function: Callable[..., Tensor]
     per_token: int
 
     def __call__(self, router_logits: Iterable[Tensor], batch: Batch) -> Tensor:
-        """Coefficient times loss times the supervised tokens of `batch` (fp32 scalar); `router_logits`: [tokens,
-        experts] of each layer.
+        """Coefficient times loss times supervised tokens, summed over documents (fp32 scalar); `router_logits`:
+        [tokens, experts] of each layer.
         """
-        logits = tuple(router_logits)
-        loss = self.function(logits, logits[0].shape[-1], self.per_token, batch.attention_mask)
-        return self.coefficient * loss * (batch.labels != IGNORE_INDEX).sum()
+        document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
+        sums: Any = 0.0  # over a document's tokens and the layers: choices and probabilities [2, tokens, experts]
+        for logits in router_logits:
+            scores = logits.softmax(-1).float()
+            chosen = torch.zeros_like(scores).scatter(-1, scores.topk(self.per_token).indices, 1.0)
+            sums = sums + scores.new_zeros(2, *scores.shape).index_add(1, document, torch.stack((chosen, scores)))
+        num_rows = (sums[0].sum(-1) / self.per_token).clamp_min(1)  # tokens times layers
+        losses = sums.shape[-1] * sums.prod(0).sum(-1) / num_rows**2
+        return self.coefficient * (losses[document] * (batch.labels.flatten() != IGNORE_INDEX)).sum()
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
@@ -97,11 +103,12 @@ def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    arguments = list(inspect.signature(function).parameters) if function else []
     if not getattr(decoder, "output_router_logits", False):
         what = f"router_aux_loss_coef {coefficient:g} takes no effect, as in transformers"
         return None, f"{what}: the model's config has not output_router_logits" if coefficient else None
     per_token = experts_per_token(model.config)
-    if not coefficient or function is None or per_token is None:
+    if not coefficient or per_token is None or "top_k" not in arguments[2:3]:  # Doge's differs
         return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
-    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss"
-    return RouterLoss(coefficient, function, per_token), what
+    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss of each document"
+    return RouterLoss(coefficient, per_token), what

@@ -6,6 +6,7 @@ The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import cap_
 from llm_fp8.models.build import decoder_layers, text_decoder
 from llm_fp8.models.experts import router_loss
+from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
@@ -49,6 +51,10 @@ class TrainingModel(nn.Module):
         super().__init__()
         self.model = model
         self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
+        module: Any
+        for module in self._decoder[0].modules():
+            if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # or it is done
+                wrap_forward(module, functools.partial(_rope_by_document, module.config.rope_parameters))
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
@@ -129,3 +135,17 @@ class TrainingModel(nn.Module):
         if self.router_loss is not None and self.training:
             self._router_logits = output.router_logits
         return output.last_hidden_state
+
+
+def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
+    """longrope's cos and sin [..., S, d] at `position_ids` [..., S], which each document has as alone; in transformers
+    the longest document of a batch decides for all. Other types depend on no length below `te_llama.num_positions`.
+    """
+    of_type = {"layer_type": layer_type} if layer_type else {}
+    limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)
+    document = (position_ids == 0).cumsum(-1)
+    last = F.pad(torch.zeros_like(position_ids), (0, 1)).scatter_reduce(-1, document, position_ids, "amax")
+    is_long = (last >= limit).gather(-1, document)[..., None]
+    short = forward(hidden, position_ids.clamp(max=limit - 1), **of_type)
+    long = forward(hidden, F.pad(position_ids, (1, 0), value=limit), **of_type)
+    return tuple(torch.where(is_long, b[..., 1:, :], a) for a, b in zip(short, long, strict=True))

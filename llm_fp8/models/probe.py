@@ -2,9 +2,9 @@
 
 It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
 
-1. Two documents that are packed must have the hidden states that each has alone. Attention that sees the other one,
-   a convolution or a recurrence that runs on from it, or positions that do not start anew are found out. The way of
-   packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
+1. Two documents that are packed or padded must have the hidden states that each has alone. Attention that sees more,
+   a convolution or a recurrence that runs on, or what the place in a row or the longest document decides are found
+   out. The way of packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
 2. transformers' logits must be those whose cross entropy the loss computes.
 3. There must be a backward pass: kernels may refuse theirs on a GPU that has the forward pass.
 """
@@ -12,6 +12,7 @@ It has the config's own layers, up to the first of each kind, with narrow MLPs, 
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+import te_llama
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
@@ -31,6 +33,8 @@ from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
 
 LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
+ROW = sum(LENGTHS) + 7  # of which the rest is unused
+SWITCHES = ("original_max_position_embeddings", "floor_scale")  # longer documents are computed otherwise
 MOST_LAYERS = 16
 VOCABULARY = 64
 WINDOW = 8  # sliding windows and chunks are this long, which a document must notice
@@ -39,44 +43,49 @@ LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of a token's relative dif
 
 def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
     """How packed documents are given to the model of `hf_config`; None without --packing. `dtype` is the run's compute
-    dtype. Raises `UserError` where every way mixes them, or where the loss would not be the model's.
+    dtype. Raises `UserError` where every way mixes them, or padding does, or where the loss would not be the model's.
     """
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
     dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
+    hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
+    for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
+        entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
-    documents = [torch.randint(VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
+    documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
         what = "text by a small model of this architecture"
         advice = "Correct its config.json, do as its kernels say or drop --packing, or take another model."
         with reading("--model_name", config.model.model_name, what, advice):
             model = small_model(hf_config, attention, device, dtype)
-            training_model = TrainingModel(model, sum(LENGTHS), dtype)
-            alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
+            training_model = TrainingModel(model, ROW, dtype)
+            alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
             with torch.enable_grad():  # flash-linear-attention refuses its own on some GPUs
                 _alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
         if difference := _differs(training_model.logits(alone[-1]), logits, dtype):
             words = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
             raise UserError(f"{flag} {words}; take another.")
-        if not config.packing:
-            return None
-        collate = Layout(1, sum(LENGTHS), pad_token_id=0, packed=True)
-        batch = collate([[Document(ids, ids > -1, row_id=0) for ids in documents]]).to(device)
-        for form in ("flash", "line") if attention == "flash_attention_2" else ("rows", "line"):
-            training_model.packed_form = form
+        rows = [[Document(ids, ids > -1, row_id=0)] for ids in documents]
+        forms: list[PackedForm | None] = [None]
+        if config.packing:
+            rows, alone = [[*rows[0], *rows[1]], rows[0]], [*alone, alone[0]]
+            forms = ["flash", "line"] if attention == "flash_attention_2" else ["rows", "line"]
+        batch = Layout(len(rows), ROW, pad_token_id=0, packed=config.packing)(rows).to(device)
+        for training_model.packed_form in forms:
             try:
-                packed = training_model.hidden(batch)
+                together = training_model.hidden(batch)[batch.input_ids != 0]
             except (ValueError, ImportError, RuntimeError) as error:  # what transformers says of a missing package
                 if is_out_of_memory(error):
                     raise
                 reasons.append(" ".join(str(error).split()))
                 continue
-            if not _differs(packed, torch.cat(alone, dim=1), dtype):
-                return form
+            if not _differs(together, torch.cat(alone, dim=1)[0], dtype):
+                return training_model.packed_form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     why = f" ({reasons[0]})" if reasons else ""
-    raise UserError(f"{flag}: {kind} does not keep the documents of a packed sequence apart{why}; drop --packing.")
+    advice = "drop --packing" if config.packing else "take another"
+    raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{why}; {advice}.")
 
 
 def small_model(

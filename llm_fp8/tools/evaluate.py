@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import os
 import sys
 import warnings
@@ -58,8 +59,7 @@ def data_options(options: argparse.Namespace) -> DataConfig:
         known = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in given else known
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
-    found = DataConfig(**{**recorded, **given, "packing": False})
-    return dataclasses.replace(found, batch_size=max(1, 2048 // found.max_seq_length))  # whose logits fit
+    return DataConfig(**{**recorded, **given, "packing": False, "batch_size": 1})
 
 
 def adapter_base(folder: str | Path) -> str | None:
@@ -124,6 +124,15 @@ def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> list[str]:
     """Greedy answers up to the first of the model's EOS tokens or the tokenizer's, without special tokens."""
+    from te_llama import rope_tables
+
+    tables = rope_tables(model.config.get_text_config(decoder=True))
+    tables = [table for table in tables if table.get("rope_type") in ("longrope", "dynamic")]
+    limit = min((table.get("original_max_position_embeddings", 0) for table in tables), default=math.inf)
+    if (
+        len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit
+    ):  # the longest would change the others' RoPE
+        return [generate(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
     named = model.generation_config.eos_token_id
@@ -136,14 +145,17 @@ def generate(
 
 
 def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Mean cross entropy over the supervised tokens of padded batches, and the number of these tokens."""
+    """Mean cross entropy over the supervised tokens of batches of one document, and the number of these tokens."""
     import torch
+
+    from llm_fp8.models.source import require_positions
 
     loss_sum, num_tokens = 0.0, 0
     for batch in batches:
-        with torch.no_grad():  # attention is causal, so no row sees its padding
-            logits = model(input_ids=batch.input_ids.to(model.device)).logits.flatten(0, 1).float()
-        labels = batch.labels.flatten().to(model.device)
+        ids, labels = (kind[0, : batch.num_real_tokens].to(model.device) for kind in (batch.input_ids, batch.labels))
+        require_positions(model.config, len(ids), f"{model.name_or_path}", "--max_seq_length")
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0].float()
         loss_sum += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         num_tokens += batch.num_supervised_tokens
     return loss_sum / num_tokens, num_tokens

@@ -46,7 +46,7 @@ def test_padded_layout() -> None:
     assert batch.attention_mask is not None and batch.attention_mask.dtype == torch.bool
     assert batch.attention_mask.sum(dim=1).tolist() == [130, 4, 1]
     assert batch.attention_mask[0, :130].all() and batch.attention_mask[1, :4].all() and batch.attention_mask[2, 0]
-    assert batch.position_ids.tolist() == [list(range(256))] * 3
+    assert batch.position_ids.tolist() == [[*range(n), *[0] * (256 - n)] for n in (130, 4, 0)]
     assert batch.labels[1, :5].tolist() == [IGNORE_INDEX, *rows[1][0].input_ids[2:], IGNORE_INDEX, IGNORE_INDEX]
     assert (batch.labels[2] == IGNORE_INDEX).all()
     assert (batch.max_seqlen, batch.num_tokens, batch.num_real_tokens) == (256, 768, 134)

@@ -215,6 +215,7 @@ def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
         ({"rope_type": "yarn", "factor": 4.0}, 512),
         ({"rope_type": "linear", "factor": 2.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
     ],
 )

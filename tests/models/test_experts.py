@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
-from llm_fp8.data.collate import Batch
+from llm_fp8.data.collate import Layout
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers, decoder_size, model_on_meta
 from llm_fp8.models.experts import expert_weights, routed_modules
@@ -20,6 +20,7 @@ from llm_fp8.models.loss_model import ROUTER_LOSS, TrainingModel
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
+from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.small import CARD, records, steps, train, write_model
 
@@ -118,29 +119,26 @@ def test_experts_with_fp32_weights_compute_in_bf16_and_get_fp32_gradients(kind, 
     assert all(weight is now for weight, now in zip(weights, expert_weights(experts), strict=True))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("recompute", "packed"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
-def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(kind, recompute):
+def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(kind, recompute, packed):
     torch.manual_seed(0)
     experts = {"mixtral": "num_local_experts"}.get(kind, "num_experts")
     asked = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **asked, pad_token_id=0)).train()
-    ids, lengths = torch.randint(1, 96, (3, 16)), torch.tensor([16, 9, 12])
-    mask = torch.arange(16) < lengths[:, None]
-    labels = ids.masked_fill(~mask, -100)
-    plain = model(input_ids=ids, attention_mask=mask.long(), labels=labels)
-    wanted = torch.autograd.grad(plain.loss, list(model.parameters()))
+    rows = random_rows([[12]] * 3, 96, seed=0)
+    batch = Layout(4, 16, 0, packed)(rows)
+    plain = [model(input_ids=ids, labels=ids) for ids in torch.tensor([[row[0].input_ids.tolist()] for row in rows])]
+    loss, aux_loss = (torch.stack([output[name] for output in plain]).mean() for name in ("loss", "aux_loss"))
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
 
     if recompute:
         enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=False)
-    training_model, num = TrainingModel(model, 16, torch.float32).train(), int((labels[:, 1:] != -100).sum())
-    shifted = torch.cat([labels[:, 1:], torch.full((3, 1), -100)], dim=1)
-    positions = torch.arange(16).expand(3, -1)
-    batch = Batch(ids, shifted, positions, mask, None, 16, 48, int(mask.sum()), num, 768, (0, 1, 2))
+    training_model, num = TrainingModel(model, 16, torch.float32).train(), batch.num_supervised_tokens
     loss_sum, aux = training_model(batch)
     assert training_model.coefficients == {ROUTER_LOSS: 0.1}
-    assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(plain.aux_loss.item(), abs=1e-6)
-    assert ((loss_sum + aux[ROUTER_LOSS]) / num).item() == pytest.approx(plain.loss.item(), abs=1e-5)
+    assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(aux_loss.item(), abs=1e-6)
+    assert ((loss_sum + aux[ROUTER_LOSS]) / num).item() == pytest.approx(loss.item(), abs=1e-5)
     found = torch.autograd.grad((loss_sum + aux[ROUTER_LOSS]) / num, list(model.parameters()))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
@@ -151,8 +149,9 @@ def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
     model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02))
     training_model = TrainingModel(model, 16, torch.float32)
     assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
-    asking = model_on_meta(AutoConfig.for_model("glm4_moe", **TINY, n_routed_experts=8, output_router_logits=True))
-    assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
+    for kind, sizes in (("glm4_moe", dict(n_routed_experts=8)), ("doge", dict(is_moe=True, num_experts=16))):
+        asking = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True))
+        assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
 
 
 @pytest.mark.parametrize(

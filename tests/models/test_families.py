@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,8 +21,10 @@ from llm_fp8.models.build import model_from_config
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.utils.errors import UserError
+from tests.support.batches import random_rows
+from tests.support.families import EXPERTS
 from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
-from tests.support.small import stored_weights, train
+from tests.support.small import LONGROPE, stored_weights, tiny_config, train
 
 IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus")
 """One of each kind; all others are slow."""
@@ -139,3 +143,49 @@ def test_the_first_layer_of_each_kind_is_asked():
     mixing = hub_config("LFM2", layer_types=[*kinds[1:], "conv"], num_hidden_layers=4)
     with pytest.raises(UserError, match="drop --packing"):
         probe(PACKING, mixing, CPU, torch.float32)
+
+
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.5)
+LONG = dict(rope_parameters=LONGROPE, original_max_position_embeddings=64, head_dim=16)
+WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+WINDOWS |= LONG | dict(rope_parameters={"full_attention": LONGROPE, "sliding_attention": YARN})
+ROUTERS = EXPERTS["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1)
+VARIANTS = dict(llama=LONG, phi3=LONG, phimoe=LONG | EXPERTS["phimoe"], mixtral=ROUTERS, gemma3_text=WINDOWS)
+VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
+    """On both sides of a length that changes its RoPE, and that of its routers, however batches are cut."""
+    hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
+    torch.manual_seed(0)
+    plain = model_from_config(copy.deepcopy(hf_config)).eval()
+    for parameter in plain.parameters():
+        parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # else attention is nearly uniform
+    model = TrainingModel(copy.deepcopy(plain), 0, torch.float32).train(kind == "mixtral")
+    for chosen in random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0):
+        ids = [torch.from_numpy(document.input_ids)[None] for document in chosen]
+        alone = sum(plain(input_ids=one, labels=one).loss * (one.numel() - 1) for one in ids)
+        for size, length, packed in ((1, 256, False), (4, 256, False), (8, 256, False), (2, 128, True), (2, 512, True)):
+            layout, model.max_seq_length, total = Layout(size, length, 2, packed), length, torch.zeros(())
+            plan = layout.plan(np.array([one.numel() for one in ids]), np.arange(len(ids)))
+            rows = [[chosen[number] for number in plan[row]] for row in range(len(plan))]
+            for start in range(0, len(rows), size):
+                loss, auxiliary = model(layout(rows[start : start + size]))
+                total = total + loss + sum(auxiliary.values())
+            torch.testing.assert_close(total, alone, rtol=1e-5, atol=0)
+    assert probe(PACKING, hf_config, CPU, torch.float32) == "rows"
+    monkeypatch.setattr("llm_fp8.models.loss_model.wrap_forward", lambda *_: None)
+    for option in ("--packing", "--no_packing") if "longrope" in str(hf_config) else ():
+        with pytest.raises(UserError, match="--model_name .*apart"):
+            probe(parse_config([option]), hf_config, CPU, torch.float32)
+
+
+def test_what_depends_on_the_rest_of_a_row_or_a_batch_is_refused():
+    """Llama 4 scales by the place in a row from 8,192 tokens on; the routers of Doge mix the tokens of a batch."""
+    llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
+    assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
+    assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None
+    for options, hf_config in ((["--packing", "--max_seq_length=8192"], llama), (["--no_packing"], doge)):
+        with pytest.raises(UserError, match="--model_name .*apart"):
+            probe(parse_config(options), hf_config, CPU, torch.float32)

@@ -22,6 +22,9 @@ from llm_fp8.train.loop import RunResults
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.json_files import read_jsonl
 
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=4.0)
+LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_mscale=1.3)
+
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
     """Two layers of width 32 with the embedded tokenizer's vocabulary."""
