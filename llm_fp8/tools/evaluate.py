@@ -129,9 +129,7 @@ def generate(
     tables = rope_tables(model.config.get_text_config(decoder=True))
     tables = [table for table in tables if table.get("rope_type") in ("longrope", "dynamic")]
     limit = min((table.get("original_max_position_embeddings", 0) for table in tables), default=math.inf)
-    if (
-        len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit
-    ):  # the longest would change the others' RoPE
+    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # the longest would decide for all
         return [generate(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
