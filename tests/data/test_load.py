@@ -124,8 +124,8 @@ def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.Mo
         card += "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
     Path("c", "README.md").write_text(f"---\nconfigs:\n{card}---\n")
     assert _read("c:main") == ROWS[:5] and _read("c:socratic", "test") == ROWS[6:]
-    shutil.copytree("c", "[c]")
-    assert _read("[c]:main") == ROWS[:5]
+    shutil.copytree("c", "[d]")
+    assert _read("[d]:main") == ROWS[:5]
     for name in ("c", "c:man"):
         with pytest.raises(UserError, match=f"--dataset_name {name}: .*main.*socratic"):
             open_source(name)
