@@ -93,6 +93,12 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
             raise UserError(str(error).replace("--dataset_name:", f"{flag} {name}:", 1)) from error
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # it says only that an error occurred
+        except Exception as error:
+            if isinstance(
+                error.__context__, KeyboardInterrupt
+            ):  # after Ctrl-C `datasets` waits for its workers in vain
+                raise error.__context__ from None
+            raise
 
 
 def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:
@@ -129,33 +135,34 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
         wanted, _, config = name.rpartition(":")
     path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).absolute()
     is_pattern = glob.has_magic(wanted) and not path.exists()
-    builder, found = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
+    builder, files = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
     kind, beginning = DATA_FILE.search(path.name), existing_part(path)
-    others = (file for _, _, files in os.walk(path) for file in files if not DATA_FILE.search(file))
+    others = (file for _, _, names in os.walk(path) for file in names if not DATA_FILE.search(file))
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
         if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-            builder, found = "arrow", {"train": _saved_files(path)}
+            builder, files = "arrow", {"train": _saved_files(path)}
         elif (path / "dataset_dict.json").is_file():
             splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-            builder, found = "arrow", {split: _saved_files(path / split) for split in splits}
+            builder, files = "arrow", {split: _saved_files(path / split) for split in splits}
         elif path.is_file() or is_pattern:
             if kind is None or kind[1] not in FILE_BUILDERS:
                 raise UserError(f"{flag} {name}: a file or pattern must end in one of {', '.join(FILE_BUILDERS)}.")
-            pattern = f"{glob.escape(str(beginning))}/{path.relative_to(beginning)}"
-            builder = FILE_BUILDERS[kind[1]]
-            found = {"train": resolve_pattern(pattern, "") if is_pattern else [str(path)]}
+            pattern = Path(glob.escape(str(beginning)), path.relative_to(beginning))
+            builder, files = FILE_BUILDERS[kind[1]], {"train": [str(pattern)]}
         elif not path.is_dir():
             if wanted[0] in "./~" or kind is not None or wanted.count("/") > 1:
                 raise UserError(f"{flag} {name}: no such file or folder, and a hub id is OWNER/NAME.")
         elif any(True for _ in itertools.islice(others, MOST_OTHER_FILES, None)):
             what = f"{name}: the folder holds more than {MOST_OTHER_FILES} files that are no data"
             raise UserError(f"{flag} {what}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
-        source = DatasetSource(name, builder, config=config, flag=flag, is_json=builder == "json")
-        if found:
-            return _of_files(source, found)
+        elif glob.has_magic(builder):
+            files = _patterns(path, config)
+        source = DatasetSource(name, builder, config=config, flag=flag)
+        if files:
+            return _of_builder(source, data_files=files)
         try:
-            return _of_builder(source, **(_patterns(path, config) if path.is_dir() and glob.has_magic(builder) else {}))
+            return _of_builder(source)
         except Exception:  # without the hub, what an earlier run or `hf download` left in its cache
             card = None if path.is_dir() else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
             if not isinstance(card, str):
@@ -167,30 +174,27 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
 
 def _saved_files(folder: Path) -> list[str]:
     """What `save_to_disk` wrote last; shards of an earlier dataset, and what `map` left, may lie beside it."""
-    return [str(folder / file["filename"]) for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+    names = [file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+    return DataFilesList([str(folder / name) for name in names], [])
 
 
-def _patterns(folder: Path, config: str | None) -> dict[str, Any]:
-    """What `datasets` is told of a folder whose path holds [, * or ?, and would be a pattern to it."""
+def _patterns(folder: Path, config: str | None) -> dict[str, list[str]]:
+    """The files of a folder as its card or `datasets` names them, to which a path with [, * or ? would be a pattern."""
     here, readme, card = glob.escape(str(folder.resolve())), folder / "README.md", MetadataConfigs()
     if readme.is_file():
         card = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
     of_card = card.get(config or card.get_default_config_name() or "", {}).get("data_files")
     patterns = sanitize_patterns(of_card or get_data_patterns(here))
-    return {"data_files": {split: [f"{here}/{each}" for each in names] for split, names in patterns.items()}}
+    return {split: [f"{here}/{name}" for name in names] for split, names in patterns.items()}
 
 
 def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
     """A dataset of the hub or a folder laid out like one, with the files of its splits as `datasets` finds them."""
     builder = datasets.load_dataset_builder(source.path, source.config, **options)
-    source = dataclasses.replace(source, is_json=builder.name == "json")
     if builder.config.data_files is None:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
-    return _of_files(source, {str(split): list(names) for split, names in builder.config.data_files.items()})
-
-
-def _of_files(source: DatasetSource, found: dict[str, list[str]]) -> DatasetSource:
+    found = {str(split): list(names) for split, names in builder.config.data_files.items()}
     files = {split: kept for split, names in found.items() if (kept := list(filter(DATA_FILE.search, names)))}
     if not files:
         raise FileNotFoundError("no file matches")
@@ -199,7 +203,7 @@ def _of_files(source: DatasetSource, found: dict[str, list[str]]) -> DatasetSour
         folder = glob.escape(str(Path(source.path).resolve()))
         others.update(filter(LIKE_DATA.search, resolve_pattern("**", folder)))
     left_out = tuple(sorted(Path(name).name for name in others.difference(*files.values())))
-    return dataclasses.replace(source, files=files, left_out=left_out)
+    return dataclasses.replace(source, files=files, is_json=builder.name == "json", left_out=left_out)
 
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
