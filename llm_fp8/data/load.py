@@ -49,8 +49,7 @@ VALIDATION_SPLIT = "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
 LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")
 """Names of data, compressed or not; names that are to be told where they are not read."""
-MOST_OTHER_FILES = 10_000
-"""Files beside those of data in a folder that is searched: `datasets` lists 1,000 a second."""
+MOST_OTHER_FILES = 10_000  # beside those of data in a folder: `datasets` lists 1,000 a second
 FIRST_ROWS = 1000
 """Rows of a JSON file whose columns decide how the file is read."""
 
@@ -94,10 +93,8 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # it says only that an error occurred
         except Exception as error:
-            if isinstance(
-                error.__context__, KeyboardInterrupt
-            ):  # after Ctrl-C `datasets` waits for its workers in vain
-                raise error.__context__ from None
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None  # after it `datasets` waits for its workers, in vain
             raise
 
 
