@@ -11,7 +11,8 @@ show cannot be supervised, and is counted with what else of a row is not used; w
 row is refused.
 
 A document is tokenised as one text, so that the prompt's tokens are those that generation starts from. Where a token
-would straddle the beginning of a supervised range, both sides are tokenised separately.
+would straddle an end of a supervised range, what follows is tokenised as a continuation: without the word mark or the
+space that Llama 2's and Mistral's tokenizers put before every text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ PLAIN_TURN = "{role}:\n"
 """Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
 """Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 """Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -94,7 +95,7 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         with suppress(UserError):  # a template that refuses this may take others
             after = _render(tokenizer, Conversation(turns))[0].rpartition(answer)[2].lstrip()
-            ending = [i for i in _tokenise([after], tokenizer)[0][:1] if i in tokenizer.added_tokens_decoder]
+            ending = [i for i in _continue(answer, after, tokenizer)[:1] if i in tokenizer.added_tokens_decoder]
     eos = (*ending, tokenizer.eos_token_id)[0]
     if not isinstance(eos, int):
         raise UserError("--model_name: the tokenizer has no EOS token, so the model could not learn to stop.")
@@ -314,25 +315,34 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
+def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of `text` as the rest of a document that begins with `before`: those that follow a character whose own
+    tokens end where `text` begins. It is the last of `before`, where that one's do, as some mark the rest of a word.
+    """
+    for anchor in (before[-1], *"0a\n."):
+        alone, both = _tokenise([anchor, anchor + text], tokenizer)
+        if alone and both[: len(alone)] == alone:
+            return both[len(alone) :]
+    return _tokenise([text], tokenizer)[0]
+
+
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    texts = [text for item in rendered for text in (item.text, *(item.text[:cut] for cut in item.cuts()))]
+    texts = [item.text[:end] for item in rendered for end in (*item.cuts(), len(item.text))]
     tokens, bos = iter(_tokenise(texts, tokenizer)), tokenizer.bos_token_id
     added_bos = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
     encoded: list[Encoded] = []
     for item in rendered:
-        cuts, ids = item.cuts(), next(tokens)
-        prefixes = [next(tokens) for _ in cuts]
-        if all(ids[: len(prefix)] == prefix for prefix in prefixes):
-            ends = [*map(len, prefixes), len(ids)]
-        else:
-            bounds = [0, *cuts, len(item.text)]
-            pieces = _tokenise([item.text[a:b] for a, b in pairwise(bounds)], tokenizer)
-            ids = [token for piece in pieces for token in piece]
-            ends = list(accumulate(map(len, pieces)))
-        supervised: list[bool] = []
-        for cut, end in zip([0, *cuts], ends, strict=True):
-            inside = any(start <= cut < stop for start, stop in item.spans)
-            supervised += [inside] * (end - len(supervised))
+        text, ids, supervised = item.text, list[int](), list[bool]()
+        begin, head = 0, ids  # where the text that is tokenised as one begins, and the tokens before it
+        for start, end in pairwise((0, *item.cuts(), len(text))):
+            whole = next(tokens)
+            whole = whole if begin == 0 else head + _continue(text[:begin], text[begin:end], tokenizer)
+            if whole[: len(ids)] != ids:
+                begin, head = start, ids
+                whole = ids + _continue(text[:start], text[start:end], tokenizer)
+            ids = whole
+            inside = any(first <= start < stop for first, stop in item.spans)
+            supervised += [inside] * (len(ids) - len(supervised))
         if not item.from_template and ids[:1] != added_bos:
             ids, supervised = added_bos + ids, [False] * len(added_bos) + supervised
         encoded.append(Encoded(ids, supervised))

@@ -29,6 +29,7 @@ class JsonRows(ArrowBasedBuilder):
         return DatasetInfo(features=Features({ROW: Value("string")}))
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
+        dl_manager.download_config.extract_on_the_fly = True  # a copy would be known by its path alone
         found = dl_manager.download_and_extract(self.config.data_files).items()
         parts = {split: [file for place in places for file in dl_manager.iter_files(place)] for split, places in found}
         return [SplitGenerator(name=split, gen_kwargs={"files": files}) for split, files in parts.items()]

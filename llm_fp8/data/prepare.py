@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -255,10 +254,12 @@ class _Job:
 
     def describe(self, report: DataReport, example: Document, taken: Sequence[str]) -> str:
         """Lines to print; `taken` says how much of each dataset is trained on."""
-        sample, pairs = "", zip(example.input_ids.tolist(), example.supervised, strict=True)
-        for supervised, run in groupby(pairs, key=itemgetter(1)):
-            piece = str(self.tokenizer.decode([token for token, _ in run]))
-            sample += f">>>{piece}<<<" if supervised else piece
+        ids, sample, end, shown = example.input_ids.tolist(), "", 0, 0
+        for supervised, run in groupby(example.supervised):
+            end += len(list(run))
+            # From the first token: a part alone loses its first space.
+            text = str(self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+            sample, shown = sample + (f">>>{text[shown:]}<<<" if supervised else text[shown:]), len(text)
         kind = "packed" if self.config.packing else "padded"
         evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)
         lines = [

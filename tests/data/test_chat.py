@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from llm_fp8.config.options import COLUMN_NAMES
+from llm_fp8.config.parser import parse_config
 from llm_fp8.data.chat import PROMPT_FORM, Encoded, encode_batch
 from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.data.prepare import prepare_data
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, conversation_of, detect_columns
 from llm_fp8.utils.errors import UserError
 
@@ -60,9 +64,8 @@ def test_columns() -> None:
     assert form_of("generated_solution problem text") == "problem_solution"
     assert form_of("instruction input output text") == "alpaca"
     assert form_of("messages text", ["text"]) == "text", "what --columns names comes first"
-    for columns, mapped in (("question answer", []), ("input answer text", ["input"])):
-        with pytest.raises(UserError, match=r"columns .*answer.*understood are: problem \+ generated_solution;"):
-            form_of(columns, mapped)
+    with pytest.raises(UserError, match=r"columns .*answer.*understood are: problem \+ .* Use --columns\.$"):
+        form_of("input answer text", ["input"])
     assert {name for each in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in each} == set(COLUMN_NAMES)
 
 
@@ -111,16 +114,34 @@ def test_bos_and_eos_are_not_doubled() -> None:
         encode_batch([], "problem_solution", tokenizer)
 
 
-def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
-    """As Llama 2's and Mistral's do: pieces alone tokenise unlike the whole."""
-    backend = Tokenizer(models.BPE(unk_token="<unk>"))
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    backend.train_from_iterator([PROMPT_FORM, *PROBLEM.values()] * 5, trainer)
+BPE, METASPACE, NFC = (models.BPE, trainers.BpeTrainer), pre_tokenizers.Metaspace, normalizers.NFC()
+MARKS: dict[str, tuple[Any, ...]] = {
+    "prepended": (*BPE, normalizers.Prepend("▁"), METASPACE("▁", "never"), decoders.Metaspace()),
+    "first": (*BPE, NFC, METASPACE("▁", "first"), decoders.Metaspace()),
+    "always": (*BPE, NFC, METASPACE("▁", "always"), decoders.Metaspace()),
+    "space": (*BPE, NFC, pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
+    "##": (models.WordPiece, trainers.WordPieceTrainer, NFC, METASPACE("▁", "never"), decoders.WordPiece()),
+}
+"""What a tokenizer does to the beginning of a text, as Llama 2's, Mistral's and others do, or inside a word."""
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_part_of_a_text_has_no_mark_of_its_own(mark: str, tmp_path: Path) -> None:
+    model, trainer, normalizer, pieces, decoder = MARKS[mark]
+    backend = Tokenizer(model(unk_token="<unk>"))
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pieces, decoder
+    how = trainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator([PROMPT_FORM, *PROBLEM.values()] * 5, how)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     whole = tokenizer("Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.")["input_ids"]
     assert _encode(PROBLEM, tokenizer).input_ids == [*whole, tokenizer.eos_token_id]
     assert all(_encode(PROBLEM, tokenizer, train_on_prompt=True).supervised)
-    assert _supervised(PROBLEM, tokenizer) == ["7 * 8 = 56\nThe answer is \\boxed{56}.</s>"]
+    ids, supervised = _encode({"prompt": "The ans", "completion": "wer is 56"}, tokenizer)
+    prompt = tokenizer("The ans")["input_ids"]
+    assert ids[: supervised.index(True)] == prompt
+    assert str(tokenizer.decode(ids[:-1])).replace("▁", " ").split() == ["The", "answer", "is", "56"]
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "The answer", "completion": " is"}\n{"prompt": "The ans", "completion": "wer is 56"}\n')
+    options = ["--dataset_name", str(file), "--validation_fraction", "0", "--max_seq_length", "16"]
+    told = prepare_data(parse_config(options), tokenizer).description
+    assert re.search(">>> +is", told.replace("▁", " ")), "the sample has the space that is trained"

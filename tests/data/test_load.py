@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
 from llm_fp8.data.json_rows import ROW, read_row
-from llm_fp8.data.load import DEFAULT_SPLITS, find_splits, load_split, open_source
+from llm_fp8.data.load import DEFAULT_SPLITS, MOST_OTHER_FILES, find_splits, load_split, open_source
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
 
@@ -31,16 +33,19 @@ def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
 
 
 def test_files(tmp_path: Path) -> None:
-    dataset = Dataset.from_list(ROWS)
-    dataset.to_parquet(tmp_path / "a.parquet")
-    dataset.to_csv(tmp_path / "a.csv")
-    write_jsonl(tmp_path / "a.jsonl", ROWS)
-    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    for name in ("a.parquet", "a.csv", "a.jsonl", "a.json", "b.jsonl.gz"):
-        assert _read(tmp_path / name) == ROWS, name
+    for first in "pq":  # other rows in files of the same name, size and time, as `cp -p` and `rsync -t` leave them
+        rows = [{**row, "problem": f"{first}{i}"} for i, row in enumerate(ROWS)]
+        dataset = Dataset.from_list(rows)
+        dataset.to_parquet(tmp_path / "a.parquet")
+        dataset.to_csv(tmp_path / "a.csv")
+        write_jsonl(tmp_path / "a.jsonl", rows)
+        (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+        (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+        for name in ("a.parquet", "a.csv", "a.jsonl", "a.json", "b.jsonl.gz"):
+            os.utime(tmp_path / name, (0, 0))
+            assert _read(tmp_path / name) == rows, name
     dataset.to_pandas().to_csv(tmp_path / "index.csv")
-    assert _read(tmp_path / "index.csv") == [{"Unnamed: 0": str(i), **row} for i, row in enumerate(ROWS)]
+    assert _read(tmp_path / "index.csv") == [{"Unnamed: 0": str(i), **row} for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("name", ["train.csv", "train.tsv", "train.csv.gz"])
@@ -84,8 +89,12 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read("hub") == _read("./hub") == ROWS and _read("hub", "validation") == ROWS[:2]
     Path("hub", "data", "validation-00000-of-00001.jsonl").write_text('{"problem": "broken\n')
     assert _read("hub") == ROWS, "only the files of the split are read"
-    Dataset.from_list(ROWS).save_to_disk("one")
-    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}).save_to_disk("two")
+    shutil.copytree("hub", "[hub]*")
+    assert _read("[hub]*") == _read("[hub]*/data/train-?????-of-*.jsonl") == ROWS
+    for split, number in (("old", 3), ("test", 1)):  # each over what was saved there before
+        Dataset.from_list(ROWS * number).save_to_disk("one", num_shards=number)
+        DatasetDict({"train": Dataset.from_list(ROWS), split: Dataset.from_list(ROWS[:1])}).save_to_disk("two")
+    assert list(open_source("two").files) == ["train", "test"]
     datasets.load_from_disk("one").map(lambda row: {"problem": "cached"})  # leaves a file beside the others
     assert _read("one") == ROWS and _read("two", "test") == ROWS[:1]
     assert len(_read("embedded", "validation")) == 300
@@ -115,6 +124,8 @@ def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.Mo
         card += "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
     Path("c", "README.md").write_text(f"---\nconfigs:\n{card}---\n")
     assert _read("c:main") == ROWS[:5] and _read("c:socratic", "test") == ROWS[6:]
+    shutil.copytree("c", "[d]")
+    assert _read("[d]:main") == ROWS[:5]
     for name in ("c", "c:man"):
         with pytest.raises(UserError, match=f"--dataset_name {name}: .*main.*socratic"):
             open_source(name)
@@ -148,6 +159,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "card").mkdir()
     write_jsonl(tmp_path / "card" / "train.jsonl", ROWS)
     (tmp_path / "card" / "README.md").write_text("---\nconfigs: 3\n---\n")
+    (tmp_path / "home").mkdir()
+    for number in range(MOST_OTHER_FILES + 1):
+        (tmp_path / "home" / f"{number}.py").touch()
+    with pytest.raises(UserError, match=r"--dataset_name .*home: the folder holds more than"):
+        open_source(str(tmp_path / "home"))
     names = ("/no/such/folder", "./here", "missing.jsonl", "some/where/deep", "nobody/nothing")  # HF_HUB_OFFLINE=1
     for name in (*names, str(tmp_path / "a.txt"), str(tmp_path / "empty"), str(tmp_path / "card")):
         with pytest.raises(UserError, match=f"--dataset_name {name}"):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llm_fp8.data import tokenise as module
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader
+from tests.support.small import write_jsonl
 
 OPTIONS = TokeniseOptions("problem_solution", max_seq_length=64)
 ROWS = [
@@ -110,3 +116,16 @@ def test_documents_are_those_of_the_rows_wherever_they_lie(
             row = one[index]
             assert (document.input_ids.tolist(), document.supervised.tolist()) == (row["input_ids"], row["supervised"])
             assert document.row_id == row["row_id"] == index
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_several_processes_tokenise(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "a.jsonl", ROWS * 20_000)
+    command = [sys.executable, "train_fp8.py", "--dry_run", "--random_init", f"--dataset_name={rows}"]
+    how: dict[str, Any] = {"env": {**os.environ, "HF_DATASETS_CACHE": str(tmp_path)}, "start_new_session": True}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
+    while not any((tmp_path / "llm_fp8").glob("*")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1].endswith("interrupted\n") and process.returncode == 130
