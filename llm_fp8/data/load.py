@@ -92,10 +92,6 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
             raise UserError(str(error).replace("--dataset_name:", f"{flag} {name}:", 1)) from error
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # it says only that an error occurred
-        except Exception as error:
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None  # after it `datasets` waits for its workers, in vain
-            raise
 
 
 def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:

@@ -71,7 +71,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def lost_worker(error: BaseException) -> str | None:
     """The sentence for an error by which `datasets` tells that a process of its own is gone; None for another error."""
-    if isinstance(error, RuntimeError) and "abruptly died" in str(error):
+    if "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context":
         return (
             "a process that reads or tokenises the data was killed, as Linux does when memory runs out: free memory, "
             "or start fewer of them (taskset -c 0-3 python ...)"
