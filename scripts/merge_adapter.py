@@ -36,6 +36,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading these.
     from llm_fp8.models.export import export_hf
+    from llm_fp8.models.lora import merged_by_peft
     from llm_fp8.models.side_files import Origin
     from llm_fp8.tools.evaluate import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
@@ -46,7 +47,7 @@ def main() -> int:
         raise UserError(f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give its folder.")
     if options.output.exists():
         raise UserError(f"--output {options.output} exists already; give a new folder.")
-    model = load_exported(options.adapter, base, "auto")
+    model = merged_by_peft(load_exported(base, None, "auto"), options.adapter, "--adapter")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
     ends: Any = None
     if (options.adapter / "generation_config.json").is_file():  # else the adapter does not tell what was trained

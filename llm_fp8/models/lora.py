@@ -16,7 +16,9 @@ from __future__ import annotations
 import functools
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +30,9 @@ import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
 from llm_fp8.models.build import decoder_layers, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.source import text_config
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from te_llama import Part
@@ -282,6 +285,35 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
         return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
+
+
+def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
+    """`model` with the PEFT adapter in `folder`, of any kind, in its weights. Raises `UserError`, which names `flag`,
+    where the adapter does not fit the model, cannot be merged, or makes a weight NaN or infinite.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
+    with reading(flag, folder, "the adapter into the model's weights", advice):
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
+        kind, result = adapted.peft_config["default"], adapted.load_adapter(str(folder), "default")
+        if misfits := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
+        if getattr(kind, "layer_replication", None) or not hasattr(adapted.base_model, "merge_and_unload"):
+            raise ValueError(f"one of {kind.peft_type.value} that does more than change weights")
+        uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+        for layer in (module for module in adapted.modules() if isinstance(module, BaseTunerLayer)):
+            if uses[id(weight := getattr(layer.get_base_layer(), "weight", None))] > 1:  # PEFT would merge into both
+                layer.get_base_layer().weight = nn.Parameter(weight.detach().clone())
+        model = adapted.merge_and_unload()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if getattr(text_config(model.config), "tie_word_embeddings", False) and torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"{flag} {folder}: merged, {name} holds NaN or infinity; give another adapter.")
+    return model
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
