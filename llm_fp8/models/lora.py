@@ -13,11 +13,13 @@ are exported and merged as the same PEFT adapter. Their GEMMs run in the run's c
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +30,10 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
-from llm_fp8.models.build import decoder_layers, read_by_kernels
+from llm_fp8.models.build import auto_class, decoder_layers, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.source import text_config
-from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
+from llm_fp8.models.weight_shards import is_adapter, is_te_model, left_out_of, local_shard, name_without_adapter
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
@@ -71,8 +73,25 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
         _add_to_te_decoder(model, options, dtype)
     else:
         _add_by_peft(model, options, dtype)
+        _check_names(model, options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+
+
+def _check_names(model: PreTrainedModel, options: LoraConfig) -> None:
+    """Raise `UserError` where PEFT would not read the adapters of `model` back: it converts names as transformers does
+    those of the model's files.
+    """
+    from peft import PeftModel, set_peft_model_state_dict
+
+    tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model).items()}
+    advice = "Give other --lora_targets, or train without --lora_rank."
+    with reading("--lora_targets", options.lora_targets, "the adapter back", advice), torch.device("meta"):
+        whole = auto_class(model.config).from_config(copy.deepcopy(model.config))
+        reader = PeftModel(whole, config_for_loading(model, options, ""), low_cpu_mem_usage=True)
+        missing, unread = set_peft_model_state_dict(reader, tensors, low_cpu_mem_usage=True)
+        if misfits := [*unread, *filter(is_adapter, missing)]:
+            raise ValueError(f"PEFT does not find {listed(misfits)} in the plain model")
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], tuple[str, ...]]:
@@ -83,14 +102,22 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
     mamba = {name.rpartition(".")[2] for name in read_by_kernels(model)}  # PEFT forbids an adapter there
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module not in routed]
-    names = [name.rpartition(".")[2] for name in linears if model.get_submodule(name) is not head]
-    known = [name for name in dict.fromkeys(names) if name not in mamba]
+    linears = [name for name in linears if model.get_submodule(name) is not head]
+    known = [end for end in dict.fromkeys(_ends(model, linears)) if end not in mamba]
     experts = _weights_of_experts(model)
     choices = [*known, *([EXPERTS] if experts else [])]
     if unknown := sorted(set(options.targets) - {*choices, ALL_LINEAR}):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(choices)}; choose from these.")
     chosen = known if ALL_LINEAR in options.targets else [name for name in options.targets if name != EXPERTS]
     return chosen, experts if EXPERTS in options.targets else ()
+
+
+def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
+    """The shortest end of each layer's name that is none of another module's: q_proj, but projections.0 in a list."""
+    parts = [name.split(".") for name, _ in model.named_modules() if name not in set(layers)]
+    others = {".".join(words[start:]) for words in parts for start in range(len(words))}
+    ends = ([".".join(words[start:]) for start in range(len(words))] for words in (name.split(".") for name in layers))
+    return [next(end for end in reversed(each) if end not in others) for each in ends]
 
 
 def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
@@ -134,11 +161,13 @@ def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: 
     """
     adapters = adapters_of(model)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
-    modules = {name.rpartition(".")[2] for name, adapter in adapters.items() if not adapter.delta}
+    modules = set(_ends(model, [name for name, adapter in adapters.items() if not adapter.delta]))
     misread = {name for name in modules if _is_misread(model, peft_config(options, [name]))}
     parameters |= {f"{name}.weight" for name in misread}
     found = peft_config(options, modules - misread, parameters)
     found.base_model_name_or_path, found.inference_mode = base_model, True
+    if left_out := left_out_of(model):  # whose layers may have the same names
+        found.exclude_modules = rf".*({'|'.join(map(re.escape, left_out))})\..*"
     if found.target_parameters:
         found.lora_dropout = 0.0  # PEFT has none beside parameters
     return found
@@ -166,7 +195,8 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     around = nn.Module()  # has no config, by which PEFT would take shared experts for the routed ones
     around.add_module("model", model)
     settings = peft_config(options, modules, parameters)
-    with reading("--lora_rank", options.lora_rank, "the model into PEFT", f"Run: pip install -r {BASE_REQUIREMENTS}"):
+    advice = f"Give other --lora_targets; where it names a package, run: pip install -r {BASE_REQUIREMENTS}"
+    with reading("--lora_targets", options.lora_targets, "the model into PEFT", advice):
         inject_adapter_in_model(settings, around, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():
         if is_adapter(name):
@@ -265,6 +295,15 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
             weight = f"{name_without_adapter(name)}.{parameter}"
             found[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
     return found
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """PEFT's names of the adapters' matrices."""
+    return {
+        f"base_model.model.{name}.lora_{letter}.weight": matrix
+        for name, adapter in adapters_of(model).items()
+        for letter, matrix in zip("AB", adapter[:2], strict=True)
+    }
 
 
 @torch.no_grad()

@@ -110,10 +110,9 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
 
     def change(entries: dict[str, Any]) -> None:
         for part in _parts(entries):
-            old = part.get("eos_token_id")
-            ids = [*eos_ids, *(old if isinstance(old, list) else [old]), tokenizer.eos_token_id]
-            ids = [token for token in dict.fromkeys(ids) if token is not None]
-            if part is entries or old is not None:
+            old = token_ids(part.get("eos_token_id"))
+            if old[: len(eos_ids)] != eos_ids and (part is entries or old):
+                ids = [*dict.fromkeys((*eos_ids, *old, *token_ids(tokenizer.eos_token_id)))]
                 part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
 
     edit_json(folder / GENERATION_CONFIG_NAME, change)
@@ -122,6 +121,11 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
         named = {"eos_token": tokenizer.convert_ids_to_tokens(eos_ids[0])}
         edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
         edit_json(folder / "special_tokens_map.json", lambda entries: entries.update(named))
+
+
+def token_ids(entry: int | list[int] | None) -> tuple[int, ...]:
+    """The ids of an entry like `eos_token_id`: one, several or none."""
+    return () if entry is None else tuple(entry) if isinstance(entry, list) else (entry,)
 
 
 def add_older_keys(config: dict[str, Any]) -> None:
