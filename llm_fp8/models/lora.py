@@ -18,10 +18,10 @@ import functools
 import math
 import re
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,8 @@ import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
 from llm_fp8.models.build import auto_class, decoder_layers, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.source import text_config
 from llm_fp8.models.weight_shards import is_adapter, is_te_model, left_out_of, local_shard, name_without_adapter
+from llm_fp8.models.weights import finite
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
@@ -89,8 +89,8 @@ def _check_names(model: PreTrainedModel, options: LoraConfig) -> None:
     with reading("--lora_targets", options.lora_targets, "the adapter back", advice), torch.device("meta"):
         whole = auto_class(model.config).from_config(copy.deepcopy(model.config))
         reader = PeftModel(whole, config_for_loading(model, options, ""), low_cpu_mem_usage=True)
-        missing, unread = set_peft_model_state_dict(reader, tensors, low_cpu_mem_usage=True)
-        if misfits := [*unread, *filter(is_adapter, missing)]:
+        result: Any = set_peft_model_state_dict(reader, tensors, low_cpu_mem_usage=True)
+        if misfits := [*result.unexpected_keys, *filter(is_adapter, result.missing_keys)]:
             raise ValueError(f"PEFT does not find {listed(misfits)} in the plain model")
 
 
@@ -333,26 +333,26 @@ def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> Pre
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
     advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
     with reading(flag, folder, "the adapter into the model's weights", advice):
         adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
-        kind, result = adapted.peft_config["default"], adapted.load_adapter(str(folder), "default")
-        if misfits := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
+        kind = adapted.peft_config["default"]
         if getattr(kind, "layer_replication", None) or not hasattr(adapted.base_model, "merge_and_unload"):
             raise ValueError(f"one of {kind.peft_type.value} that does more than change weights")
-        uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
-        for layer in (module for module in adapted.modules() if isinstance(module, BaseTunerLayer)):
-            if uses[id(weight := getattr(layer.get_base_layer(), "weight", None))] > 1:  # PEFT would merge into both
-                layer.get_base_layer().weight = nn.Parameter(weight.detach().clone())
-        model = adapted.merge_and_unload()
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if getattr(text_config(model.config), "tie_word_embeddings", False) and torch.equal(head.weight, embedding.weight):
+        result = adapted.load_adapter(str(folder), "default")  # again, as the first time does not tell what fits
+        if misfits := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        for layer in (module.get_base_layer() for module in adapted.modules() if isinstance(module, BaseTunerLayer)):
+            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
+                layer.weight = nn.Parameter(layer.weight.detach().clone())
+        merged: Any = adapted.merge_and_unload()
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if is_tied and torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise UserError(f"{flag} {folder}: merged, {name} holds NaN or infinity; give another adapter.")
-    return model
+    deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)
+    return cast(PreTrainedModel, merged)
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
