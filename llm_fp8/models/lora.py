@@ -344,7 +344,8 @@ def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> Pre
         if misfits := [*result.missing_keys, *result.unexpected_keys]:
             raise ValueError(f"model and adapter do not both have {listed(misfits)}")
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        for layer in (module.get_base_layer() for module in adapted.modules() if isinstance(module, BaseTunerLayer)):
+        tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in (tuner.get_base_layer() for tuner in tuners):
             if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
                 layer.weight = nn.Parameter(layer.weight.detach().clone())
         merged: Any = adapted.merge_and_unload()

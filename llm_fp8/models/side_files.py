@@ -23,7 +23,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAM
 
 from llm_fp8.models.source import reading_model
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
 _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
@@ -74,6 +74,11 @@ def save_side_files(
     if model.can_generate() and not (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config.save_pretrained(folder)
     edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
+    if dtype is None and tokenizer.is_fast:  # without a config.json some readers choose a class with rules of its own
+        tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
+        read_as = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
+        read_as["padding_side"] = tokenizer.padding_side
+        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(read_as))
     if dtype is not None:
         edit_json(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
     if origin is not None and origin.eos_ids:
