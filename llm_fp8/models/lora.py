@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +80,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 
 def _check_names(model: PreTrainedModel, options: LoraConfig) -> None:
-    """Raise `UserError` where PEFT would not read the adapters of `model` back: it converts names as transformers does
-    those of the model's files.
-    """
+    """Raise `UserError` where PEFT, which converts names as transformers does, would not read the adapters back."""
     from peft import PeftModel, set_peft_model_state_dict
 
     tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model).items()}
@@ -103,7 +102,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module not in routed]
     linears = [name for name in linears if model.get_submodule(name) is not head]
-    known = [end for end in dict.fromkeys(_ends(model, linears)) if end not in mamba]
+    known = [end for end in dict.fromkeys(_ends(model, dict.fromkeys(linears))) if end not in mamba]
     experts = _weights_of_experts(model)
     choices = [*known, *([EXPERTS] if experts else [])]
     if unknown := sorted(set(options.targets) - {*choices, ALL_LINEAR}):
@@ -114,10 +113,12 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
     """The shortest end of each layer's name that is none of another module's: q_proj, but projections.0 in a list."""
-    parts = [name.split(".") for name, _ in model.named_modules() if name not in set(layers)]
-    others = {".".join(words[start:]) for words in parts for start in range(len(words))}
-    ends = ([".".join(words[start:]) for start in range(len(words))] for words in (name.split(".") for name in layers))
-    return [next(end for end in reversed(each) if end not in others) for each in ends]
+
+    def ends(name: str) -> Iterator[str]:
+        return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
+
+    others = {end for name, _ in model.named_modules() if name not in layers for end in ends(name)}
+    return [next(end for end in ends(name) if end not in others) for name in layers]
 
 
 def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: 
     """
     adapters = adapters_of(model)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
-    modules = set(_ends(model, [name for name, adapter in adapters.items() if not adapter.delta]))
+    modules = set(_ends(model, {name: adapter for name, adapter in adapters.items() if not adapter.delta}))
     misread = {name for name in modules if _is_misread(model, peft_config(options, [name]))}
     parameters |= {f"{name}.weight" for name in misread}
     found = peft_config(options, modules - misread, parameters)
@@ -327,19 +328,15 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """`model` with the PEFT adapter in `folder`, of any kind, in its weights. Raises `UserError`, which names `flag`,
-    where the adapter does not fit the model, cannot be merged, or makes a weight NaN or infinite.
+    """`model` with the PEFT adapter in `folder`, of any kind, in its weights; `UserError`, which names `flag`, where it
+    does not fit them, or makes them infinite.
     """
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    is_tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
     advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
     with reading(flag, folder, "the adapter into the model's weights", advice):
         adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
-        kind = adapted.peft_config["default"]
-        if getattr(kind, "layer_replication", None) or not hasattr(adapted.base_model, "merge_and_unload"):
-            raise ValueError(f"one of {kind.peft_type.value} that does more than change weights")
         result = adapted.load_adapter(str(folder), "default")  # again, as the first time does not tell what fits
         if misfits := [*result.missing_keys, *result.unexpected_keys]:
             raise ValueError(f"model and adapter do not both have {listed(misfits)}")
@@ -348,12 +345,9 @@ def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> Pre
         for layer in (tuner.get_base_layer() for tuner in tuners):
             if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
                 layer.weight = nn.Parameter(layer.weight.detach().clone())
-        merged: Any = adapted.merge_and_unload()
-    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
-    if is_tied and torch.equal(head.weight, embedding.weight):
-        head.weight = embedding.weight
+        merged: PreTrainedModel = adapted.merge_and_unload()
     deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)
-    return cast(PreTrainedModel, merged)
+    return merged
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:

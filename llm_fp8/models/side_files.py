@@ -74,11 +74,11 @@ def save_side_files(
     if model.can_generate() and not (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config.save_pretrained(folder)
     edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
-    if dtype is None and tokenizer.is_fast:  # without a config.json some readers choose a class with rules of its own
+    if dtype is None and getattr(tokenizer, "is_fast", False):  # without config.json a class may put its own rules
         tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
-        read_as = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
-        read_as["padding_side"] = tokenizer.padding_side
-        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(read_as))
+        settings = {"model_input_names": tokenizer.model_input_names, "padding_side": tokenizer.padding_side}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(settings))
     if dtype is not None:
         edit_json(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
     if origin is not None and origin.eos_ids:
@@ -115,9 +115,10 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
 
     def change(entries: dict[str, Any]) -> None:
         for part in _parts(entries):
-            old = token_ids(part.get("eos_token_id"))
-            if old[: len(eos_ids)] != eos_ids and (part is entries or old):
-                ids = [*dict.fromkeys((*eos_ids, *old, *token_ids(tokenizer.eos_token_id)))]
+            old = part.get("eos_token_id")
+            before = old if isinstance(old, list) else [old]
+            ids = [token for token in dict.fromkeys((*eos_ids, *before, tokenizer.eos_token_id)) if token is not None]
+            if before[: len(eos_ids)] != [*eos_ids] and (part is entries or old is not None):
                 part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
 
     edit_json(folder / GENERATION_CONFIG_NAME, change)
@@ -126,11 +127,6 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
         named = {"eos_token": tokenizer.convert_ids_to_tokens(eos_ids[0])}
         edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
         edit_json(folder / "special_tokens_map.json", lambda entries: entries.update(named))
-
-
-def token_ids(entry: int | list[int] | None) -> tuple[int, ...]:
-    """The ids of an entry like `eos_token_id`: one, several or none."""
-    return () if entry is None else tuple(entry) if isinstance(entry, list) else (entry,)
 
 
 def add_older_keys(config: dict[str, Any]) -> None:

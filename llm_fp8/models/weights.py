@@ -102,14 +102,17 @@ def filled_layers(
     """As `fill_weights`, but the parameters of a decoder layer that have no memory get it just before their weights;
     yields each of `layers` then, so that they may be freed or cast before the next one's take memory.
     """
+    model.stored = stored  # type: ignore[assignment]
     tensors = saved_tensors(model)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
     targets: dict[str, tuple[str, Part]] = {}
     if stored is None:
-        model.stored, model.left_out = None, ()  # type: ignore[assignment]  # nothing stored belongs to random weights
+        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
         generator = torch.Generator(device=device).manual_seed(seed)
     else:
-        targets = attach(model, stored)
+        with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
+            targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
+        model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
     for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
         own = {name: tensors[name] for name in names}
         for tensor in own.values() if layer is not None else ():
@@ -120,17 +123,6 @@ def filled_layers(
             stored.copy_into(own, targets)
         if layer is not None:
             yield layer
-
-
-def attach(model: PreTrainedModel, stored: StoredCheckpoint) -> dict[str, tuple[str, Part]]:
-    """Note in `model` where its weights are stored, from which an export takes over what was left out; see
-    `targets_of`.
-    """
-    with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
-        targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
-    model.stored = stored  # type: ignore[assignment]
-    model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
-    return targets
 
 
 def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> Iterator[tuple[str, torch.Tensor]]:
