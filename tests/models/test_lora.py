@@ -158,7 +158,7 @@ def test_adapters_of_others_are_merged_as_peft_computes_them_or_refused(tmp_path
         return
     tensors = load_file(file := tmp_path / "adapter" / "adapter_model.safetensors")
     name, tensor = next(iter(tensors.items()))
-    extra = {"layers.9": {f"{name}.layers.9": tensor}, "NaN": {name: tensor * torch.nan}}
+    extra = {"layers.9": {f"{name}.layers.9": tensor.clone()}, "NaN": {name: tensor * torch.nan}}
     save_file(tensors | extra.get(kind, {}), file)
     with pytest.raises(UserError, match=f"--adapter.*{kind}"):
         merge(tmp_path / "adapter", tied_model, monkeypatch)
