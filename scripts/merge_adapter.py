@@ -12,14 +12,14 @@ It runs on the CPU and needs memory for the whole model. See docs/lora.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -31,27 +31,52 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def listed(entry: int | list[int] | None) -> list[int]:
+    """The ids of an `eos_token_id`, which names none, one or several."""
+    return [] if entry is None else entry if isinstance(entry, list) else [entry]
+
+
 def main() -> int:
     """Load, merge, write."""
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading these.
+    from llm_fp8.models.build import model_on_meta, without_towers
     from llm_fp8.models.export import export_hf
+    from llm_fp8.models.lora import merged_by_peft
     from llm_fp8.models.side_files import Origin
+    from llm_fp8.models.source import ModelSource
+    from llm_fp8.models.weight_shards import is_left_out, left_out_of
+    from llm_fp8.models.weights import StoredCheckpoint, fill_weights, weight_files
     from llm_fp8.tools.evaluate import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
+    from llm_fp8.utils.json_files import read_json
 
     quiet_libraries()
+    from peft import load_peft_weights
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
     base = options.base_model or adapter_base(options.adapter)
     if base is None:
         raise UserError(f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give its folder.")
     if options.output.exists():
         raise UserError(f"--output {options.output} exists already; give a new folder.")
-    model = load_exported(options.adapter, base, "auto")
+    model, trained_ends = load_exported(base, None, "auto"), None
+    with reading("--adapter", options.adapter, "the adapter"):
+        if read_json(options.adapter / "adapter_config.json").get("layer_replication"):
+            raise ValueError("it repeats layers (layer_replication), which the base model's config.json does not")
+        adapted = [name.removeprefix("base_model.model.") for name in load_peft_weights(str(options.adapter), "cpu")]
+        if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # else the adapter does not tell what was trained
+            trained_ends = GenerationConfig.from_pretrained(options.adapter).eos_token_id
+    plain = model_on_meta(model.config)
+    if left_out_of(plain) and not any(map(is_left_out(plain), adapted)):  # towers go into the export as they are
+        model = without_towers(model)
+        fill_weights(model, StoredCheckpoint(weight_files(ModelSource(base, base, is_random=False)), model.config))
+    model = merged_by_peft(model, options.adapter, "--adapter")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    ends: Any = None
-    if (options.adapter / "generation_config.json").is_file():  # else the adapter does not tell what was trained
-        ends = model.generation_config.eos_token_id
-    origin = Origin(base, tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,))
+    ends, base_ends = map(listed, (trained_ends, model.generation_config.eos_token_id))
+    taught = list(itertools.takewhile(lambda token: token not in base_ends, ends)) or ends[:1]
+    origin = Origin(base, tuple(taught))
     shared = {"dtype": model.dtype, "card": card, "origin": origin, "advice": "Give another --output."}
     export_hf(model, tokenizer_of(options.adapter, base), options.output, **shared)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")

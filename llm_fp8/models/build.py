@@ -131,7 +131,8 @@ def without_towers(model: PreTrainedModel) -> PreTrainedModel:
     for prefix, module in list(model.named_modules()):
         if module in kept or kept.isdisjoint(module.modules()):
             continue
-        towers = [name for name, child in module.named_children() if kept.isdisjoint(child.modules())]
+        children = [(name, child) for name, child in module.named_children() if kept.isdisjoint(child.modules())]
+        towers = [name for name, child in children if child.state_dict()]  # without weights it may act on the logits
         for name in [*towers, *(name for name, _ in module.named_parameters(recurse=False))]:
             setattr(module, name, None)
             left_out.append(f"{prefix}.{name}".lstrip("."))

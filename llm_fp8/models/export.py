@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
-from llm_fp8.models.lora import adapters_of, config_for_loading, with_adapter
+from llm_fp8.models.lora import adapter_tensors, adapters_of, config_for_loading, with_adapter
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.weight_shards import (
     is_adapter,
@@ -96,17 +95,11 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> None:
     """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
-    adapters = adapters_of(model)
-    tensors = {
-        f"base_model.model.{name}.lora_{letter}.weight": full_tensor(matrix).to("cpu", copy=True).contiguous()
-        for name, adapter in adapters.items()
-        for letter, matrix in zip("AB", adapter[:2], strict=True)
-    }
+    matrices = adapter_tensors(model).items()
+    tensors = {name: full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
         return
     described = config_for_loading(model, options, base_model)
-    if left_out := left_out_of(model):  # whose layers may have the same names
-        described.exclude_modules = rf".*({'|'.join(map(re.escape, left_out))})\..*"
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)

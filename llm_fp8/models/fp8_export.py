@@ -25,7 +25,7 @@ from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weight_shards import left_out_of
-from llm_fp8.models.weights import StoredCheckpoint, untie, weight_files
+from llm_fp8.models.weights import StoredCheckpoint, finite, untie, weight_files
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import renaming_on_load
 from llm_fp8.utils.json_files import read_json
@@ -69,7 +69,7 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after. Raises
-    `UserError` where it cannot be read or written, is quantised or a mixture of experts.
+    `UserError` where it cannot be read or written, is quantised or a mixture of experts, or holds NaN or infinity.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
@@ -89,7 +89,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     planned = dict(_in_fp8(((name, checkpoint.on_meta(name)) for name in checkpoint.stored), weights))
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
         tensors = ((name, checkpoint.read(name, torch.device("cpu"))) for name in checkpoint.stored)
-        write_weights(planned, _in_fp8(tensors, weights), temporary)
+        write_weights(planned, _in_fp8(finite(tensors, str(folder)), weights), temporary)
         written = temporary.glob("*.safetensors")
         before, after = (sum(path.stat().st_size for path in paths) for paths in (checkpoint.files, written))
         for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):

@@ -13,10 +13,15 @@ are exported and merged as the same PEFT adapter. Their GEMMs run in the run's c
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import math
+import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +31,11 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
-from llm_fp8.models.build import decoder_layers, read_by_kernels
+from llm_fp8.models.build import auto_class, decoder_layers, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.weight_shards import is_adapter, is_te_model, local_shard, name_without_adapter
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.models.weight_shards import is_adapter, is_te_model, left_out_of, local_shard, name_without_adapter
+from llm_fp8.models.weights import finite
+from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from te_llama import Part
@@ -68,8 +74,23 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
         _add_to_te_decoder(model, options, dtype)
     else:
         _add_by_peft(model, options, dtype)
+        _check_names(model, options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+
+
+def _check_names(model: PreTrainedModel, options: LoraConfig) -> None:
+    """Raise `UserError` where PEFT, which converts names as transformers does, would not read the adapters back."""
+    from peft import PeftModel, set_peft_model_state_dict
+
+    tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model).items()}
+    advice = "Give other --lora_targets, or train without --lora_rank."
+    with reading("--lora_targets", options.lora_targets, "the adapter back", advice), torch.device("meta"):
+        whole = auto_class(model.config).from_config(copy.deepcopy(model.config))
+        reader = PeftModel(whole, config_for_loading(model, options, ""), low_cpu_mem_usage=True)
+        result: Any = set_peft_model_state_dict(reader, tensors, low_cpu_mem_usage=True)
+        if misfits := [*result.unexpected_keys, *filter(is_adapter, result.missing_keys)]:
+            raise ValueError(f"PEFT does not find {listed(misfits)} in the plain model")
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], tuple[str, ...]]:
@@ -80,14 +101,24 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
     mamba = {name.rpartition(".")[2] for name in read_by_kernels(model)}  # PEFT forbids an adapter there
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module not in routed]
-    names = [name.rpartition(".")[2] for name in linears if model.get_submodule(name) is not head]
-    known = [name for name in dict.fromkeys(names) if name not in mamba]
+    linears = [name for name in linears if model.get_submodule(name) is not head]
+    known = [end for end in dict.fromkeys(_ends(model, dict.fromkeys(linears))) if end not in mamba]
     experts = _weights_of_experts(model)
     choices = [*known, *([EXPERTS] if experts else [])]
     if unknown := sorted(set(options.targets) - {*choices, ALL_LINEAR}):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(choices)}; choose from these.")
     chosen = known if ALL_LINEAR in options.targets else [name for name in options.targets if name != EXPERTS]
     return chosen, experts if EXPERTS in options.targets else ()
+
+
+def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
+    """The shortest end of each layer's name that is none of another module's: q_proj, but projections.0 in a list."""
+
+    def ends(name: str) -> Iterator[str]:
+        return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
+
+    others = {end for name, _ in model.named_modules() if name not in layers for end in ends(name)}
+    return [next(end for end in ends(name) if end not in others) for name in layers]
 
 
 def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
@@ -131,11 +162,13 @@ def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: 
     """
     adapters = adapters_of(model)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
-    modules = {name.rpartition(".")[2] for name, adapter in adapters.items() if not adapter.delta}
+    modules = set(_ends(model, {name: adapter for name, adapter in adapters.items() if not adapter.delta}))
     misread = {name for name in modules if _is_misread(model, peft_config(options, [name]))}
     parameters |= {f"{name}.weight" for name in misread}
     found = peft_config(options, modules - misread, parameters)
     found.base_model_name_or_path, found.inference_mode = base_model, True
+    if left_out := left_out_of(model):  # whose layers may have the same names
+        found.exclude_modules = rf".*({'|'.join(map(re.escape, left_out))})\..*"
     if found.target_parameters:
         found.lora_dropout = 0.0  # PEFT has none beside parameters
     return found
@@ -163,7 +196,8 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     around = nn.Module()  # has no config, by which PEFT would take shared experts for the routed ones
     around.add_module("model", model)
     settings = peft_config(options, modules, parameters)
-    with reading("--lora_rank", options.lora_rank, "the model into PEFT", f"Run: pip install -r {BASE_REQUIREMENTS}"):
+    advice = f"Give other --lora_targets; where it names a package, run: pip install -r {BASE_REQUIREMENTS}"
+    with reading("--lora_targets", options.lora_targets, "the model into PEFT", advice):
         inject_adapter_in_model(settings, around, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():
         if is_adapter(name):
@@ -264,6 +298,15 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     return found
 
 
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """PEFT's names of the adapters' matrices."""
+    return {
+        f"base_model.model.{name}.lora_{letter}.weight": matrix
+        for name, adapter in adapters_of(model).items()
+        for letter, matrix in zip("AB", adapter[:2], strict=True)
+    }
+
+
 @torch.no_grad()
 def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
     """Initialise the adapters, or this rank's shards of them: A uniform in +-1/sqrt(in), B zero."""
@@ -282,6 +325,29 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
         return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
+
+
+def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
+    """`model` with the PEFT adapter in `folder`, of any kind, in its weights; `UserError`, which names `flag`, where it
+    does not fit them, or makes them infinite.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
+    with reading(flag, folder, "the adapter into the model's weights", advice):
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
+        result = adapted.load_adapter(str(folder), "default")  # again, as the first time does not tell what fits
+        if misfits := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in (tuner.get_base_layer() for tuner in tuners):
+            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
+                layer.weight = nn.Parameter(layer.weight.detach().clone())
+        merged: PreTrainedModel = adapted.merge_and_unload()
+    deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)
+    return merged
 
 
 def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:

@@ -55,7 +55,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
         what = "text by a small model of this architecture"
-        advice = "Correct its config.json, do as its kernels say or drop --packing, or take another model."
+        advice = "Correct its config.json if it is wrong; else do as its kernels say, or take another model."
         with reading("--model_name", config.model.model_name, what, advice):
             model = small_model(hf_config, attention, device, dtype)
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
@@ -95,7 +95,7 @@ def small_model(
     hf_config = copy.deepcopy(hf_config)
     narrow = text_config(hf_config)
     for name, value in vars(narrow).items():
-        if re.search("intermediate_size|ffn_dim", name) and value:
+        if re.search("intermediate_size|ffn_dim|ngram_vocab_size", name) and value:
             setattr(narrow, name, [16] * len(value) if isinstance(value, list) else 16)
         elif re.fullmatch("sliding_window|attention_chunk_size|compress_rates?", name) and value:
             shorter = {key: min(one, WINDOW) for key, one in value.items()} if isinstance(value, dict) else WINDOW
@@ -107,10 +107,12 @@ def small_model(
     depth = max(kinds.index(kind) for kind in kinds) + 1
     decoder: Any = text_decoder(model)
     setattr(decoder, "layers" if hasattr(decoder, "layers") else "h", layers[: min(depth, MOST_LAYERS)])
-    tables: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    for table in [*tables, model.get_output_embeddings()]:
+    embedding: Any = model.get_input_embeddings()
+    rows = (len(embedding.weight), getattr(narrow, "vocab_size_per_layer_input", None))  # other ids index other tables
+    tables: list[Any] = [one for one in model.modules() if isinstance(one, nn.Embedding) and len(one.weight) in rows]
+    for table in [embedding, *tables, model.get_output_embeddings()]:
         if table is not None and len(table.weight) > VOCABULARY:
-            table.weight = nn.Parameter(table.weight[: max(VOCABULARY, sum(LENGTHS) + 8)])
+            table.weight = nn.Parameter(table.weight[:VOCABULARY])
             table.padding_idx = None
     numbers = torch.randn(2**16 + 1, generator=torch.Generator().manual_seed(1)).to(device)
     for module in model.modules():

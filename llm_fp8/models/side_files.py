@@ -23,7 +23,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAM
 
 from llm_fp8.models.source import reading_model
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
 _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
@@ -74,6 +74,11 @@ def save_side_files(
     if model.can_generate() and not (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config.save_pretrained(folder)
     edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
+    if dtype is None and getattr(tokenizer, "is_fast", False):  # without config.json a class may put its own rules
+        tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
+        settings = {"model_input_names": tokenizer.model_input_names, "padding_side": tokenizer.padding_side}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(settings))
     if dtype is not None:
         edit_json(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
     if origin is not None and origin.eos_ids:
@@ -111,9 +116,9 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
     def change(entries: dict[str, Any]) -> None:
         for part in _parts(entries):
             old = part.get("eos_token_id")
-            ids = [*eos_ids, *(old if isinstance(old, list) else [old]), tokenizer.eos_token_id]
-            ids = [token for token in dict.fromkeys(ids) if token is not None]
-            if part is entries or old is not None:
+            before = old if isinstance(old, list) else [old]
+            ids = [token for token in dict.fromkeys((*eos_ids, *before, tokenizer.eos_token_id)) if token is not None]
+            if before[: len(eos_ids)] != [*eos_ids] and (part is entries or old is not None):
                 part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
 
     edit_json(folder / GENERATION_CONFIG_NAME, change)

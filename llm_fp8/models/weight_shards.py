@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
-from llm_fp8.models.source import reading_model, text_config
+from llm_fp8.models.source import text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
-from llm_fp8.utils.errors import listed
+from llm_fp8.utils.errors import listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from llm_fp8.utils.torch_internals import local_of, persistent_buffers
 from te_llama import Part, UnsupportedArchitecture
@@ -103,7 +103,8 @@ def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
     named = {own[name][0].hf_name: tensor for name, tensor in tensors.items()}
     found: dict[str, list[Part]] = {name: [] for name in own}
-    with reading_model("layout of its files", model.config.name_or_path), _CopiesAreViews():
+    name, advice = model.config.name_or_path, "Take another model, whose files hold its weights as they are."
+    with reading("--model_name", name, "the layout of its files", advice), _CopiesAreViews():
         for stored_name, view in revert_weight_conversion(model, named).items():
             owner = owners.get(StorageWeakRef(view.untyped_storage()), "")
             if not owner or (part := _part_of(stored_name, view, own[owner][0].shape)) is None:

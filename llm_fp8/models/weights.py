@@ -21,7 +21,7 @@ from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
 from llm_fp8.models.source import ModelSource, reading_model, text_config
 from llm_fp8.models.weight_shards import initialize_shards_, local_shard, saved_tensors, targets_of
 from llm_fp8.optim.adamw_master import give_remainder_
-from llm_fp8.utils.errors import reading
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.torch_internals import give_memory_
 from te_llama import Part
 
@@ -123,6 +123,14 @@ def filled_layers(
             stored.copy_into(own, targets)
         if layer is not None:
             yield layer
+
+
+def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensors` by name; `UserError`, which begins with `where`, at one that holds NaN or infinity."""
+    for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            raise UserError(f"{where}: {name} holds NaN or infinity, and the model is of no use; give another.")
+        yield name, tensor
 
 
 class StoredTensor(NamedTuple):

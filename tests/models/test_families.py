@@ -12,21 +12,24 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from llm_fp8.config.options import LoraConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
 from llm_fp8.models.build import model_from_config
+from llm_fp8.models.lora import add_adapters
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.utils.errors import UserError
+from tests.support import hub_families as hub
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
 from tests.support.small import LONGROPE, stored_weights, tiny_config, train
 
-IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus")
+IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus", "Kimi K2.5", "Qwen4-Exp, text")
 """One of each kind; all others are slow."""
 PACKING = parse_config(["--packing"])
 
@@ -189,3 +192,16 @@ def test_what_depends_on_the_rest_of_a_row_or_a_batch_is_refused():
     for options, hf_config in ((["--packing", "--max_seq_length=8192"], llama), (["--no_packing"], doge)):
         with pytest.raises(UserError, match="--model_name .*apart"):
             probe(parse_config(options), hf_config, CPU, torch.float32)
+
+
+def test_what_acts_on_the_logits_without_weights_is_no_tower():
+    text = hub._EXPERTS | dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=4)
+    seeing = hub._seeing(text | {"unpadded_vocab_size": 64}, text_hidden_size=64)
+    assert probe(parse_config(["--no_packing"]), AutoConfig.for_model("inkling2", **seeing), CPU, torch.float32) is None
+
+
+def test_an_adapter_that_peft_would_not_read_back_is_refused_before_the_training():
+    """transformers renames Laguna's shared experts once more than it should."""
+    with pytest.raises(UserError, match="--lora_targets.*shared_experts"):
+        laguna = model_from_config(AutoConfig.for_model("laguna", **hub._TEXT | hub._EXPERTS))
+        add_adapters(laguna, LoraConfig(lora_rank=2), torch.float32)

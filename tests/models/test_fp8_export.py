@@ -140,6 +140,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     (out / "a").touch()
     with pytest.raises(UserError, match="--output .*out exists already"):
         export_fp8(source, out)
+    held = load_file(source / "model.safetensors")
+    for name, value in ((LINEAR, torch.nan), ("model.norm.weight", torch.inf)):
+        changed = {name: held[name].clone().index_fill_(0, torch.tensor([1]), value)}
+        save_file(held | changed, source / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=f"source: {name}"):
+            export_fp8(source, tmp_path / "other")
     set_quantization(source, quantization_config("block"))
     with pytest.raises(UserError, match="source is quantised already"):
         export_fp8(source, tmp_path / "other")

@@ -5,6 +5,7 @@ on the TE decoder.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -111,13 +112,56 @@ def test_a_run_is_peft_in_a_plain_loop_and_its_adapter_is_merged(tmp_path, tied_
     cut = ["--batch_size=4", "--gradient_accumulation_steps=4", *LORA]
     train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *cut)
     check(tmp_path / "run", tied_model, sixteen_rows)
-    expected = logits(loaded_by_peft(tied_model, tmp_path / "run" / "final"))
-    words = ["merge_adapter.py", "--adapter", str(tmp_path / "run" / "final"), "--output", str(tmp_path / "merged")]
-    monkeypatch.setattr(sys, "argv", words)
-    assert importlib.import_module("scripts.merge_adapter").main() == 0
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
-    assert (logits(AutoModelForCausalLM.from_pretrained(tied_model)) - expected).abs().max() > 1e-3
+    check_merged(tied_model, tmp_path / "run" / "final", monkeypatch)
+
+
+def merge(adapter: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    words = [f"--adapter={adapter}", f"--base_model={base}", f"--output={adapter.with_name('merged')}"]
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", *words])
+    importlib.import_module("scripts.merge_adapter").main()
+    return adapter.with_name("merged")
+
+
+def check_merged(base: str, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits(loaded_by_peft(base, adapter))
+    merged = AutoModelForCausalLM.from_pretrained(merge(adapter, base, monkeypatch), dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
+    assert (logits(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 1e-3
+
+
+HEAD, Q = {"target_modules": ["lm_head"]}, {"r": RANK, "target_modules": ["q_proj"]}
+OF_OTHERS = {
+    "lm_head": peft.LoraConfig(target_modules=["q_proj", "embed_tokens", "lm_head"], use_rslora=True),
+    "dora": peft.LoraConfig(**HEAD, use_dora=True, modules_to_save=["norm"]),
+    "tokens": peft.LoraConfig(**Q, trainable_token_indices={"embed_tokens": [5, 6], "lm_head": [5, 9]}),
+    "lokr": peft.LoKrConfig(**HEAD),
+    "ia3": peft.IA3Config(**HEAD, feedforward_modules=[]),
+}
+REFUSED = {
+    "layer_replication": peft.LoraConfig(**Q, layer_replication=[[0, 2], [0, 2]]),
+    "prompt_embeddings": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "layers.9": peft.LoraConfig(**Q),
+    "NaN": peft.LoraConfig(**Q),
+}
+
+
+@pytest.mark.parametrize("kind", [*OF_OTHERS, *REFUSED])
+def test_adapters_of_others_are_merged_as_peft_computes_them_or_refused(tmp_path, tied_model, kind, monkeypatch):
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    model = peft.get_peft_model(plain, copy.deepcopy((OF_OTHERS | REFUSED)[kind]))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape) * parameter.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    if kind in OF_OTHERS:
+        check_merged(tied_model, tmp_path / "adapter", monkeypatch)
+        return
+    tensors = load_file(file := tmp_path / "adapter" / "adapter_model.safetensors")
+    name, tensor = next(iter(tensors.items()))
+    extra = {"layers.9": {f"{name}.layers.9": tensor.clone()}, "NaN": {name: tensor * torch.nan}}
+    save_file(tensors | extra.get(kind, {}), file)
+    with pytest.raises(UserError, match=f"--adapter.*{kind}"):
+        merge(tmp_path / "adapter", tied_model, monkeypatch)
 
 
 @pytest.mark.slow

@@ -181,6 +181,23 @@ def test_the_tokenizer_of_transformers_5_is_one_that_4_knows(tmp_path):
     assert ours(TEXT)["input_ids"] == theirs(TEXT)["input_ids"] and ours.all_special_ids == theirs.all_special_ids
 
 
+@pytest.mark.parametrize(("declared", "family"), [("Qwen2", "mistral"), ("Llama", "llama"), ("GPT2", "qwen2")])
+def test_a_folder_without_config_json_tokenises_as_the_run_did(tmp_path, declared, family):
+    """The source has a pre-tokenizer of its own, which transformers 5 takes for some families and not for others."""
+    source, letter = written_by_4(tmp_path / "source"), {"type": "Split", "pattern": {"Regex": r"\p{L}"}}
+    both = [letter | {"behavior": "Isolated", "invert": False}, read(source, "tokenizer.json")["pre_tokenizer"]]
+    edit(source / "tokenizer.json", lambda t: t.update(pre_tokenizer={"type": "Sequence", "pretokenizers": both}))
+    edit(source / "tokenizer_config.json", lambda t: t.update(tokenizer_class=f"{declared}Tokenizer"))
+    edit(source / "config.json", lambda c: c.update(model_type=family))
+    run, adapter = AutoTokenizer.from_pretrained(source), tmp_path / "adapter"
+    adapter.mkdir()
+    save_side_files(small_model(), run, adapter, None, Origin(str(source)))
+    for folder in (adapter, exported(source, tmp_path / "full")):
+        assert (
+            AutoTokenizer.from_pretrained(folder)("12 is the number" + TEXT).data == run("12 is the number" + TEXT).data
+        )
+
+
 def test_several_chat_templates_and_another_one(tmp_path):
     source = written_by_4(tmp_path / "source")
     several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
@@ -254,8 +271,11 @@ def trained(source: Path, folder: Path, *more: str) -> Path:
     return folder / "final"
 
 
-def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("before", "after"), [(1, [1025, 1]), (1025, 1025)])
+def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypatch, before, after):
     source = written_by_4(tmp_path / "source")
+    edit(source / "config.json", lambda values: values.update(eos_token_id=before))
+    edit(source / "generation_config.json", lambda values: values.update(eos_token_id=[before, 1]))
     final = trained(source, tmp_path / "run", "--lora_rank=2", "--chat_template=" + TEMPLATE + "{# new #}")
     assert read(final, "generation_config.json")["eos_token_id"] == [1025, 1]
     assert load_exported(final, str(source), torch.float32).generation_config.eos_token_id == [1025, 1]
@@ -264,7 +284,8 @@ def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", words)
     assert importlib.import_module("scripts.merge_adapter").main() == 0
     merged, tokens = read(tmp_path / "merged"), read(tmp_path / "merged", "tokenizer_config.json")
-    assert merged["eos_token_id"] == [1025, 1] and merged["rope_theta"] == 5e5
+    assert merged["eos_token_id"] == after and merged["rope_theta"] == 5e5
+    assert read(tmp_path / "merged", "generation_config.json")["eos_token_id"] == [1025, 1]
     assert tokens["eos_token"] == "<|im_end|>" and tokens["chat_template"] == TEMPLATE + "{# new #}"
 
 

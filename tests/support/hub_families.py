@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import PeftModel
@@ -73,6 +75,12 @@ def _seeing(text: dict[str, Any], **vision: Any) -> dict[str, Any]:
 _LLAMA4_VISION = dict(vision_output_dim=32, projector_input_dim=32, projector_output_dim=32, pixel_shuffle_ratio=0.5)
 _LLAMA4 = dict(intermediate_size_mlp=96, interleave_moe_layer_step=2, no_rope_layers=[1, 0], attention_chunk_size=8)
 _LLAMA4 |= dict(layer_types=["chunked_attention", "full_attention"])
+_GEMMA3N = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=1040, num_kv_shared_layers=0, laurel_rank=8)
+_GEMMA3N |= dict(intermediate_size=[96, 96], activation_sparsity_pattern=[0.0, 0.0], pad_token_id=None)
+_QWEN4 = dict(layer_types=["linear_attention", "indexed_attention"], hc_count=2, hc_lowrank=8, ple_layer_ids=[1])
+_QWEN4 |= dict(ple_embed_dim=64, heads_per_ngram=2, ngram_vocab_size_base=200, split_ngram_parts=2, indexer_n_heads=2)
+_QWEN4 |= dict(indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4)
+_KIMI_VISION = dict(pos_emb_height=4, pos_emb_width=4, pos_emb_time=2, model_type="kimi_k25_vision")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": 8}),
@@ -102,6 +110,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": ("qwen3_next", _EXPERTS | _LINEAR),
     "Qwen3.5, text": ("qwen3_5_text", _LINEAR),
     "Qwen3.5": ("qwen3_5", _seeing(_LINEAR)),
+    "Qwen4-Exp, text": ("qwen4_exp_text", _EXPERTS | _LINEAR | _QWEN4),
     "Qwen3.5-MoE": ("qwen3_5_moe", _seeing(_EXPERTS | _LINEAR)),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "LFM2-MoE": ("lfm2_moe", _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
@@ -117,9 +126,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_groups": 1, "chunk_size": 16},
     ),
     "Gemma 3": ("gemma3", _seeing(_WINDOWS) | {"mm_tokens_per_image": 4}),
+    "Gemma 3n, text": ("gemma3n_text", _WINDOWS | _GEMMA3N),
     "Gemma 4, text": ("gemma4_text", _GEMMA4),
     "Gemma 4": ("gemma4", _seeing(_GEMMA4) | {"audio_config": None}),
     "Mistral 3": ("mistral3", _seeing({"model_type": "mistral"}, model_type="pixtral", head_dim=16)),
+    "Kimi K2.5": ("kimi_k25", _seeing({"model_type": "deepseek_v3"} | _EXPERTS | _MLA, **_KIMI_VISION)),
     "Llama 4": ("llama4", _seeing(_EXPERTS | _LLAMA4, **_LLAMA4_VISION)),
     "Qwen2.5-VL": ("qwen2_5_vl", _seeing(_rope(4, 2, 2), fullatt_block_indexes=[0], window_size=16)),
     "Qwen3-VL": ("qwen3_vl", _seeing(_rope(4, 2, 2), deepstack_visual_indexes=[0])),
@@ -223,7 +234,10 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
     own = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():
         read = _loss(PeftModel.from_pretrained(_whole(folder / "source"), str(folder / "adapter")))
-    torch.testing.assert_close(own.detach(), read, rtol=1e-5, atol=0)
+        with mock.patch("sys.argv", ["", f"--adapter={folder / 'adapter'}", f"--output={folder / 'merged'}"]):
+            importlib.import_module("scripts.merge_adapter").main()
+        merged = _loss(_whole(folder / "merged"))
+    torch.testing.assert_close((own.detach(), merged), (read, read), rtol=1e-5, atol=0)
     return _all_but(*(["out_proj"] if "Mamba" in note else []), *(["routed experts"] if "experts" in note else []))
 
 
