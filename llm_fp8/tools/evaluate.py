@@ -15,7 +15,6 @@ import itertools
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -79,18 +78,14 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
     from transformers.utils import GENERATION_CONFIG_NAME
 
     from llm_fp8.models.build import auto_class
+    from llm_fp8.models.lora import merged_by_peft
 
     with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
         config = AutoConfig.from_pretrained(base or folder)
         model = auto_class(config).from_pretrained(base or folder, dtype=dtype)
         if base is None:
             return model
-        from peft import PeftModel
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            # The adapter's matrices are fp32, so that the sum is rounded once.
-            model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        model = merged_by_peft(model, folder, "--model_name")
         if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # which knows the EOS that was trained
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return model

@@ -102,7 +102,7 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
     tensors = load_file(final / "adapter_model.safetensors")
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, final / "adapter_model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="missing adapter keys"):
+    with pytest.raises(UserError, match="--model_name.*lora_A"):
         call("--model", final)
     with pytest.raises(UserError, match="--model_name"):
         call("--model", tmp_path / "nowhere", *data)
