@@ -5,7 +5,6 @@ on its field, then at rules that no field can declare; `check_machine` at the ma
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
@@ -20,10 +19,8 @@ from llm_fp8.config.recipes import (
     recipe_names,
     token_multiple,
 )
-from llm_fp8.utils.errors import UserError, did_you_mean, reading
+from llm_fp8.utils.errors import UserError, did_you_mean, outside, reading
 from llm_fp8.utils.ranks import LaunchRanks
-
-_BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
@@ -41,9 +38,9 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
     for name, each in declared.items():
         value = values[name]
-        for bound, limit in each.metadata["bounds"].items():
-            if value is not None and not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
-                raise UserError(f"--{name} must be {bound.replace('_', ' ')} {limit}, not {value}.")
+        bounds = each.metadata["bounds"]
+        if bounds and value is not None and (wrong := outside(value, bounds)):
+            raise UserError(f"--{name} {wrong}.")
         if value is False or value == each.default:
             continue
         given = f"--{name}" if value is True else f"--{name} {value}"

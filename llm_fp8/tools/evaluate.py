@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
-from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
+from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
 from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, where = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
     add("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
-    fields = {field.name: field.metadata["help"].replace("%", "%%") for field in dataclasses.fields(DataConfig)}
+    fields = {field.name: field.metadata for field in dataclasses.fields(DataConfig)}
     for name, kind in DATA_OPTIONS.items():
-        add(f"--{name}", type=kind, help=f"in place of the run's: {fields[name]}")
+        bounds, text = fields[name]["bounds"], fields[name]["help"].replace("%", "%%")
+        add(f"--{name}", type=number(kind, **bounds) if bounds else kind, help=f"in place of the run's: {text}")
     add("--num_problems", type=positive, default=500, help="rows to answer at most (default %(default)s)")
     add("--max_new_tokens", type=positive, default=512, help="where an answer is cut off (default %(default)s)")
     add("--batch_size", type=positive, default=64, help="rows answered at a time (default %(default)s)")

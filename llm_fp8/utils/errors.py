@@ -8,10 +8,12 @@ import difflib
 import errno
 import faulthandler
 import io
+import math
+import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,7 +73,7 @@ def existing_part(path: Path) -> Path:
 
 def reason_not_written(error: OSError) -> str | None:
     """The system's word for a file that could not be written (a full disk, no permission); None for another error."""
-    not_written = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+    not_written = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
     return os.strerror(error.errno) if error.errno in not_written else None
 
 
@@ -88,11 +90,31 @@ def did_you_mean(wrong: str, known: Iterable[object]) -> str:
     return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
-def positive(word: str) -> int:
-    """The type of an option that is a number of at least 1."""
-    if int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {word}")
-    return int(word)
+_BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+
+
+def outside(value: float, bounds: Mapping[str, float]) -> str | None:
+    """'must be at least 1, not 0' where `value` is outside `bounds`; an integer has an upper one always."""
+    limits = {"below": 2**31, **bounds} if isinstance(value, int) else bounds
+    for bound, limit in limits.items():
+        if not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
+            return f"must be {bound.replace('_', ' ')} {limit}, not {value}"
+    return None
+
+
+def number(kind: type, **bounds: float) -> Callable[[str], Any]:
+    """The type of a program's option that is a number within `bounds`: at_least, at_most, above and below."""
+
+    def read(word: str) -> Any:
+        if wrong := outside(kind(word), bounds):
+            raise argparse.ArgumentTypeError(wrong)
+        return kind(word)
+
+    read.__name__ = kind.__name__  # for argparse's message
+    return read
+
+
+positive = number(int, at_least=1)
 
 
 class OneSentenceParser(argparse.ArgumentParser):

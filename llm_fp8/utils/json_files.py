@@ -70,17 +70,23 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def writable(word: str) -> Path:
     """The type of an output file's option: its folder is made; what cannot be written is refused at once."""
     path = Path(word).expanduser()
-    with contextlib.suppress(OSError):  # such a folder is no writable one
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
-    return path
+        if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # no folder, device or pipe
+            _temporary(path).touch()  # to root `os.access` allows everything, /proc too
+            _temporary(path).unlink()
+            return path
+    raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
