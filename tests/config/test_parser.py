@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, SYNONYMS, Config
-from llm_fp8.config.parser import OptionsParser, parse_config
+from llm_fp8.config.parser import OptionsParser, parse_config, words_of
 from llm_fp8.config.recipes import RECIPE_OPTIONS
 from llm_fp8.utils.errors import UserError
 from tests.support.documented_commands import COMMANDS, config_of, options_of
@@ -169,9 +169,29 @@ def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
     options = parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]).options
     given = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
     assert options == {**Config().options, **given}
-    file.write_text("batch_size: 2\nmax_steps: 3\nbatch_size: 4\n")
-    with pytest.raises(UserError, match="batch_size"):
-        parse_config(["--config", str(file)])
+    for text in ("batch_size: 2\nseed: 3\nbatch_size: 4", "batch-size: ~\nper_device_train_batch_size: 4"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="batch_size"):
+            parse_config(["--config", str(file)])
+
+
+def test_the_type_of_an_option_reads_the_text_of_a_file(tmp_path):
+    text = {
+        "seed": ("017", 17), "output_dir": ("2025_11_28", "2025_11_28"), "wandb_run_name": ("0123", "0123"),
+        "wandb_project": ("1e3", "1e3"), "split_name": ("no", "no"), "mixed_precision": ("no", "no"),
+        "learning_rate": ("1e-5", 1e-5), "use_wandb": ("on", True), "export": ("Off", False), "packing": ("~", None),
+        "max_steps": ("1_000", 1000), "lora_rank": ("'08'", 8), "eval_dataset_name": ("2025-11-28", "2025-11-28"),
+        "lora_targets": ("[[q_proj, v_proj], o_proj]", "q_proj,v_proj,o_proj"),
+        "chat_template_kwargs": (
+            "{think: off, date: 2025-11-28, n: 3, code: 017, at: 3:30, text: '1', lr: 1e-5}",
+            '{"think": false, "date": "2025-11-28", "n": 3, "code": "017", "at": "3:30", "text": "1", "lr": 1e-05}',
+        ),
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text("\n".join(f"{name}: {word}" for name, (word, _) in text.items()))
+    options = parse_config(["--config", str(tmp_path / "run.yaml")]).options
+    assert {name: options[name] for name in text} == {name: value for name, (_, value) in text.items()}
+    words = words_of({name: value for name, (_, value) in text.items()})
+    assert parse_config(words).options == options
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!a]*.yaml")), ids=lambda path: path.stem)
