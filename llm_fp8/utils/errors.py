@@ -84,10 +84,25 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that begins so or is nearest; empty where none is near."""
+    """' (did you mean X?)' with the name in `known` that begins so or has all words of `wrong`, but for a slip in each;
+    empty where none is one, or several are.
+    """
     wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
-    near = [name for name in names if name.startswith(wrong)] or difflib.get_close_matches(wrong, names, n=1)
-    return f" (did you mean {names[near[0]]}?)" if near else ""
+    near = [name for name in names if name.startswith(wrong)] or [name for name in names if _is_slip(wrong, name)]
+    best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []
+    return f" (did you mean {names[best[0]]}?)" if best else ""
+
+
+def _is_slip(wrong: str, name: str) -> bool:
+    """Whether `wrong` may stand for `name`: numbers are the same, words are misspelt, joined, or shortened and left out."""
+    words, parts = (re.findall(r"[a-z]+|\d+", each) for each in (wrong, name))
+    ratio_of_joined, ratio, most = (0.85, 1, len(words) + 2) if len(words) < len(parts) else (1, 0.74, len(words))
+
+    def is_near(word: str, part: str, ratio: float) -> bool:
+        return word == part or (word.isalpha() and difflib.SequenceMatcher(None, word, part).ratio() > ratio)
+
+    begins = all(any(part.startswith(word) or is_near(word, part, ratio) for part in parts) for word in words)
+    return (begins and len(parts) <= most) or is_near("".join(words), "".join(parts), ratio_of_joined)
 
 
 _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}

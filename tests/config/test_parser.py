@@ -131,6 +131,12 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ("--clip 1", "--max_grad_norm?"),
         ("--run_name x", "--wandb_run_name?"),
         ("--gpus 2", "--nproc_per_node"),
+        ("--batchsize 2", "--batch_size?"),
+        ("--learing_rate 2", "--learning_rate?"),
+        ("--use_t", "--use_te?"),
+        ("--use_peft", "--lora_rank?"),
+        ("--load_in_4bit", "--lora_rank"),
+        ("--adam_beta1 0.9", "0.9"),
         ("--warmup_ratio 0.1", "--num_warmup_steps"),
         ("--push_to_hub", "hf upload"),
         ("--batch_size x", "number or auto"),
@@ -142,6 +148,19 @@ def test_a_mistake_comes_with_what_was_probably_meant(words, said):
     with pytest.raises(UserError) as refused:
         parse_config(words.split(), prog="train_fp8.py")
     assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "use_dora eos_token loss_type do_eval data_seed local_rank past_index torch_compile "
+        "adapter_x no_gradient_checkpointing revision device relora_steps"
+    ).split(),
+)
+def test_a_name_without_a_common_meaning_gets_no_hint(name):
+    with pytest.raises(UserError) as refused:
+        parse_config([f"--{name}=1"])
+    assert "--" not in str(refused.value).replace(f"--{name}", "").replace("--help_all", "")
 
 
 @pytest.mark.parametrize(
