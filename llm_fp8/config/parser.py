@@ -21,16 +21,15 @@ from llm_fp8.config.options import (
     EMBEDDED,
     LORA_LEARNING_RATE,
     MOST_USED,
-    OTHER_MEANING,
+    OTHER_NAMES,
     SCRATCH_LEARNING_RATE,
     SECTIONS,
-    SYNONYMS,
     Config,
     ParallelConfig,
 )
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
-from llm_fp8.utils.errors import OneSentenceParser, positive, reading
+from llm_fp8.utils.errors import OneSentenceParser, number, positive, reading
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -57,15 +56,9 @@ def number_or_auto(word: str) -> int:
 
 def number_or_share_or_auto(word: str) -> float | str:
     """The type of --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
-    if word == "auto":
-        return word
-    if word.isdecimal():
-        return int(word)
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
-    if not 0 <= float(word) <= 1:
-        raise ValueError("it is no share")
-    return float(word)
+    return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
 
 
 def true_or_false(word: str) -> bool:
@@ -87,10 +80,10 @@ def with_underscores(word: str) -> str:
 def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
     """`--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
-    text, bare = field.metadata["help"], field.metadata["bare"]
+    text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
         text += f" (default: {field.default})"
-    taken: dict[str, Any] = {"type": kind}
+    taken: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
     if get_origin(kind) is Literal:
         taken = {"choices": get_args(kind)}
     elif kind is bool:
@@ -136,9 +129,8 @@ class OptionsParser(OneSentenceParser):
 
     def hint(self, option: str) -> str:
         name = option.lstrip("-").replace("-", "_")
-        name = next((ours for ours, others in SYNONYMS.items() if name in others.split()), name)
-        if name in OTHER_MEANING:
-            return f" ({option}: {OTHER_MEANING[name]})"
+        if instead := [what for names, what in OTHER_NAMES.items() if name in names.split()]:
+            return f" ({option}: {instead[0]})"
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
             return " (options of sharding belong to train_multi_gpu.py)"
         return super().hint(f"--{name}")

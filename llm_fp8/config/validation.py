@@ -19,12 +19,12 @@ from llm_fp8.config.recipes import (
     recipe_names,
     token_multiple,
 )
-from llm_fp8.utils.errors import UserError, did_you_mean, outside, reading
+from llm_fp8.utils.errors import UserError, did_you_mean, reading
 from llm_fp8.utils.ranks import LaunchRanks
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` for an option that its field's `needs`, `excludes` or bounds forbid. `mode` is the sharding
+    """Raise `UserError` for an option that its field's `needs` or `excludes` forbid. `mode` is the sharding
     mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
     """
     declared = {each.name: each for section in SECTIONS.values() for each in fields(section)}
@@ -38,9 +38,6 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
     for name, each in declared.items():
         value = values[name]
-        bounds = each.metadata["bounds"]
-        if bounds and value is not None and (wrong := outside(value, bounds)):
-            raise UserError(f"--{name} {wrong}.")
         if value is False or value == each.default:
             continue
         given = f"--{name}" if value is True else f"--{name} {value}"

@@ -178,8 +178,7 @@ def main() -> int:
     # Of rows that were trained on whole, the solution is to be answered all the same.
     asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    # Text that is supervised whole asks nothing.
-    asks = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))
+    asks = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # text alone asks nothing
     known: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in asks)
     problems = list(itertools.islice((each for each in known if has_answer(each[1])), options.num_problems))
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding

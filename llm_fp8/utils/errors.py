@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,9 +84,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that begins so or has all words of `wrong`, but for a slip in each;
-    empty where none is one, or several are.
-    """
+    """' (did you mean X?)' with the name in `known` that begins so or `wrong` is a slip for; empty for none or many."""
     wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
     near = [name for name in names if name.startswith(wrong)] or [name for name in names if _is_slip(wrong, name)]
     best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []
@@ -94,7 +92,7 @@ def did_you_mean(wrong: str, known: Iterable[object]) -> str:
 
 
 def _is_slip(wrong: str, name: str) -> bool:
-    """Whether `wrong` may stand for `name`: numbers are the same, words are misspelt, joined, or shortened and left out."""
+    """Whether `wrong` may stand for `name`: same numbers, and words misspelt, joined, or shortened and left out."""
     words, parts = (re.findall(r"[a-z]+|\d+", each) for each in (wrong, name))
     ratio_of_joined, ratio, most = (0.85, 1, len(words) + 2) if len(words) < len(parts) else (1, 0.74, len(words))
 
@@ -108,22 +106,15 @@ def _is_slip(wrong: str, name: str) -> bool:
 _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 
 
-def outside(value: float, bounds: Mapping[str, float]) -> str | None:
-    """'must be at least 1, not 0' where `value` is outside `bounds`; an integer has an upper one always."""
-    limits = {"below": 2**31, **bounds} if isinstance(value, int) else bounds
-    for bound, limit in limits.items():
-        if not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
-            return f"must be {bound.replace('_', ' ')} {limit}, not {value}"
-    return None
-
-
 def number(kind: type, **bounds: float) -> Callable[[str], Any]:
-    """The type of a program's option that is a number within `bounds`: at_least, at_most, above and below."""
+    """The type of an option that is a number within `bounds`, as at_least=1; an integer always has an upper one."""
 
     def read(word: str) -> Any:
-        if wrong := outside(kind(word), bounds):
-            raise argparse.ArgumentTypeError(wrong)
-        return kind(word)
+        value = kind(word)
+        for bound, limit in ({"below": 2**31} | bounds if kind is int else bounds).items():
+            if not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
+                raise argparse.ArgumentTypeError(f"must be {bound.replace('_', ' ')} {limit}, not {word}")
+        return value
 
     read.__name__ = kind.__name__  # for argparse's message
     return read

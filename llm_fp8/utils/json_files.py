@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,15 @@ def writable(word: str) -> Path:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # no folder, device or pipe
-            _temporary(path).touch()  # to root `os.access` allows everything, /proc too
-            _temporary(path).unlink()
-            return path
+            with tempfile.TemporaryFile(dir=path.parent):  # to root `os.access` allows everything, /proc too
+                return path
     raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

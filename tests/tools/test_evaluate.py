@@ -27,16 +27,14 @@ from tests.support.small import records, train, write_jsonl
         ("Paris", "Paris", True),
         ("Paris", "London", False),
         (r"\boxed{7}", "", False),
+        ("x = -1/2", "x = -0.5", True),
+        ("So 2 + 2. The answer is: 4", "4", True),
+        *((text, text, None) for text in ("", "\n", "Sure, I have 3 cats.", "Call me at 5:30", "Hello there!")),
     ],
 )
 def test_what_counts_as_right(expected, answer, right):
-    assert evaluate.is_right(expected, answer) is right and evaluate.has_answer(expected)
-
-
-@pytest.mark.parametrize("text", ["", " \n", "So it is.", "Sure, I have 3 cats.", "Call me at 5:30", "Hello there!"])
-def test_a_text_without_a_final_answer_is_not_asked(text):
-    assert not evaluate.has_answer(text)
-    assert evaluate.has_answer(text + " The answer is: 3") and evaluate.has_answer("x = -1/2")
+    assert evaluate.has_answer(expected) is (right is not None)
+    assert right is None or evaluate.is_right(expected, answer) is right
 
 
 def test_a_row_is_cut_before_its_last_supervised_part():
@@ -114,8 +112,9 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
     stories = [f"A story of {number} cats." for number in range(40)]
     told = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
     for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in told]):
+        capsys.readouterr()
         text = write_jsonl(tmp_path / f"{min(rows[0])}.jsonl", rows)
         assert call("--model", tiny_model, f"--dataset_name={text}", "--max_seq_length=128", "--output", answers) == 0
         result = json.loads(answers.read_text())
-        assert "exact_match" not in result and "wilson_95" not in result and not result["answers"]
+        assert result.keys() == {"model", "eval_loss", "answers"}
         assert "%" not in capsys.readouterr().out.partition("exact match")[2]
