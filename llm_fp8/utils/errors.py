@@ -1,4 +1,4 @@
-"""The exceptions that a script ends on with a sentence instead of a traceback, and the exit codes they come to."""
+"""How a mistake becomes a sentence instead of a traceback, and the exit codes of scripts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llm_fp8.utils.exceptions import FailedCheck as FailedCheck
+from llm_fp8.utils.exceptions import UserError as UserError
 from llm_fp8.utils.ranks import first_to_say
 
 EXIT_FAILED_CHECK = 1
@@ -25,18 +27,6 @@ EXIT_NO_GPU = 3
 EXIT_INTERRUPTED = 130
 EXIT_OUTPUT_CLOSED = 141
 """The last two are what a shell reports for a program that SIGINT or SIGPIPE ended."""
-
-
-class UserError(Exception):
-    """A mistake in what the user asked for or supplied: one sentence that names the flag or the file, says what is
-    wrong and what to do. Scripts print it without a traceback and exit with code 2.
-    """
-
-
-class FailedCheck(Exception):
-    """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
-    expected and what was seen. Scripts print it without a traceback and exit with code 1.
-    """
 
 
 @contextlib.contextmanager

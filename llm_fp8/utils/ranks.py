@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+from llm_fp8.utils.exceptions import UserError
+
 
 @dataclass(frozen=True)
 class LaunchRanks:
@@ -25,7 +27,6 @@ class LaunchRanks:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
         """Read torchrun's variables; `UserError` for a number that no launcher gives, with which ranks never meet."""
-        from llm_fp8.utils.errors import UserError  # which imports this module
 
         def whole(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
             word = environ.get(name, str(default))
@@ -38,7 +39,7 @@ class LaunchRanks:
             return cls()
         world_size = whole("WORLD_SIZE", 1, least=1)
         local_world_size = whole("LOCAL_WORLD_SIZE", world_size, world_size, least=1)
-        whole("LOCAL_RANK", 0, local_world_size - 1)
+        whole("LOCAL_RANK", 0, world_size - 1)
         whole("MASTER_PORT", 0, 65535)
         restart_count = whole("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(whole("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
