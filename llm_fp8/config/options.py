@@ -452,8 +452,7 @@ OTHER_NAMES = {
     "test_size val_set_size val_size": "use --validation_fraction",
     "train_on_inputs": "use --train_on_prompt",
     "wandb": "use --use_wandb",
-    "warmup_ratio": "use --num_warmup_steps, in optimizer steps",
-    "warmup_steps": "use --num_warmup_steps",
+    "warmup_ratio warmup_steps": "use --num_warmup_steps, in optimizer steps",
     "wd": "use --weight_decay",
 }
 """Other trainers' options that do not resemble ours enough, or mean something else -> what to do instead."""

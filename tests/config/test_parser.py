@@ -144,7 +144,7 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ("surplus", "surplus"),
         *(
             (f"--{name}", f"--{name};")
-            for name in "use_dora eos_token loss_type do_eval data_seed revision device".split()
+            for name in ("use_dora", "loss_type", "do_eval", "data_seed", "revision", "device")
         ),
     ],
 )

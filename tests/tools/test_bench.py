@@ -50,10 +50,7 @@ def test_options_that_measure_nothing_are_refused(words, monkeypatch):
         bench.main()
 
 
-TOOLS = {module for name, (module, _) in PROGRAMS.items() if name not in ("train", "export-fp8")} | {bench.__name__}
-
-
-@pytest.mark.parametrize("module", sorted(TOOLS))
+@pytest.mark.parametrize("module", [module for module, _ in PROGRAMS.values()][1:-1] + [bench.__name__])  # not training
 def test_numbers_and_outputs_of_every_tool_are_checked(module, tmp_path, monkeypatch):
     """The parser of a tool is what its main function calls first."""
     monkeypatch.setattr(sys, "argv", ["tool"])
@@ -63,10 +60,10 @@ def test_numbers_and_outputs_of_every_tool_are_checked(module, tmp_path, monkeyp
     (parser,) = stopped.value.args
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
+    wrong = {"int": ["-1", "0", "nan", "x", "", 10**30], "float": ["-1", "nan", "inf", "x", ""]}
+    wrong["writable"] = wrong["<lambda>"] = [tmp_path / "file" / "x", tmp_path / "fifo", "/proc/x"]
     for action in parser._actions:
-        wrong = {"int": ["-1", "0", "nan", "x", "", 10**30], "float": ["-1", "nan", "inf", "x", ""]}
-        paths = [tmp_path / "file" / "x", tmp_path / "fifo", "/proc/x"] * (action.dest in ("output", "json", "trace"))
-        for value in wrong.get(getattr(action.type, "__name__", ""), paths):
+        for value in wrong.get(getattr(action.type, "__name__", ""), []):
             with pytest.raises(UserError, match=action.option_strings[0]):
                 parser.parse_known_args([f"{action.option_strings[0]}={value}"])
 
