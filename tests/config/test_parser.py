@@ -119,8 +119,8 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--bach_size 8", "--batch_size?"),
-        ("--lora_rnk=8", "--lora_rank?"),
+        *((f"--{slip}=8", "--batch_size?") for slip in ("bach_size", "batchsize")),
+        *(("--lora_rnk=8", "--lora_rank?"), ("--learing_rate 2", "--learning_rate?"), ("--use_t", "--use_te?")),
         ("--fp8_scenario dealyed", "delayed?"),
         ("--lr_scheduler_type COSIN", "cosine?"),
         ("--batch 4", "--batch"),  # no abbreviations: --max_s could become another option tomorrow
@@ -131,12 +131,7 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ("--clip 1", "--max_grad_norm"),
         ("--run_name x", "--wandb_run_name?"),
         ("--gpus 2", "--nproc_per_node"),
-        ("--batchsize 2", "--batch_size?"),
-        ("--learing_rate 2", "--learning_rate?"),
-        ("--use_t", "--use_te?"),
-        ("--use_peft", "--lora_rank"),
-        ("--load_in_4bit", "--lora_rank"),
-        ("--adam_beta1 0.9", "0.9"),
+        *(("--use_peft", "--lora_rank"), ("--load_in_4bit", "--lora_rank"), ("--adam_beta1 0.9", "0.9")),
         ("--warmup_ratio 0.1", "--num_warmup_steps"),
         ("--push_to_hub", "hf upload"),
         ("--batch_size x", "number or auto"),

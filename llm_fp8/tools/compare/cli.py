@@ -55,14 +55,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
     margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
     add("--quality_margin", type=number(float, at_least=0), default=QUALITY_MARGIN, help=margin)
-    folder = "runs/compare" if any(word.partition("=")[0] == "--train" for word in argv) else "comparison"
     where = "folder for the results (default: runs/compare or comparison)"
-    add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, default=folder, help=where)
+    add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, help=where)
     words = list(argv)
     if "--train" in words[:-1]:  # argparse would read a single quoted option ('--use_te') as one of this parser's
         place = words.index("--train")
         words[place : place + 2] = [f"--train={words[place + 1]}"]
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.output = options.output or Path("comparison" if options.train is None else "runs/compare")
+    return options
 
 
 @dataclasses.dataclass(frozen=True)
