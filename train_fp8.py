@@ -17,7 +17,7 @@ from llm_fp8.utils.start import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importing
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
-from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.script import run_script
 
 
 def main() -> int:

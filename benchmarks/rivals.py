@@ -46,7 +46,7 @@ from llm_fp8.observability.kernel_trace import LOW_PRECISION, gemm_kernels, kern
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun
-from llm_fp8.utils.errors import OneSentenceParser, UserError, run_script
+from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import (
     json_line,
     read_json,
@@ -56,6 +56,7 @@ from llm_fp8.utils.json_files import (
     write_text_atomic,
 )
 from llm_fp8.utils.packages import REPOSITORY
+from llm_fp8.utils.script import run_script
 from llm_fp8.utils.start import CUDA_DEFAULTS
 
 Job = dict[str, Any]

@@ -37,8 +37,9 @@ from llm_fp8.tools.bench import (
     parse_variants,
     print_table,
 )
-from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
+from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
+from llm_fp8.utils.script import run_script
 
 TABLE = Path(__file__).with_suffix(".json")
 REFERENCE = "hf_bf16"

@@ -7,7 +7,8 @@ import os
 import sys
 
 from llm_fp8 import __version__
-from llm_fp8.utils.errors import OneSentenceParser, run_script
+from llm_fp8.utils.errors import OneSentenceParser
+from llm_fp8.utils.script import run_script
 from llm_fp8.utils.start import importing
 
 PROGRAMS = {

@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.utils.errors import OneSentenceParser, UserError, reading, run_script
+from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
+from llm_fp8.utils.script import run_script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

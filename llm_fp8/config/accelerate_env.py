@@ -95,11 +95,11 @@ def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
     """Raise `UserError` where train_multi_gpu.py (`parallel`) was not launched, or train_fp8.py in several processes;
     remove variables left over of a launch.
     """
-    is_launched = environ.keys() >= set(_TORCHRUN)
+    is_launched, ranks = environ.keys() >= set(_TORCHRUN), LaunchRanks.from_environment(environ)
     if parallel and not is_launched:
         raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
     is_sharded = any(is_on(environ.get(f"ACCELERATE_USE_{name}", "")) for name in ENGINES)
-    if not parallel and (is_sharded or LaunchRanks.from_environment(environ).world_size > 1):
+    if not parallel and (is_sharded or ranks.world_size > 1):
         raise UserError("train_fp8.py is one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
     for name in () if is_launched else _TORCHRUN:
         environ.pop(name, None)

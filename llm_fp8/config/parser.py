@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from types import NoneType
@@ -20,16 +21,15 @@ from llm_fp8.config.options import (
     EMBEDDED,
     LORA_LEARNING_RATE,
     MOST_USED,
-    OTHER_MEANING,
+    OTHER_NAMES,
     SCRATCH_LEARNING_RATE,
     SECTIONS,
-    SYNONYMS,
     Config,
     ParallelConfig,
 )
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
-from llm_fp8.utils.errors import OneSentenceParser, positive, reading
+from llm_fp8.utils.errors import OneSentenceParser, number, positive, reading
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -56,20 +56,14 @@ def number_or_auto(word: str) -> int:
 
 def number_or_share_or_auto(word: str) -> float | str:
     """The type of --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
-    if word == "auto":
-        return word
-    if word.isdecimal():
-        return int(word)
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
-    if not 0 <= float(word) <= 1:
-        raise ValueError("it is no share")
-    return float(word)
+    return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
 
 
 def true_or_false(word: str) -> bool:
-    """The boolean that a word stands for."""
-    return ("no", "false", "0", "yes", "true", "1").index(word.lower()) > 2
+    """The boolean that a word stands for, YAML's among them."""
+    return ("no", "off", "false", "0", "yes", "on", "true", "1").index(word.lower()) > 3
 
 
 def true_or_false_or_auto(word: str) -> bool | None:
@@ -86,10 +80,10 @@ def with_underscores(word: str) -> str:
 def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
     """`--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
-    text, bare = field.metadata["help"], field.metadata["bare"]
+    text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
         text += f" (default: {field.default})"
-    taken: dict[str, Any] = {"type": kind}
+    taken: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
     if get_origin(kind) is Literal:
         taken = {"choices": get_args(kind)}
     elif kind is bool:
@@ -123,7 +117,7 @@ class OptionsParser(OneSentenceParser):
         self.add_argument("--help_all", nargs=0, action=_HelpAll, help="Explain every option and exit.")
         self.add_argument("--config", help="YAML file of 'option: value' lines; the command line wins (default: none).")
         actions = {action.dest: action for action in reversed(self._actions)}
-        actions["mixed_precision"].type = lambda word: {"fp32": "no", "False": "no"}.get(word, word)  # YAML's no
+        actions["mixed_precision"].type = lambda word: "no" if word.lower() in ("fp32", "no", "off", "false") else word
         actions["batch_size"].type = number_or_auto
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
@@ -135,9 +129,8 @@ class OptionsParser(OneSentenceParser):
 
     def hint(self, option: str) -> str:
         name = option.lstrip("-").replace("-", "_")
-        name = next((ours for ours, others in SYNONYMS.items() if name in others.split()), name)
-        if name in OTHER_MEANING:
-            return f" ({option}: {OTHER_MEANING[name]})"
+        if instead := [what for names, what in OTHER_NAMES.items() if name in names.split()]:
+            return f" ({option}: {instead[0]})"
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
             return " (options of sharding belong to train_multi_gpu.py)"
         return super().hint(f"--{name}")
@@ -145,9 +138,25 @@ class OptionsParser(OneSentenceParser):
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
     """Options with their values, None for one not given, as words that are parsed and checked like typed ones."""
-    forms: dict[type, Any] = {dict: json.dumps, list: lambda items: ",".join(map(str, items))}
-    given = {name: value for name, value in options.items() if value is not None}
-    return [f"--{name}={forms.get(type(value), str)(value)}" for name, value in given.items()]
+    return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_word, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _loader(*kinds: str) -> type[yaml.SafeLoader]:
+    """A YAML loader for which scalars of these `kinds` have a value of their own and all others are text."""
+    rows = yaml.SafeLoader.yaml_implicit_resolvers.items()
+    resolvers = {first: [(tag, form) for tag, form in row if tag.split(":")[-1] in kinds] for first, row in rows}
+    return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
+
+
+_TEXTS, _JSON = _loader("null", "merge"), _loader("null", "merge", "bool")
+for _kind, _digits in {"int": r"-?(0|[1-9]\d*)$", "float": r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?$"}.items():
+    _JSON.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_digits), list("-0123456789"))
 
 
 def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
@@ -182,9 +191,13 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
     if path:
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             content = Path(path).expanduser().read_bytes()
-            words = words_of(yaml.safe_load(content) or {})
+            # An option's own type reads its text; what an object holds has the types of JSON.
+            texts, typed = (yaml.load(content, loader) or {} for loader in (_TEXTS, _JSON))
+            words = words_of(texts | {name: each for name, each in typed.items() if isinstance(each, dict)})
             names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
     parser.origin = f"--config {path}: "
+    flags = parser._option_string_actions
+    names = [getattr(flags.get(with_underscores(f"--{name}")), "dest", name) for name in names]
     if twice := [name for name in names if names.count(name) > 1]:
         parser.error(f"it has '{twice[0]}' twice; leave one")
     if parser.parse_args(words).config is not None:  # alone, so that an error names the file

@@ -5,7 +5,6 @@ on its field, then at rules that no field can declare; `check_machine` at the ma
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
@@ -23,11 +22,9 @@ from llm_fp8.config.recipes import (
 from llm_fp8.utils.errors import UserError, did_you_mean, reading
 from llm_fp8.utils.ranks import LaunchRanks
 
-_BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` for an option that its field's `needs`, `excludes` or bounds forbid. `mode` is the sharding
+    """Raise `UserError` for an option that its field's `needs` or `excludes` forbid. `mode` is the sharding
     mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
     """
     declared = {each.name: each for section in SECTIONS.values() for each in fields(section)}
@@ -41,9 +38,6 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
     for name, each in declared.items():
         value = values[name]
-        for bound, limit in each.metadata["bounds"].items():
-            if value is not None and not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
-                raise UserError(f"--{name} must be {bound.replace('_', ' ')} {limit}, not {value}.")
         if value is False or value == each.default:
             continue
         given = f"--{name}" if value is True else f"--{name} {value}"

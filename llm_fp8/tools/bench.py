@@ -25,7 +25,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, positive
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, positive
 from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -197,10 +197,10 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=int, default=16, help="optimizer steps of a run (default %(default)s)")
-    add("--warmup", type=int, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
+    add("--steps", type=positive, default=16, help="optimizer steps of a run (default %(default)s)")
+    add("--warmup", type=positive, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
     add("--rounds", type=positive, default=3, help="how often the variants take turns (default %(default)s)")
-    add("--timeout_s", type=float, default=600, help="a longer run counts as failed (default %(default)s)")
+    add("--timeout_s", type=number(float, above=0), default=600, help="a longer run fails (default %(default)s)")
     add("--output", type=writable, help="JSON file for the results")
 
 

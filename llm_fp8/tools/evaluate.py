@@ -3,7 +3,8 @@
 The rows are those of the run's own evaluation (`prepare_data` with the options of its run.json), so none was trained
 on; the eval loss is over all of them. The model gets each row up to its last supervised part and answers greedily until
 one of the EOS tokens in generation_config.json, or the tokenizer's; math-verify compares the final answer with that of
-the row: `0.5` equals `\\frac12`. What it finds no answer in counts as right only where the texts are equal.
+the row: `0.5` equals `\\frac12`. What it finds no answer in counts as right only where the texts are equal. Rows whose
+text marks no final answer, such as those of a chat, are not asked.
 `llm-fp8 evaluate` and scripts/evaluate.py.
 """
 
@@ -14,13 +15,14 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llm_fp8.config.options import Config, DataConfig, ModelConfig
-from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
+from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
 from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, where = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
     add("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
-    fields = {field.name: field.metadata["help"].replace("%", "%%") for field in dataclasses.fields(DataConfig)}
+    fields = {field.name: field.metadata for field in dataclasses.fields(DataConfig)}
     for name, kind in DATA_OPTIONS.items():
-        add(f"--{name}", type=kind, help=f"in place of the run's: {fields[name]}")
+        bounds, text = fields[name]["bounds"], fields[name]["help"].replace("%", "%%")
+        add(f"--{name}", type=number(kind, **bounds) if bounds else kind, help=f"in place of the run's: {text}")
     add("--num_problems", type=positive, default=500, help="rows to answer at most (default %(default)s)")
     add("--max_new_tokens", type=positive, default=512, help="where an answer is cut off (default %(default)s)")
     add("--batch_size", type=positive, default=64, help="rows answered at a time (default %(default)s)")
@@ -105,6 +108,13 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
     last = max(t for t, label in enumerate(labels) if label >= 0)
     first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
     return input_ids[: first + 1], labels[first : last + 1]
+
+
+def has_answer(expected: str) -> bool:
+    """Whether a row's text marks its final answer, or is nothing else: one word, or an expression without words."""
+    marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
+    is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
+    return bool(expected.strip() and (marks or is_answer))
 
 
 def is_right(expected: str, answer: str) -> bool:
@@ -173,11 +183,11 @@ def main() -> int:
     # Of rows that were trained on whole, the solution is to be answered all the same.
     asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    asks = (row for row in rows if row[1][0] < 0 <= max(row[1]))  # text that is supervised whole asks nothing
-    problems = [prompt_and_solution(*row) for row in itertools.islice(asks, options.num_problems)]
+    asks = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # text alone asks nothing
+    known: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in asks)
+    problems = list(itertools.islice((each for each in known if has_answer(each[1])), options.num_problems))
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding
-    prompts = [prompt for prompt, _ in problems]
-    expected: list[Any] = [tokenizer.decode(solution, skip_special_tokens=True) for _, solution in problems]
+    prompts, expected = [prompt for prompt, _ in problems], [answer for _, answer in problems]
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
@@ -193,6 +203,8 @@ def main() -> int:
         share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
         figures |= {"exact_match": share, "wilson_95": [interval.low, interval.high]}
         print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
+    else:
+        print("exact match: not measured, as no held-out row has a final answer that can be checked")
     print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)

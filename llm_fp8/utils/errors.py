@@ -1,4 +1,4 @@
-"""The exceptions that a script ends on with a sentence instead of a traceback, and the exit codes they come to."""
+"""The exceptions that a script ends on with a sentence instead of a traceback, and how bad input becomes one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ import argparse
 import contextlib
 import difflib
 import errno
-import faulthandler
-import io
+import math
+import operator
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llm_fp8.utils.console import closed_outputs, discard_output, open_missing_output
-from llm_fp8.utils.ranks import first_to_say
-
 EXIT_FAILED_CHECK = 1
 EXIT_USER_ERROR = 2
 EXIT_NO_GPU = 3
-EXIT_INTERRUPTED = 130
-EXIT_OUTPUT_CLOSED = 141
-"""The last two are what a shell reports for a program that SIGINT or SIGPIPE ended."""
 
 
 class UserError(Exception):
@@ -50,7 +43,7 @@ def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iter
         kind, cause = type(error).__name__, error.__cause__ or error.__context__
         if isinstance(cause, KeyboardInterrupt):  # as `datasets` hides it while it waits for its workers
             raise cause from None
-        is_full = isinstance(error, OSError) and error.errno in _FULL
+        is_full = isinstance(error, OSError) and error.errno in FULL_DISK
         passes = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error) or is_full or lost_worker(error)
         if passes or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
@@ -58,9 +51,9 @@ def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iter
         raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {words}). {advice}".rstrip()) from error
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_HOST_MEMORY = "(can't|cannot|unable to) allocate(?! memory in static TLS)"
-_NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|calling `cublasCreate|{_NO_HOST_MEMORY}"
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_HOST_MEMORY = "(can't|cannot|unable to) allocate(?! memory in static TLS)"
+_NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|calling `cublasCreate|{NO_HOST_MEMORY}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -86,7 +79,11 @@ def existing_part(path: Path) -> Path:
 
 def reason_not_written(error: OSError) -> str | None:
     """The system's word for a file that could not be written (a full disk, no permission); None for another error."""
-    return os.strerror(error.errno) if error.errno in (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM) else None
+    return (
+        os.strerror(error.errno)
+        if error.errno in (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+        else None
+    )
 
 
 def listed(names: Iterable[str]) -> str:
@@ -96,17 +93,43 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that begins so or is nearest; empty where none is near."""
+    """' (did you mean X?)' with the name in `known` that begins so or `wrong` is a slip for; empty for none or many."""
     wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
-    near = [name for name in names if name.startswith(wrong)] or difflib.get_close_matches(wrong, names, n=1)
-    return f" (did you mean {names[near[0]]}?)" if near else ""
+    near = [name for name in names if name.startswith(wrong)] or [name for name in names if _is_slip(wrong, name)]
+    best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []
+    return f" (did you mean {names[best[0]]}?)" if best else ""
 
 
-def positive(word: str) -> int:
-    """The type of an option that is a number of at least 1."""
-    if int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {word}")
-    return int(word)
+def _is_slip(wrong: str, name: str) -> bool:
+    """Whether `wrong` may stand for `name`: same numbers, and words misspelt, joined, or shortened and left out."""
+    words, parts = (re.findall(r"[a-z]+|\d+", each) for each in (wrong, name))
+    ratio_of_joined, ratio, most = (0.85, 1, len(words) + 2) if len(words) < len(parts) else (1, 0.74, len(words))
+
+    def is_near(word: str, part: str, ratio: float) -> bool:
+        return word == part or (word.isalpha() and difflib.SequenceMatcher(None, word, part).ratio() > ratio)
+
+    begins = all(any(part.startswith(word) or is_near(word, part, ratio) for part in parts) for word in words)
+    return (begins and len(parts) <= most) or is_near("".join(words), "".join(parts), ratio_of_joined)
+
+
+_BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+
+
+def number(kind: type, **bounds: float) -> Callable[[str], Any]:
+    """The type of an option that is a number within `bounds`, as at_least=1; an integer always has an upper one."""
+
+    def read(word: str) -> Any:
+        value = kind(word)
+        for bound, limit in ({"below": 2**31} | bounds if kind is int else bounds).items():
+            if not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
+                raise argparse.ArgumentTypeError(f"must be {bound.replace('_', ' ')} {limit}, not {word}")
+        return value
+
+    read.__name__ = kind.__name__  # for argparse's message
+    return read
+
+
+positive = number(int, at_least=1)
 
 
 class OneSentenceParser(argparse.ArgumentParser):
@@ -135,58 +158,3 @@ class OneSentenceParser(argparse.ArgumentParser):
     def hint(self, option: str) -> str:
         """What to add to an error about an unknown `option`, ' (...)' or nothing."""
         return did_you_mean(option, self._option_string_actions)
-
-
-def _in_one_sentence(error: Exception) -> str | None:
-    """What a script says of an error that ends it; None for one that only its traceback explains."""
-    if isinstance(error, (UserError, FailedCheck)):
-        return str(error)
-    words = " ".join(str(error).split())[:100]
-    if is_out_of_memory(error):
-        torch, where, peak = sys.modules.get("torch"), "this host", ""
-        if torch is not None and torch.cuda.is_initialized() and not re.search(_NO_HOST_MEMORY, words, re.IGNORECASE):
-            where, peak = "the GPU", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak; "
-        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
-        return f"{where} is out of memory ({peak}{words}): {advice}."
-    if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
-        fix = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
-        return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
-    if (
-        isinstance(error, OSError)
-        and (error.filename or error.errno in _FULL)
-        and (reason := reason_not_written(error))
-    ):
-        return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
-    return lost_worker(error)
-
-
-def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code; on an error that `_in_one_sentence` explains with that sentence, printed by
-    one process of the launch, and code 2, or 1 for a `FailedCheck`; on Ctrl-C with 130; on a closed pipe (`| head`)
-    with 141. `main` imports what it needs, so that a missing package is such an error.
-    """
-    open_missing_output()
-    if not faulthandler.is_enabled():
-        faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
-    code, last_words = 0, ""
-    try:
-        code = main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        code, last_words = EXIT_INTERRUPTED, "interrupted"
-    except Exception as error:
-        sentence = _in_one_sentence(error)
-        if isinstance(error, BrokenPipeError) and closed_outputs():
-            code = code or EXIT_OUTPUT_CLOSED
-        elif sentence is None:
-            raise
-        else:
-            code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
-            last_words = f"error: {sentence}" if first_to_say() else ""
-    if last_words:
-        with contextlib.suppress(OSError):  # nobody may read them
-            print(last_words, file=sys.stderr, flush=True)
-    discard_output(closed_outputs())
-    sys.exit(code)

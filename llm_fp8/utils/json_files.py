@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def writable(word: str) -> Path:
     """The type of an output file's option: its folder is made; what cannot be written is refused at once."""
     path = Path(word).expanduser()
-    with contextlib.suppress(OSError):  # such a folder is no writable one
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
-    return path
+        if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # no folder, device or pipe
+            with tempfile.TemporaryFile(dir=path.parent):  # to root `os.access` allows everything, /proc too
+                return path
+    raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
 
 
 def write_text_atomic(path: Path, text: str) -> None:

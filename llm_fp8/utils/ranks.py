@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+from llm_fp8.utils.errors import UserError
+
 
 @dataclass(frozen=True)
 class LaunchRanks:
@@ -24,20 +26,28 @@ class LaunchRanks:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read torchrun's variables."""
-        world_size = int(environ.get("WORLD_SIZE", "1"))
-        return cls(
-            rank=int(environ.get("RANK", "0")),
-            world_size=world_size,
-            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
-            restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            launched="WORLD_SIZE" in environ,
-        )
+        """Read torchrun's variables; `UserError` for a number that no launcher gives, with which ranks never meet."""
+
+        def whole(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
+            word = environ.get(name, str(default))
+            if not (word.isdecimal() and least <= int(word) <= most):
+                advice = "start the program with torchrun, or unset what a launch left over"
+                raise UserError(f"{name} '{word}' must be a whole number from {least} to {most}; {advice}.")
+            return int(word)
+
+        if "WORLD_SIZE" not in environ:
+            return cls()
+        world_size = whole("WORLD_SIZE", 1, least=1)
+        local_world_size = whole("LOCAL_WORLD_SIZE", world_size, world_size, least=1)
+        whole("LOCAL_RANK", 0, world_size - 1)
+        whole("MASTER_PORT", 0, 65535)
+        restart_count = whole("TORCHELASTIC_RESTART_COUNT", 0)
+        return cls(whole("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
 
 
 def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
     """A connection to the launcher's store; None in a single process or where the launcher has none."""
-    if int(environ.get("WORLD_SIZE", "1")) == 1 or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if environ.get("WORLD_SIZE", "1") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore
 
@@ -53,7 +63,7 @@ def first_to_say() -> bool:
         if store is None:
             return True
         return store.add(f"llm_fp8/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
-    except RuntimeError:  # the launcher is gone (torch's DistError)
+    except (RuntimeError, ValueError):  # the launcher is gone (torch's DistError), or its port is no number
         return True
 
 

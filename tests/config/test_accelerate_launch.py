@@ -172,6 +172,9 @@ def test_how_the_process_was_started():
     for environ in ({"WORLD_SIZE": "2", "RANK": "0"}, {"ACCELERATE_USE_FSDP": "true"}):
         with pytest.raises(UserError, match="train_multi_gpu.py"):
             parse_launch([], environ)
+    for name, value in {"RANK": "8", "LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "9", "WORLD_SIZE": "x"}.items():
+        with pytest.raises(UserError, match=f"^{name} '{value}'"):
+            parse_launch([], {**LAUNCHED, "WORLD_SIZE": "8", name: value}, parallel=True)
     left_over = {"RANK": "0", "WORLD_SIZE": "1"}
     assert parse_launch([], left_over)[0] == parse_config([]) and left_over == {}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_MEANING, SECTIONS, SYNONYMS, Config
-from llm_fp8.config.parser import OptionsParser, parse_config
+from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_NAMES, SECTIONS, Config
+from llm_fp8.config.parser import OptionsParser, parse_config, words_of
 from llm_fp8.config.recipes import RECIPE_OPTIONS
 from llm_fp8.utils.errors import UserError
 from tests.support.documented_commands import COMMANDS, config_of, options_of
@@ -111,31 +111,36 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path"}
     aliases = {alias[2:] for field in FIELDS for alias in field.metadata["aliases"] if "_" in alias}
     assert aliases and aliases <= theirs
-    synonyms = {name for names in SYNONYMS.values() for name in names.split()}
-    assert not (synonyms | set(OTHER_MEANING)) & (aliases | set(Config().options))
-    assert set(SYNONYMS) <= set(Config().options) | set(OTHER_MEANING)
+    names, flags = " ".join(OTHER_NAMES).split(), re.findall(r" --(\w+)", " ".join(OTHER_NAMES.values()))
+    assert len(set(names)) == len(names) and not {*names} & {*aliases, *Config().options}
+    assert {*flags} - {"nproc_per_node"} <= {*Config().options}
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--bach_size 8", "--batch_size?"),
-        ("--lora_rnk=8", "--lora_rank?"),
+        *((f"--{slip}=8", "--batch_size?") for slip in ("bach_size", "batchsize")),
+        *(("--lora_rnk=8", "--lora_rank?"), ("--learing_rate 2", "--learning_rate?"), ("--use_t", "--use_te?")),
         ("--fp8_scenario dealyed", "delayed?"),
         ("--lr_scheduler_type COSIN", "cosine?"),
         ("--batch 4", "--batch"),  # no abbreviations: --max_s could become another option tomorrow
-        ("--lr 1e-4", "--learning_rate?"),
-        ("-lr 1e-4", "--learning_rate?"),
-        ("--grad-accum 2", "--gradient_accumulation_steps?"),
+        ("--lr 1e-4", "--learning_rate"),
+        ("-lr 1e-4", "--learning_rate"),
+        ("--grad-accum 2", "--gradient_accumulation_steps"),
         ("--seq_len 5", "--max_seq_length?"),
-        ("--clip 1", "--max_grad_norm?"),
+        ("--clip 1", "--max_grad_norm"),
         ("--run_name x", "--wandb_run_name?"),
         ("--gpus 2", "--nproc_per_node"),
+        *(("--use_peft", "--lora_rank"), ("--load_in_4bit", "--lora_rank"), ("--adam_beta1 0.9", "0.9")),
         ("--warmup_ratio 0.1", "--num_warmup_steps"),
         ("--push_to_hub", "hf upload"),
         ("--batch_size x", "number or auto"),
         ("--sharding_mode ddp", "train_multi_gpu.py"),
         ("surplus", "surplus"),
+        *(
+            (f"--{name}", f"--{name};")
+            for name in ("use_dora", "loss_type", "do_eval", "data_seed", "revision", "device")
+        ),
     ],
 )
 def test_a_mistake_comes_with_what_was_probably_meant(words, said):
@@ -169,9 +174,26 @@ def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
     options = parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]).options
     given = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
     assert options == {**Config().options, **given}
-    file.write_text("batch_size: 2\nmax_steps: 3\nbatch_size: 4\n")
-    with pytest.raises(UserError, match="batch_size"):
-        parse_config(["--config", str(file)])
+    for text in ("batch_size: 2\nseed: 3\nbatch_size: 4", "batch-size: ~\nper_device_train_batch_size: 4"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="batch_size"):
+            parse_config(["--config", str(file)])
+
+
+def test_the_type_of_an_option_reads_the_text_of_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "{seed: 017, output_dir: 2025_11_28, wandb_run_name: 0123, split_name: no, mixed_precision: no, packing: ~, "
+        "learning_rate: 1e-5, use_wandb: on, export: Off, max_steps: 1_000, lora_targets: [[q_proj, v_proj], o_proj], "
+        "lora_rank: '08', chat_template_kwargs: {think: off, date: 2025-11-28, n: 3, code: 017, text: '1', x: 1e-5}}"
+    )
+    written = {
+        "seed": 17, "output_dir": "2025_11_28", "wandb_run_name": "0123", "split_name": "no", "mixed_precision": "no",
+        "learning_rate": 1e-5, "use_wandb": True, "export": False, "max_steps": 1000, "lora_rank": 8,
+        "lora_targets": "q_proj,v_proj,o_proj", "chat_template_kwargs":
+            '{"think": false, "date": "2025-11-28", "n": 3, "code": "017", "text": "1", "x": 1e-05}',
+    }  # fmt: skip
+    assert parse_config(["--config", str(tmp_path / "run.yaml")]).options == {**Config().options, **written}
+    assert parse_config(words_of(written)).options == {**Config().options, **written}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!a]*.yaml")), ids=lambda path: path.stem)

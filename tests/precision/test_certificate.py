@@ -20,7 +20,7 @@ from llm_fp8.precision.module_state import ModuleState, read_te_state
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.run import run_training
-from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.script import run_script
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps
 

@@ -91,7 +91,7 @@ from llm_fp8.utils.te_internals import require_te
 {patch}
 from llm_fp8.config.parser import parse_config
 from llm_fp8.train.run import run_training
-from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.script import run_script
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
     command = [sys.executable, "-c", program, *options]

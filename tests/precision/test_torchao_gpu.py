@@ -82,7 +82,7 @@ import torch
 from torchao.float8.float8_linear import Float8Linear
 Float8Linear.forward = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
 from llm_fp8.config.parser import parse_config
-from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.script import run_script
 from llm_fp8.train.run import run_training
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """

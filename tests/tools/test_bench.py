@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 
 import pytest
 
 from benchmarks import speed_table
+from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import bench
 from llm_fp8.tools.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.tools.programs import Ended
-from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.errors import OneSentenceParser, UserError
 from tests.support.processes import run_program
 
 WORK = Workload("embedded", 2, 64, 2)
@@ -40,11 +43,29 @@ def test_invalid_variants_are_refused(text):
         parse_variants(text)
 
 
-@pytest.mark.parametrize("words", [["--warmup", "5"], ["--steps", "6"], ["--rounds", "0"], ["--variants", "x"]])
+@pytest.mark.parametrize("words", [["--warmup", "5"], ["--steps", "6"], ["--variants", "x"]])
 def test_options_that_measure_nothing_are_refused(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark", *words])
     with pytest.raises(UserError, match=words[0]):
         bench.main()
+
+
+@pytest.mark.parametrize("module", [module for module, _ in PROGRAMS.values()][1:-1] + [bench.__name__])  # not training
+def test_numbers_and_outputs_of_every_tool_are_checked(module, tmp_path, monkeypatch):
+    """The parser of a tool is what its main function calls first."""
+    monkeypatch.setattr(sys, "argv", ["tool"])
+    with monkeypatch.context() as only, pytest.raises(LookupError) as stopped:
+        only.setattr(OneSentenceParser, "parse_known_args", lambda parser, *_: {}[parser])
+        importlib.import_module(module).main()
+    (parser,) = stopped.value.args
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    wrong = {"int": ["-1", "0", "nan", "x", "", 10**30], "float": ["-1", "nan", "inf", "x", ""]}
+    wrong["writable"] = wrong["<lambda>"] = [tmp_path / "file" / "x", tmp_path / "fifo", "/proc/x"]
+    for action in parser._actions:
+        for value in wrong.get(getattr(action.type, "__name__", ""), []):
+            with pytest.raises(UserError, match=action.option_strings[0]):
+                parser.parse_known_args([f"{action.option_strings[0]}={value}"])
 
 
 def test_rows_of_random_text_fill_their_length(tmp_path):

@@ -27,10 +27,14 @@ from tests.support.small import LONGROPE, records, train, write_jsonl, write_mod
         ("Paris", "Paris", True),
         ("Paris", "London", False),
         (r"\boxed{7}", "", False),
+        ("x = -1/2", "x = -0.5", True),
+        ("So 2 + 2. The answer is: 4", "4", True),
+        *((text, text, None) for text in ("", "\n", "Sure, I have 3 cats.", "Call me at 5:30", "Hello there!")),
     ],
 )
 def test_what_counts_as_right(expected, answer, right):
-    assert evaluate.is_right(expected, answer) is right
+    assert evaluate.has_answer(expected) is (right is not None)
+    assert right is None or evaluate.is_right(expected, answer) is right
 
 
 def test_a_row_is_cut_before_its_last_supervised_part():
@@ -108,6 +112,12 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
         call("--model", tmp_path / "nowhere", *data)
     with pytest.raises(UserError, match="--validation_fraction"):
         call("--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
-    text = write_jsonl(tmp_path / "text.jsonl", [{"text": f"A story of {number} cats."} for number in range(40)])
-    assert call("--model", tiny_model, f"--dataset_name={text}", "--max_seq_length=128", "--output", answers) == 0
-    assert "exact_match" not in json.loads(answers.read_text())  # text asks nothing
+    stories = [f"A story of {number} cats." for number in range(40)]
+    told = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
+    for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in told]):
+        capsys.readouterr()
+        text = write_jsonl(tmp_path / f"{min(rows[0])}.jsonl", rows)
+        assert call("--model", tiny_model, f"--dataset_name={text}", "--max_seq_length=128", "--output", answers) == 0
+        result = json.loads(answers.read_text())
+        assert result.keys() == {"model", "eval_loss", "answers"}
+        assert "%" not in capsys.readouterr().out.partition("exact match")[2]

@@ -22,7 +22,7 @@ from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.train import run_dir
 from llm_fp8.train.loop import TrainingLoop
-from llm_fp8.utils.errors import run_script
+from llm_fp8.utils.script import run_script
 from tests.support.small import records, steps, train, write_model
 
 

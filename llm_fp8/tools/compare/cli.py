@@ -32,8 +32,8 @@ from llm_fp8.tools.compare.run_record import (
 )
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.tools.programs import run_program, training_command, wide_console
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, positive, reading
-from llm_fp8.utils.json_files import read_json, write_json_atomic
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, positive, reading
+from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
@@ -54,8 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=positive, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
     add("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
     margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
-    add("--quality_margin", type=float, default=QUALITY_MARGIN, help=margin)
-    add("--output", type=Path, help="folder for the results (default: runs/compare or comparison)")
+    add("--quality_margin", type=number(float, at_least=0), default=QUALITY_MARGIN, help=margin)
+    where = "folder for the results (default: runs/compare or comparison)"
+    add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, help=where)
     words = list(argv)
     if "--train" in words[:-1]:  # argparse would read a single quoted option ('--use_te') as one of this parser's
         place = words.index("--train")

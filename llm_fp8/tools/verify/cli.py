@@ -80,8 +80,9 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
-    ranks = LaunchRanks.from_environment(os.environ)
-    if ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell's WORLD_SIZE, which is left over
+    # Without torchrun's own variable a shell's WORLD_SIZE is left over.
+    ranks = LaunchRanks.from_environment(os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {})
+    if ranks.world_size > 1:
         from llm_fp8.tools.verify.hosts import check_hosts
 
         results = check_hosts(sys.argv[1:] if argv is None else argv, ranks)

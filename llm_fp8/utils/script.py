@@ -1,0 +1,83 @@
+"""How a script ends: with an exit code, and with one sentence where an error explains itself."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import re
+import sys
+from collections.abc import Callable
+
+from llm_fp8.utils.console import closed_outputs, discard_output, open_missing_output
+from llm_fp8.utils.errors import (
+    EXIT_FAILED_CHECK,
+    EXIT_USER_ERROR,
+    FULL_DISK,
+    NO_HOST_MEMORY,
+    FailedCheck,
+    UserError,
+    is_out_of_memory,
+    lost_worker,
+    reason_not_written,
+)
+from llm_fp8.utils.ranks import first_to_say
+
+EXIT_INTERRUPTED = 130
+EXIT_OUTPUT_CLOSED = 141
+"""What a shell reports for a program that SIGINT or SIGPIPE ended."""
+
+
+def _in_one_sentence(error: Exception) -> str | None:
+    """What a script says of an error that ends it; None for one that only its traceback explains."""
+    if isinstance(error, (UserError, FailedCheck)):
+        return str(error)
+    words = " ".join(str(error).split())[:100]
+    if is_out_of_memory(error):
+        torch, where, peak = sys.modules.get("torch"), "this host", ""
+        if torch is not None and torch.cuda.is_initialized() and not re.search(NO_HOST_MEMORY, words, re.IGNORECASE):
+            where, peak = "the GPU", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak; "
+        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
+        return f"{where} is out of memory ({peak}{words}): {advice}."
+    if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
+        fix = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
+        return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
+    if (
+        isinstance(error, OSError)
+        and (error.filename or error.errno in FULL_DISK)
+        and (reason := reason_not_written(error))
+    ):
+        return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
+    return lost_worker(error)
+
+
+def run_script(main: Callable[[], int]) -> None:
+    """Run `main` and exit with its code; on an error that `_in_one_sentence` explains with that sentence, printed by
+    one process of the launch, and code 2, or 1 for a `FailedCheck`; on Ctrl-C with 130; on a closed pipe (`| head`)
+    with 141. `main` imports what it needs, so that a missing package is such an error.
+    """
+    open_missing_output()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
+    code, last_words = 0, ""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code, last_words = EXIT_INTERRUPTED, "interrupted"
+    except Exception as error:
+        sentence = _in_one_sentence(error)
+        if isinstance(error, BrokenPipeError) and closed_outputs():
+            code = code or EXIT_OUTPUT_CLOSED
+        elif sentence is None:
+            raise
+        else:
+            code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
+            last_words = f"error: {sentence}" if first_to_say() else ""
+    if last_words:
+        with contextlib.suppress(OSError):  # nobody may read them
+            print(last_words, file=sys.stderr, flush=True)
+    discard_output(closed_outputs())
+    sys.exit(code)
