@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_fp8.utils.errors import OneSentenceParser, UserError
+from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
 
 if TYPE_CHECKING:
     from llm_fp8.data.prepare import PreparedData
@@ -21,7 +21,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
     parser.add_argument("--data", help="dataset as of --dataset_name, whose loss is measured before and after")
-    parser.add_argument("--max_seq_length", type=int, help="with --data: longer rows are cut (1024)")
+    parser.add_argument("--max_seq_length", type=positive, help="with --data: longer rows are cut (1024)")
     options = parser.parse_args(argv)
     if options.data is None and options.max_seq_length is not None:
         raise UserError("--max_seq_length has no effect without --data; add it, or drop this.")
