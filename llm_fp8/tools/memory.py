@@ -23,7 +23,7 @@ from llm_fp8.utils.json_files import writable, write_json_atomic
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llm_fp8.distributed.memory import RunSize
+    from llm_fp8.settle.memory import RunSize
 
 GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
 """A GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
@@ -145,8 +145,8 @@ def rows_of(
     precision: Literal["bf16", "fp8"],
 ) -> list[Row]:
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
-    from llm_fp8.distributed.memory import RunSize
     from llm_fp8.models.build import count_parameters
+    from llm_fp8.settle.memory import RunSize
 
     sizes = {name: getattr(options, name) for name in SIZES}
     model = {"model_name": options.model_name, "random_init": "--random_init" in model_words}

@@ -96,7 +96,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         phase_ends("data")
 
         if plan.measures_precision:
-            plan, results.measured_tokens_per_s = choose_precision(plan, data)
+            plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
         plan = with_default_folder(plan, held)
         announce(plan)

@@ -26,11 +26,18 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.train.loop import TrainingLoop
 from tests.support.batches import random_rows
 from tests.support.reference import NUM_STEPS, compare_with_reference
-from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
+from tests.support.small import (
+    assert_same_bits,
+    final_weights,
+    forget_accelerator,
+    precision_on,
+    steps,
+    tiny_config,
+    train,
+)
 from tests.support.stand_in_te import install_stand_in
 
 
@@ -195,7 +202,7 @@ class Training:
         model = te_llama.build_te_model(tiny_config(**changes), torch.bfloat16, "cpu")
         initialize_shards_(model, torch.Generator().manual_seed(0))
         device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")
-        self.precision = Precision(resolve_precision(options, device), options, device, torch.bfloat16)
+        self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
         self.strategy = PlainCopiesStrategy("single", Accelerator(cpu=True), ParallelConfig())
         training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
