@@ -109,7 +109,7 @@ def test_what_a_run_comes_to(words, machine, precision, mode, optimizer):
 
 def test_auto_measures_both_and_keeps_its_micro_batches():
     words = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
-    model = load_config(resolve_source(parse_config(["--model_name=Llama-3.1-8B", "--random_init"]).model))
+    model = load_config(resolve_source(parse_config(["--model_name=Llama-3.2-1B", "--random_init"]).model))
     asked = parse_config(words.split())
     open_run = settle(asked, model, ONE)
     assert open_run.measures_precision and open_run.precision.requested == "auto"
