@@ -45,7 +45,7 @@ from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.convert import convert_with_torchao
 from llm_fp8.precision.torchao import build_config, compile_layers
 from llm_fp8.tools.bench import BASELINES
-from llm_fp8.train.loop import StepClock
+from llm_fp8.train.stepper import StepClock
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
 from llm_fp8.utils.script import run_script

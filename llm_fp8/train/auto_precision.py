@@ -21,10 +21,11 @@ from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.precision.plan import with_recipe
 from llm_fp8.settle.settle import settle
-from llm_fp8.train.loop import WORTH_GRAPHS, StepClock
+from llm_fp8.train.loop import WORTH_GRAPHS
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.scale_warmup import first_step
 from llm_fp8.train.setup import TrainingSetup, build_setup
+from llm_fp8.train.stepper import StepClock
 from llm_fp8.train.train_state import restore_rng_state, rng_state
 from llm_fp8.utils.te_internals import forget_delayed_scales
 

@@ -26,7 +26,7 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
-from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.stepper import Stepper
 from tests.support.batches import random_rows
 from tests.support.reference import NUM_STEPS, compare_with_reference
 from tests.support.small import (
@@ -97,9 +97,9 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
         captures.append(EmulatedCapture(parameters))
         return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after, collective)
 
-    monkeypatch.setattr("llm_fp8.train.loop.Capture", EmulatedCapture)
-    monkeypatch.setattr("llm_fp8.train.loop.memory_beside_graphs", lambda: (0.0, False))
-    monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)
+    monkeypatch.setattr("llm_fp8.train.stepper.Capture", EmulatedCapture)
+    monkeypatch.setattr("llm_fp8.train.stepper.memory_beside_graphs", lambda: (0.0, False))
+    monkeypatch.setattr("llm_fp8.train.stepper.MicroBatchGraphs", graphs)
     return captures
 
 
@@ -195,7 +195,7 @@ def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch)
 
 
 class Training:
-    """The stand-in's TE decoder, trained by `TrainingLoop.micro_batch`; without `graphs` as without --cuda_graphs."""
+    """The stand-in's TE decoder, trained by `Stepper.micro_batch`; without `graphs` as without --cuda_graphs."""
 
     def __init__(self, with_graphs: bool, **changes):
         forget_accelerator()
@@ -210,7 +210,7 @@ class Training:
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         self.strategy.shard(training_model, decoder_layers(model))
         self.model, self.optimizer = self.strategy.prepare(training_model, optimizer)
-        self.run = functools.partial(TrainingLoop.micro_batch, self)
+        self.run = functools.partial(Stepper.micro_batch, self)
         self.capture = EmulatedCapture(self.parameters)
         self.graphs = None
         if with_graphs:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llm_fp8.distributed import micro_batch_graphs
 from llm_fp8.observability.step_profile import StepProfile
-from llm_fp8.train import loop
+from llm_fp8.train import loop, stepper
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_bits, final_weights, steps, summary_json
 from tests.support.stand_in_te import install_stand_in
@@ -40,8 +40,8 @@ class Repeated:
 def without_a_gpu(capture: object = Repeated, lacks_memory: bool = False) -> None:
     patch = pytest.MonkeyPatch()
     install_stand_in(patch)
-    patch.setattr(loop, "Capture", lambda: capture)
-    patch.setattr(loop, "memory_beside_graphs", lambda: (0.0, lacks_memory))
+    patch.setattr(stepper, "Capture", lambda: capture)
+    patch.setattr(stepper, "memory_beside_graphs", lambda: (0.0, lacks_memory))
     patch.setattr(micro_batch_graphs, "BUCKETS", (4, 8, 16))
 
 
@@ -56,7 +56,7 @@ def unequal_rows(tmp_path_factory) -> str:
 def begin_after_the_first_step() -> None:
     """As where the GPU is found idle."""
     without_a_gpu()
-    pytest.MonkeyPatch().setattr(loop.TrainingLoop, "_note_attention", loop.TrainingLoop._begin_graphs)
+    pytest.MonkeyPatch().setattr(loop.TrainingLoop, "_note_attention", lambda run: run.stepper.begin_graphs())
 
 
 def begin_without_memory_for_both() -> None:
@@ -64,8 +64,8 @@ def begin_without_memory_for_both() -> None:
     without_a_gpu()
 
     def begin(run: loop.TrainingLoop) -> None:
-        run._graphs_drop = True
-        run._begin_graphs()
+        run.stepper.drops_graphs = True
+        run.stepper.begin_graphs()
 
     pytest.MonkeyPatch().setattr(loop.TrainingLoop, "_note_attention", begin)
 
@@ -144,9 +144,10 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     taken = [in_fp8] * 4 + [{"step_time_s": 1.0}] * 4
     run, begun, notes = SimpleNamespace(), [], []
     run.accelerator, run.reporter = SimpleNamespace(device="cuda"), SimpleNamespace(own_steps=lambda: taken)
-    run.strategy, run.step, run.profile_step, run.total_steps = SimpleNamespace(shards_parameters=False), 5, 5, 50
-    run._begin_graphs, run._next_profile_step = lambda: begun.append(run.step), lambda: 10
-    run._note_graphs, run._parameters = notes.append, [SimpleNamespace(nbytes=29 * 2**30)]
+    run.step, run.profile_step, run.total_steps = 5, 5, 50
+    run.stepper = SimpleNamespace(begin_graphs=lambda: begun.append(run.step))
+    run.stepper.strategy, run._next_profile_step = SimpleNamespace(shards_parameters=False), lambda: 10
+    run._note_graphs, run.stepper.parameters = notes.append, [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
     assert loop.gpu_idle(profile, [in_fp8])["step_time_s"] == 9.0, "kernels of unknown names may be in fp8"
     # The main rank waited less in collectives, and its figures count on all ranks.
@@ -156,7 +157,7 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     assert run._may_take_graphs == (work_s == 0.8)  # a small share is looked at again, once
     if notes:
         assert "computes nothing during 40% of a step" in notes[0] and ("step 6" in notes[0]) == begins
-        assert "1.0 GiB more" in notes[0] if not begins else run._graphs_drop == (peak_gib == 50.0)
+        assert "1.0 GiB more" in notes[0] if not begins else run.stepper.drops_graphs == (peak_gib == 50.0)
     else:
         run.step, taken[4:] = 10, [{"step_time_s": 1.6}] * 9
         loop.TrainingLoop._take_graphs_if_idle(run, profile, micro_batches)
