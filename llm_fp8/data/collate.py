@@ -21,18 +21,21 @@ open to attention: some kernels give NaN for a sequence that attends to nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
+
+IntArray = npt.NDArray[np.int64]
 
 PADDED_MULTIPLE = 128
 """Padded lengths are multiples of this: few different shapes, and what fp8 kernels need."""
@@ -76,6 +79,50 @@ Collate = Callable[[Sequence[Sequence[Document]]], Batch]
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
     return StepTokens(*(sum(getattr(batch, f.name) for batch in batches) for f in dataclasses.fields(StepTokens)))
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Sequence s holds documents `samples[offsets[s]:offsets[s + 1]]` (int64; `offsets` has length sequences + 1)."""
+
+    samples: IntArray
+    offsets: IntArray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, sequence: int) -> IntArray:
+        return self.samples[self.offsets[sequence] : self.offsets[sequence + 1]]
+
+
+def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
+    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
+
+    Best fit decreasing: longest first, each document goes into the sequence with the least room that still holds it. An
+    integer whose bit r says that a sequence has r tokens left finds it at once: a million documents take about 1 s.
+    """
+    sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+    sequence_of = np.empty(len(sizes), dtype=np.int64)
+    by_room: defaultdict[int, deque[int]] = defaultdict(deque)  # room left -> sequences
+    has_room = num_sequences = 0
+    order = np.argsort(-sizes, kind="stable")
+    for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        if fitting := has_room >> size:
+            room = size + (fitting & -fitting).bit_length() - 1
+            sequence = by_room[room].popleft()
+            if not by_room[room]:
+                has_room ^= 1 << room
+        else:
+            room, sequence = capacity, num_sequences
+            num_sequences += 1
+        sequence_of[document] = sequence
+        if room > size:
+            by_room[room - size].append(sequence)
+            has_room |= 1 << (room - size)
+
+    samples = np.argsort(sequence_of, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence_of, minlength=num_sequences))])
+    return PackingPlan(samples, offsets)
 
 
 @dataclass(frozen=True)

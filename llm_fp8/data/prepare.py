@@ -1,7 +1,7 @@
 """From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
 
 load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (split.py)
--> sequences (pack.py) -> global batches, micro-batches (sequences.py, loader.py, collate.py)
+-> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)
 
 Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or with
 --dataset_weights in shares, of which prepared data gives the first rows and a stream draws.
@@ -27,9 +27,8 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
-from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
+from llm_fp8.data.loader import EvalLoader, MapSequences, Sequences, Share, StreamSequences, TrainLoader
 from llm_fp8.data.rows import AS_THEY_STAND, detect_columns
-from llm_fp8.data.sequences import MapSequences, Sequences, StreamSequences
 from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     DataReport,

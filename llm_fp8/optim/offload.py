@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_fp8.optim.adamw import MasterAdamW, Params
+from llm_fp8.optim.adamw import MasterAdamW, Params, State
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
-from llm_fp8.optim.adamw_update import State
 from llm_fp8.utils.errors import UserError
 
 PIECE_ELEMENTS = 2**24  # copied and updated at a time: 128 MiB of state

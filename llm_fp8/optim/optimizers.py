@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
-from llm_fp8.optim.offload import OffloadedMasterAdamW
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
@@ -93,6 +92,8 @@ def build_optimizer(
         return EightBitAdamW(groups, seed=config.seed, **shared)
     shared["seed"] = config.seed if draws_lower_bits else None
     if config.offload_optimizer:
+        from llm_fp8.optim.offload import OffloadedMasterAdamW
+
         return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
     return MasterAdamW(groups, **shared)
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from llm_fp8.data.pack import pack
+from llm_fp8.data.collate import pack
 from llm_fp8.data.split import held_out_mask, is_held_out, problem_key
 
 
