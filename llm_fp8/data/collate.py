@@ -51,21 +51,21 @@ class Batch:
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
     max_seqlen: int
-    """Upper bound of a segment's length."""
+    """Upper bound of the segments' lengths."""
     num_tokens: int
     num_real_tokens: int
-    """Without padding."""
+    """Number of tokens without padding."""
     num_supervised_tokens: int
     sum_squared_lengths: int
-    """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has its share."""
+    """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has a share."""
     row_ids: tuple[int, ...]
-    """Dataset rows that the documents came from."""
+    """Dataset rows of the documents."""
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, for asynchronous copies to the GPU. Needs CUDA."""
+        """Copy the batch to page-locked memory, for asynchronous copies to the GPU. Needs CUDA."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -74,7 +74,7 @@ class Batch:
 
 
 Collate = Callable[[Sequence[Sequence[Document]]], Batch]
-"""Makes a batch of at most `batch_size` sequences."""
+"""Function that makes a batch of at most `batch_size` sequences."""
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
@@ -83,7 +83,7 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Sequence s holds documents `samples[offsets[s]:offsets[s + 1]]` (int64; `offsets` has length sequences + 1)."""
+    """Documents of each sequence s: `samples[offsets[s]:offsets[s + 1]]` (int64; `offsets` has sequences + 1)."""
 
     samples: IntArray
     offsets: IntArray
@@ -127,8 +127,8 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences of documents -> `Batch`, of one document each unless `packed`. `context_size` ranks take a slice of
-    every sequence.
+    """Collates sequences of documents (one document each unless `packed`) to a `Batch`. `context_size` ranks take a
+    slice of every sequence.
     """
 
     batch_size: int
@@ -143,25 +143,25 @@ class Layout:
         return 2 * self.context_size if self.context_size > 1 else 1
 
     def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
-        """The sequences of the documents of the `chosen` numbers; `lengths` are those of all, in tokens."""
+        """Assign the `chosen` documents (by number) to sequences; `lengths` has the tokens of all documents."""
         if not self.packed:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: Any) -> int:
-        """Positions, padding included, of the batches of sequences whose longest documents have these `lengths`."""
+        """Count the positions, padding included, of batches of sequences; `lengths` are of their longest documents."""
         begins = np.arange(0, len(lengths), self.batch_size)
         return int(self.width(np.maximum.reduceat(lengths, begins)).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Positions of a sequence, for the longest document of a batch or of each of several."""
+        """Return the positions of a sequence for the `longest` document of one batch, or of each batch of an array."""
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """NumPy's `ValueError` or `IndexError` for a sequence or a batch that is too long."""
+        """Collate a batch. A sequence or a batch that is too long raises NumPy's `ValueError` or `IndexError`."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)

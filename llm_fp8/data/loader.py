@@ -40,43 +40,43 @@ from llm_fp8.utils.errors import UserError
 T = TypeVar("T")
 Position = dict[str, Any]
 Reader = Callable[[], list[Document]]
-"""Reads the documents of a sequence, so that a rank reads only its own."""
+"""Function that reads the documents of a sequence, so that a rank reads only its own."""
 ReadDocuments = Callable[[Sequence[int]], list[Document]]
-"""Reads documents by index."""
+"""Function that reads documents by index."""
 Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
-"""A plan over the documents of these indices, the position at its first sequence and that after its last."""
+"""A plan, the function that reads its documents, the positions at its first sequence and after its last."""
 
 STREAM_BUFFER_ROWS = 8192
-"""Dataset rows that are read, packed and shuffled at a time."""
+"""Number of dataset rows that are read, packed and shuffled at a time."""
 STEPS_AHEAD = 2
-"""Optimizer steps (or evaluation batches) that are prefetched."""
+"""Number of optimizer steps (or evaluation batches) that are prefetched."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences that `data` identifies."""
+    """Sequences with the identity `data`."""
 
     seed: int
     data: str
 
     @property
     def num_sequences(self) -> int | None:
-        """Those of an epoch; None where they are not known."""
+        """Number of sequences of an epoch; None if unknown."""
         return None
 
     def start(self) -> Position:
         return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}
 
     def buffers(self, position: Position) -> Iterator[Buffer]:
-        """The buffers from that of a position on."""
+        """Yield buffers without end, beginning with the position's."""
         raise NotImplementedError
 
     def order(self, buffer: int, num_sequences: int) -> Any:
-        """The numbers of a buffer's sequences, as they come."""
+        """Return the shuffled numbers of a buffer's sequences."""
         return np.random.default_rng([self.seed, buffer]).permutation(num_sequences)
 
     def global_batches(self, position: Position, size: int) -> Iterator[tuple[list[Reader], Position]]:
-        """The sequences of each optimizer step from `position` on, and the position after it."""
+        """Yield the sequences of each optimizer step from `position` on, and the position after the step."""
         batch, next_row = list[Reader](), position["next_row"]
         for plan, read, begin, after in self.buffers(position):
             order = self.order(begin["buffer"], len(plan))
@@ -91,7 +91,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class MapSequences(Sequences):
-    """Sequences of a plan over the documents that `read` returns."""
+    """Sequences of a prepared dataset: a plan over the documents that `read` returns."""
 
     plan: PackingPlan
     read: ReadDocuments
@@ -110,8 +110,8 @@ class MapSequences(Sequences):
 class StreamSequences(Sequences):
     """Sequences of the tokenised rows of `sources`.
 
-    `open_stream` begins anew; `fraction` of the problems are held out; `plan` makes sequences of the documents of these
-    numbers, given the lengths of all; `report` is kept up to date.
+    `open_stream` opens the stream at its beginning; `fraction` of the problems are held out; `plan` takes the lengths
+    of all documents and the numbers of those to train on; `report` is updated.
     """
 
     sources: Sequence[DatasetSource]
@@ -153,15 +153,15 @@ class Share:
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """This rank's micro-batches of at most `batch_size` rows, the same number on every rank, empty at the end."""
+        """Cut this rank's micro-batches of at most `batch_size` rows, as many on every rank; last ones may be empty."""
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
-        own = chunks[self.rank :: self.world_size]
-        return own + [rows[:0]] * (rounds - len(own))
+        mine = chunks[self.rank :: self.world_size]
+        return mine + [rows[:0]] * (rounds - len(mine))
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
-    """`items`, made by a thread at most `depth` of them ahead, which ends with this generator; exceptions too."""
+    """Yield `items`, which a thread makes up to `depth` ahead; it ends with this generator and passes exceptions on."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -183,28 +183,28 @@ class TrainLoader:
     def __init__(
         self, sequences: Sequences, collate: Collate, batch_size: int, num_micro_batches: int, share: Share
     ) -> None:
-        """`num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
+        """Begin at the first sequence; `num_micro_batches` counts per rank and step (gradient_accumulation_steps)."""
         self._sequences, self._collate, self._batch_size, self._share = sequences, collate, batch_size, share
         self.global_batch_size = batch_size * num_micro_batches * share.world_size
-        """Sequences of an optimizer step over all ranks."""
+        """Number of sequences of an optimizer step over all ranks."""
         self._position = sequences.start()
 
     @property
     def epoch(self) -> float:
-        """Passes over the data done by the steps yielded so far, a fraction (full passes when streaming)."""
+        """Passes over the data so far, as a fraction; whole passes when streaming."""
         num_sequences = self._sequences.num_sequences
         done = 0.0 if num_sequences is None else self._position["next_row"] / num_sequences
         return float(self._position["epoch"] + done)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps that see every sequence once; None when streaming."""
+        """Number of optimizer steps that see every sequence once; None when streaming."""
         num_sequences = self._sequences.num_sequences
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`; not when streaming."""
-        position = self._sequences.start() if state is None else self._own_rows(state)
+        """Count optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, unless streaming."""
+        position = self._sequences.start() if state is None else self._position_in(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
         return in_this_epoch + (num_epochs - position["epoch"] - 1) * self.steps_per_epoch
@@ -214,9 +214,9 @@ class TrainLoader:
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
-        self._position = self._own_rows(state)
+        self._position = self._position_in(state)
 
-    def _own_rows(self, state: Position) -> Position:
+    def _position_in(self, state: Position) -> Position:
         if state["rows"]["data"] != self._sequences.data:
             what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"
             raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}); give the same.")
@@ -229,25 +229,25 @@ class TrainLoader:
 
     def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         for sequences, after in self._sequences.global_batches(position, self.global_batch_size):
-            own = self._share.micro_batches(sequences, self._batch_size)
-            yield [self._collate([read() for read in readers]) for readers in own], after
+            micro_batches = self._share.micro_batches(sequences, self._batch_size)
+            yield [self._collate([read() for read in readers]) for readers in micro_batches], after
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the first evaluation sequences, as many on every rank, so that what is evaluated
-    does not depend on their number.
+    """Yields this rank's `Batch`es of the first evaluation sequences; every rank has as many. The evaluated sequences
+    do not depend on the number of ranks.
     """
 
     def __init__(
         self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, limit: int | None
     ) -> None:
-        """`data` identifies the sequences, `limit` of which are taken."""
+        """Take the first `limit` sequences; `data` identifies them all."""
         self._micro_batches = share.micro_batches(sequences[:limit], size)
         self._collate = collate
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
-        """Identifies what is evaluated on."""
+        """Identity of the evaluated sequences."""
 
     def __iter__(self) -> Iterator[Batch]:
-        made = (self._collate([read() for read in readers]) for readers in self._micro_batches)
-        with closing(prefetch(made, STEPS_AHEAD)) as batches:
+        collated = (self._collate([read() for read in readers]) for readers in self._micro_batches)
+        with closing(prefetch(collated, STEPS_AHEAD)) as batches:
             yield from batches

@@ -42,12 +42,11 @@ from llm_fp8.data.tokenise import (
 )
 from llm_fp8.utils.errors import UserError
 
-STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS, STREAMED_SCAN_ROWS = 512, 200_000, 1000
-"""Rows to evaluate on from a stream: the first of the validation split, or the first that are held out of so many at
-most, which are read so many at a time, as `datasets` tokenises them.
-"""
+STREAMED_EVAL_ROWS = 512  # the most rows of a stream to evaluate on: of the validation split, or held out
+STREAMED_EVAL_SCAN_ROWS = 200_000  # the most rows that are read to find those held out
+STREAMED_SCAN_ROWS = 1000  # rows that are read at a time, as many as `datasets` tokenises at a time
 Options = tuple[list[str], TokeniseOptions]
-"""The columns of a dataset and how its rows are tokenised."""
+"""Columns of a dataset and the options by which its rows are tokenised."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class PreparedData:
 
     train: TrainLoader
     eval: EvalLoader | None
-    """None where no row is held out."""
+    """Loader of the evaluation; None if no row is held out."""
     report: DataReport
     description: str
     """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
     eos_ids: tuple[int, ...]
-    """The ids with which the documents trained on end, those of `trained_eos` first."""
+    """Ids of the training documents' last tokens, `trained_eos` first."""
 
 
 def prepare_data(
@@ -105,21 +104,21 @@ def prepare_data(
 
 
 class _Job:
-    """What is asked for: the splits to read, and the shares of the datasets in what is trained on."""
+    """The preparation of one run's data: splits to read, and each dataset's share of the training rows."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> None:
         self.config, self.data, self.tokenizer, self.layout = config, config.data, tokenizer, layout
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
-            given = f"{len(weights)} numbers for the {number} datasets"
-            raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
+            counts = f"{len(weights)} numbers for the {number} datasets"
+            raise UserError(f"--dataset_weights has {counts} of --dataset_name; give several, and a weight for each.")
         if weights is None and number > 1 and config.data.streaming:
             raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
     def prepare(self) -> tuple[Sequences, Dataset, DataReport, str, tuple[int, ...]]:
-        """The sequences to train on, the tokenised rows to evaluate on, and what `PreparedData` says of both."""
+        """Return the training sequences, the tokenised evaluation rows, and the report, description and end ids."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
@@ -131,11 +130,11 @@ class _Job:
             )
         if data.streaming:
             rows = self.first_rows(options, share)
-            taken = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
+            amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
         else:
             mixed = self.mixed(datasets)
             rows = concatenate_datasets(self.tokenise(self.train, mixed, options))
-            taken = [f"{len(part)} of {len(whole)} rows" for part, whole in zip(mixed, datasets, strict=True)]
+            amounts = [f"{len(part)} of {len(whole)} rows" for part, whole in zip(mixed, datasets, strict=True)]
         figures = figures_of(rows)
         used = figures["length"] > 0
         held_out, keys = np.zeros_like(used), figures["problem_key"][used]
@@ -153,10 +152,10 @@ class _Job:
                 why = why if data.streaming else f"all {len(keys)} usable rows ask the same"
                 report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
         report.num_eval_rows = len(evaluation)
-        asking = ("validation_fraction", "eval_every", "eval_batches")
-        if not len(evaluation) and (given := [f"--{name}" for name in asking if self.config.options[name]]):
+        asking = ("validation_fraction", "eval_every", "eval_batches")  # options that require evaluation rows
+        if not len(evaluation) and (flags := [f"--{name}" for name in asking if self.config.options[name]]):
             why = report.nothing_held_out or "--validation_fraction is 0"
-            raise UserError(f"{', '.join(given)}: no row can be held out: {why}.")
+            raise UserError(f"{', '.join(flags)}: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
         parts = [self.shares, data.num_of_samples, share] if data.streaming else []
@@ -172,18 +171,18 @@ class _Job:
             report.num_rows_of_batches = len(plan)
             num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
             report.padding_efficiency = report.num_tokens / num_positions
-        description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], taken)
-        # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
-        asked = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))
-        taught = [end for end in asked if end in report.ends or end != self.tokenizer.eos_token_id]
+        description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], amounts)
+        # A template may refuse the test conversation of `trained_eos`, and a call may end otherwise than an answer.
+        expected = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))
+        taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
-        return sequences, evaluation, report, description, tuple(ends) or tuple(asked)
+        return sequences, evaluation, report, description, tuple(ends) or tuple(expected)
 
     def load(self, parts: Sequence[SourceSplit], num_rows: int | None) -> list[Any]:
         return [load_split(*part, self.data.streaming, num_rows) for part in parts]
 
     def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[Options]:
-        """How each dataset is read; --columns may be meant for one of them."""
+        """Choose how each dataset is tokenised; --columns may be meant for one of them."""
         data, options = self.data, []
         begun = [beginning_of(*part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
         there = [name for names, _ in begun for name in names]
@@ -200,8 +199,8 @@ class _Job:
         return options
 
     def mixed(self, datasets: Sequence[Dataset]) -> Sequence[Dataset]:
-        """The rows of each dataset that --dataset_weights takes: no row comes twice in an epoch, which ends with the
-        dataset that is used up first, as that of a stream does.
+        """Take the rows of each dataset by --dataset_weights. No row comes twice in an epoch; as in a stream, the epoch
+        ends with the dataset that is used up first.
         """
         if self.shares is None:
             return datasets
@@ -216,12 +215,12 @@ class _Job:
         return tokenised
 
     def open_stream(self, options: Sequence[Options]) -> IterableDataset:
-        """The tokenised rows to train on, from the first one on."""
+        """Open the tokenised training rows at the first one."""
         streams = self.tokenise(self.train, self.load(self.train, self.data.num_of_samples), options)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, options: Sequence[Options], fraction: float) -> Dataset:
-        """The first rows of the stream, among which are enough to evaluate on."""
+        """Read as many first rows of the stream as give enough evaluation rows."""
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*(source for source, _ in self.train)):
             stream = iter(self.open_stream(options))
@@ -229,8 +228,8 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
-        """The rows of the splits to evaluate on, the first of a stream's, without those whose problem is `trained` on,
-        which nobody knows of a stream.
+        """Read the evaluation rows (of a stream: the first ones), without rows whose problem is in `trained`, which is
+        unknown for a stream.
         """
         parts, streaming = self.evaluation, self.data.streaming
         limit = STREAMED_EVAL_ROWS // len(parts) if streaming else None  # each gives its part
@@ -251,8 +250,8 @@ class _Job:
             raise _nothing(parts, "evaluated on", why)
         return rows.select(np.flatnonzero(used & ~seen))
 
-    def describe(self, report: DataReport, example: Document, taken: Sequence[str]) -> str:
-        """Lines to print; `taken` says how much of each dataset is trained on."""
+    def describe(self, report: DataReport, example: Document, amounts: Sequence[str]) -> str:
+        """Return lines to print; `amounts` says how much of each dataset is trained on."""
         ids, sample, end, shown = example.input_ids.tolist(), "", 0, 0
         for supervised, run in groupby(example.supervised):
             end += len(list(run))
@@ -263,7 +262,7 @@ class _Job:
         evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)
         lines = [
             f"data: {self.data.dataset_name}, {kind} sequences of {self.data.max_seq_length} tokens",
-            *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)),
+            *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, amounts, strict=True)),
             f"  evaluated on {evaluated or 'rows held out'}",
             *report.describe(),
             "  a sample, >>>supervised<<<:",

@@ -13,29 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
-"""Share held out where --validation_fraction is not given, and least rows: the eval loss of fewer says little."""
+"""Defaults of the held-out share, and of its fewest rows: the eval loss of fewer says little."""
 
 
 def problem_key(text: str) -> int:
-    """64-bit hash of a problem, whatever its case, white space and Unicode compatibility forms, as a signed integer
-    (Arrow int64).
-    """
+    """Hash a problem to a signed 64-bit integer (Arrow int64), whatever its case, white space and Unicode forms."""
     normalised = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     digest = hashlib.blake2b(normalised.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
-    """Whether a problem of this key is held out, of each key: the smallest `fraction` (in [0, 1)) of all keys are."""
+    """Return True, for each key, if its problem is held out: the smallest `fraction` (in [0, 1)) of all keys are."""
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """For each row's problem key, whether the row is held out: where the share would hold no problem, the one with the
-    smallest key is, as long as another is left.
+    """Return True for each row that is held out, by its problem's key. If the share holds no problem, hold out the one
+    with the smallest key, unless it is the only one.
 
-    `fraction` None: the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at least
-    `DEFAULT_ROWS` rows, or a tenth of them where that is less. A problem with more rows than that is passed over.
+    If `fraction` is None, hold out the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at
+    least `DEFAULT_ROWS` rows, or a tenth of them if that is less. A problem with more rows than that is skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
