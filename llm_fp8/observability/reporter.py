@@ -134,8 +134,8 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the trackers that are asked for, before the first step; `record` is what run.json holds of this start.
-        In W&B a resumed run goes on in that of trackers.json, which has its id and the last step that it was given.
+        """Start the requested trackers before the first step; `record` is this start's part of run.json. In W&B a
+        resumed run continues the run in trackers.json, which has its id and the last step sent.
         """
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
@@ -148,7 +148,7 @@ class RunReporter:
         write_json_atomic(path, known | {"last_step": self._known_step})
 
     def _to_trackers(self, send: Callable[[str, GeneralTracker], object]) -> None:
-        """Give each tracker what `send` has for it; one that fails, as on a full disk, gets no more of the run."""
+        """Call `send` for each tracker; one that fails, as on a full disk, gets no more of the run."""
         for name, tracker in list(self._trackers.items()):
             try:
                 send(name, tracker)
@@ -195,7 +195,7 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Give trackers entries of the summary, which they keep if the run is killed."""
+        """Send entries of the summary to trackers, which keep them if the run is killed."""
         self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary, self._last_step))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -217,11 +217,11 @@ class RunReporter:
         return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process; empty on other processes than the main one."""
+        """Return the steps of this process; empty except on the main process."""
         return [each for each in self._written() if each["step"] > self._resume_step and "eval_loss" not in each]
 
     def _written(self) -> Iterator[dict[str, float]]:
-        """The lines of metrics.jsonl, those of earlier processes included; none beside the main process."""
+        """Yield the lines of metrics.jsonl, also of earlier processes; none except on the main process."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)

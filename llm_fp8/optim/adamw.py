@@ -138,17 +138,17 @@ class GroupedAdamW(Optimizer):
     """
 
     def __init__(self, params: Params, **adamw_arguments: Any) -> None:
-        """`adamw_arguments` are torch's lr, betas, eps and weight_decay."""
+        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`."""
         self.gradient_scale: Tensor | None = None
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 0}
         super().__init__(params, defaults | adamw_arguments)
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+        """Create the state of a parameter before its first step."""
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """The key of the random bits for `parameter`, the one with this number; only stochastic rounding uses it."""
+        """Return the key of the random bits for `parameter`, number `number`; only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:

@@ -84,7 +84,7 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
 
 @triton.jit
 def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """The same as `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
+    """Draw the bits of `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
     x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR

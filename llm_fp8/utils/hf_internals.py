@@ -24,35 +24,35 @@ from transformers.integrations.moe import _grouped_linear
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
-    """The attention implementation that a built model runs, by transformers' name."""
+    """Return the attention implementation that a built model runs, by transformers' name."""
     return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
 def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
-    """Whether the model class of `config` has 'flash_attention_2'."""
+    """Return True if the model class of `config` has 'flash_attention_2'."""
     model_class = auto_class._model_mapping.get(type(config), None)
     return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Whether `module` is experts [experts, ...] with gate and up in one weight, which transformers computes in grouped
-    GEMMs and without biases or a norm of its own.
+    """Return True if transformers computes `module` in grouped GEMMs without biases or an extra norm: experts
+    [experts, ...] with gate and up in one weight.
     """
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
-    own = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
-    return own and getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
+    is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
+    return is_plain and getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
 
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
-    """The product [rows, out] of `inputs` [rows, in], grouped by `offsets` (int32 [experts], the ends of groups), with
-    `weights` [experts, out, in], or [experts, in, out] if they are transposed.
+    """Multiply `inputs` [rows, in], grouped by `offsets` (int32 [experts], the ends of groups), by `weights`
+    [experts, out, in], or [experts, in, out] if they are transposed: [rows, out].
     """
     return _grouped_linear(inputs, weights, offsets, is_transposed=is_transposed)
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """From a name in the files to the model's, where `from_pretrained` renames without changing the tensor."""
+    """Return the function from a stored name to the model's, for tensors that `from_pretrained` only renames."""
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
 
     def renamed(name: str) -> str:
@@ -64,10 +64,10 @@ def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Names of tensors that its files leave out."""
+    """Return the names of tensors that the model's files leave out."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Regular expressions of stored names that it passes over."""
+    """Return regular expressions of the stored names that loading ignores."""
     return tuple(model._keys_to_ignore_on_load_unexpected or ())

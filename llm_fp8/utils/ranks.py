@@ -1,4 +1,4 @@
-"""This process's rank, what ranks agree on before there is a process group (in torchrun's store), and their end."""
+"""Rank of this process, agreement of ranks without a process group (by torchrun's store), and their end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LaunchRanks:
     world_size: int = 1
     local_world_size: int = 1
     restart_count: int = 0
-    """How often torchrun has started them anew (--max-restarts)."""
+    """Number of restarts by torchrun (--max-restarts)."""
     launched: bool = False
-    """Whether a launcher started this process at all."""
+    """True if a launcher started this process."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
@@ -46,7 +46,7 @@ class LaunchRanks:
 
 
 def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
-    """A connection to the launcher's store; None in a single process or where the launcher has none."""
+    """Connect to the launcher's store; None in a single process or if the launcher has none."""
     if environ.get("WORLD_SIZE", "1") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore
@@ -55,8 +55,8 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
 
 
 def first_to_say() -> bool:
-    """Whether no other process of this launch, or of its restart, has said before why it ends: what failed first is why
-    the others miss it. True where that cannot be known.
+    """Return True for the first process of a launch (or restart) that calls this to print why it ends: the others fail
+    because it failed. True also if that cannot be known.
     """
     try:
         store = launcher_store(os.environ)
@@ -68,7 +68,7 @@ def first_to_say() -> bool:
 
 
 def agree_on(name: str, value: str) -> str:
-    """The first process's `value` for `name`, for every process and restart of a launch."""
+    """Return the first process's `value` for `name`, in every process and restart of a launch."""
     store = launcher_store(os.environ)
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 

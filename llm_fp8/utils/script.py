@@ -25,11 +25,11 @@ from llm_fp8.utils.ranks import first_to_say
 
 EXIT_INTERRUPTED = 130
 EXIT_OUTPUT_CLOSED = 141
-"""What a shell reports for a program that SIGINT or SIGPIPE ended."""
+"""Exit codes that a shell reports for a program ended by SIGINT or SIGPIPE."""
 
 
 def _in_one_sentence(error: Exception) -> str | None:
-    """What a script says of an error that ends it; None for one that only its traceback explains."""
+    """Return the sentence for an error that ends a script; None for one that only its traceback explains."""
     if isinstance(error, (UserError, FailedCheck)):
         return str(error)
     words = " ".join(str(error).split())[:100]

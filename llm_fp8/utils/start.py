@@ -1,5 +1,5 @@
-"""What a script needs before it imports torch: what CUDA's libraries read once from the environment, imports without
-garbage collection, and a clock of the parts of a run's start (`phases_s` in summary.json).
+"""Preparations before the import of torch: variables that CUDA's libraries read once, imports without garbage
+collection, and a clock of the phases of a run's start (`phases_s` in summary.json).
 """
 
 from __future__ import annotations
