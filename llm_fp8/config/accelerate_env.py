@@ -158,7 +158,7 @@ def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]
 
 
 def te_recipe(environ: Mapping[str, str]) -> str:
-    """The recipe that Accelerate takes for Transformer Engine."""
+    """Return the recipe that Accelerate takes for Transformer Engine."""
     return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else chosen(DEFAULT, "te")
 
 

@@ -128,12 +128,12 @@ RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for nam
 
 
 def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
-    """The recipes of a backend, or all, in the table's order."""
+    """Return the recipes of a backend, or all, in the table's order."""
     return tuple(name for name, recipe in RECIPES.items() if backend in (None, recipe.backend))
 
 
 def chosen(scenario: str, backend: Backend) -> str:
-    """The recipe that a value of --fp8_scenario names."""
+    """Return the recipe that a value of --fp8_scenario names."""
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 

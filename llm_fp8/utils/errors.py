@@ -93,7 +93,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """Return ' (did you mean X?)' for a name in `known` that begins with `wrong` or resembles it; '' for none or many."""
+    """Return ' (did you mean X?)' for a name in `known` that begins with or resembles `wrong`; '' for none or many."""
     wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
     near = [name for name in names if name.startswith(wrong)] or [name for name in names if _is_slip(wrong, name)]
     best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []

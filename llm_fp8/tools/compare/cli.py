@@ -75,14 +75,14 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """The runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot take or
-    that this program sets, and for a folder of another comparison.
+    """Plan the runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot
+    take or that this program sets, and for a folder of another comparison.
     """
     with reading("--train", repr(train), "the options"):
         words = [with_underscores(word) for word in shlex.split(train)]
-    given = {word.partition("=")[0].removeprefix("--") for word in words}
-    if taken := given.intersection(_SET_HERE):
-        raise UserError(f"--train: --{min(taken)} is set by --variants, --seeds or --output; leave it out.")
+    names = {word.partition("=")[0].removeprefix("--") for word in words}
+    if reserved := names.intersection(_SET_HERE):
+        raise UserError(f"--train: --{min(reserved)} is set by --variants, --seeds or --output; leave it out.")
     runs = []
     for seed in range(1, num_seeds + 1):
         for variant in variants:

@@ -87,7 +87,7 @@ class Setup:
 
     @functools.cached_property
     def num_gpus(self) -> int:
-        """The number of GPUs that torch can use; 0 if torch does not load, which `check_packages` reports."""
+        """Number of GPUs that torch can use; 0 if torch does not load, which `check_packages` reports."""
         try:
             import torch
         except (ImportError, OSError):
@@ -105,7 +105,7 @@ class Check(NamedTuple):
 
 
 def pins_of(text: str) -> list[Requirement]:
-    """The requirements in a file's text whose markers hold here, with normalised names."""
+    """Parse the requirements in a file's text whose markers hold here, with normalised names."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     pins = [Requirement(line) for line in lines if line and not line.startswith("-")]
     for pin in pins:
@@ -114,7 +114,7 @@ def pins_of(text: str) -> list[Requirement]:
 
 
 def read_pins(has_gpu: bool) -> list[Requirement]:
-    """The pins for this machine; those for GPUs take the place of others."""
+    """Return the pins for this machine; pins for GPUs replace others."""
     files = (*REQUIREMENTS, GPU_REQUIREMENTS) if has_gpu else REQUIREMENTS
     return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
 
@@ -202,7 +202,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
-    """The variables in a shell's `environ` with which a run should not start, harmful ones first."""
+    """List the variables in a shell's `environ` with which a run should not start, harmful ones first."""
     findings = []
     for name, value in environ.items():
         matching = (rule for rule in RULES if re.fullmatch(rule.name, name))

@@ -45,7 +45,7 @@ NETWORK = (
 
 
 def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
-    """The results, up to the first failed one, of the checks for a run with the options `argv`. Collective."""
+    """Run the checks for a run with the options `argv` up to the first failed one; return the results. Collective."""
     output_dir = Path(parse_launch(list(argv), os.environ, parallel=True)[0].run.output_dir or "runs")
     checks = {
         "versions": lambda: check_versions(ranks),

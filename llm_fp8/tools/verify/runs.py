@@ -42,8 +42,8 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """A model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and the
-    tokenizer's vocabulary. Raises `UserError` for a missing model.
+    """Make a model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and
+    the tokenizer's vocabulary. Raises `UserError` for a missing model.
     """
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
@@ -66,7 +66,7 @@ def cut_model(setup: Setup) -> Path:
 
 
 def fp8_words(backend: Backend, name: str) -> list[str]:
-    """The options that train in an fp8 recipe without a fallback."""
+    """Return the options that train in an fp8 recipe without a fallback."""
     strict = ["--fp8_strict"] if backend == "te" else []  # torchao's recipes have no fallback
     return ["--mixed_precision", "fp8", "--fp8_backend", backend, "--fp8_scenario", name, *strict]
 
