@@ -92,9 +92,7 @@ def _not_supported(what: str) -> UserError:
 
 
 def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
-    """Raise `UserError` where train_multi_gpu.py (`parallel`) was not launched, or train_fp8.py in several processes;
-    remove variables left over of a launch.
-    """
+    """Raise `UserError` for a script that does not fit its launch; without a launch, remove left-over variables."""
     is_launched, ranks = environ.keys() >= set(_TORCHRUN), LaunchRanks.from_environment(environ)
     if parallel and not is_launched:
         raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")

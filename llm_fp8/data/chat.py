@@ -74,9 +74,7 @@ def encode_batch(
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
-    """Tokenise conversations to documents in one tokenizer call, which runs in parallel. Each conversation's `unused`
-    counts what the template does not show.
-    """
+    """Tokenise conversations in one, parallel, tokenizer call; their `unused` counts what the template leaves out."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in AS_THEY_STAND:
@@ -192,9 +190,7 @@ def _as_the_template_takes_it(
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if the template leaves out a call or an answer of a supervised turn. Count the text that it
-    leaves out beside a call, as Llama 3's does.
-    """
+    """Raise `UserError` if the template leaves out a call or an answer of a turn; count text left out beside a call."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -226,9 +222,7 @@ def _as_text(arguments: Any) -> str:
 def _render(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the chat template's text of a conversation and, with `return_assistant_tokens_mask`, the ranges that it
-    marks. A template is a program, and may raise anything.
-    """
+    """Return the chat template's text and, with `return_assistant_tokens_mask`, the ranges that it marks."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, what, "Give another --chat_template, or leave these out."):

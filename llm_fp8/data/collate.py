@@ -127,9 +127,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
 @dataclass(frozen=True)
 class Layout:
-    """Collates sequences of documents (one document each unless `packed`) to a `Batch`. `context_size` ranks take a
-    slice of every sequence.
-    """
+    """Collates sequences (of one document unless `packed`) to a `Batch`; `context_size` ranks take a slice of each."""
 
     batch_size: int
     max_seq_length: int

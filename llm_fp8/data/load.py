@@ -200,9 +200,7 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
 
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load a split, or its first `num_rows`, as a memory-mapped `Dataset`; when streaming as an `IterableDataset`, to
-    be read within `reading_of`.
-    """
+    """Load a split, or its first `num_rows`; when streaming, iterate over the result within `reading_of`."""
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     files, first = source.files[split], next(iter(source.files[split]), "")
     with reading_of(source):
@@ -232,9 +230,7 @@ def _checksum(file: str) -> str:
 
 
 def _as_text(file: str) -> dict[str, Any]:
-    """Return the options of `load_dataset` that keep the cells of a CSV file text: pandas would read 42 as 42.0 in a
-    column with an empty cell, and "None" as missing.
-    """
+    """Return the options of `load_dataset` that keep a CSV file's cells text: pandas reads 42 as 42.0 beside blanks."""
     kind = DATA_FILE.search(file)
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}

@@ -33,7 +33,6 @@ from datasets import IterableDataset
 
 from llm_fp8.data.collate import Batch, Collate, PackingPlan
 from llm_fp8.data.load import DatasetSource, reading_of
-from llm_fp8.data.split import is_held_out
 from llm_fp8.data.tokenise import DataReport, Document, content_key, document_reader, figures_of, next_rows
 from llm_fp8.utils.errors import UserError
 
@@ -110,13 +109,13 @@ class MapSequences(Sequences):
 class StreamSequences(Sequences):
     """Sequences of the tokenised rows of `sources`.
 
-    `open_stream` opens the stream at its beginning; `fraction` of the problems are held out; `plan` takes the lengths
+    `open_stream` opens the stream at its beginning; `is_held_out` masks keys of problems; `plan` takes the lengths
     of all documents and the numbers of those to train on; `report` is updated.
     """
 
     sources: Sequence[DatasetSource]
     open_stream: Callable[[], IterableDataset]
-    fraction: float
+    is_held_out: Callable[[Any], Any]
     plan: Callable[[Any, Any], PackingPlan]
     report: DataReport
 
@@ -135,7 +134,7 @@ class StreamSequences(Sequences):
             content = content_key(figures["document_key"])
             if begin["content"] not in (None, content):
                 raise UserError("--resume_from: the stream's rows are not those that the checkpoint's run read.")
-            held_out = is_held_out(figures["problem_key"], self.fraction)
+            held_out = self.is_held_out(figures["problem_key"])
             self.report.count(buffer, figures, held_out)
             plan = self.plan(figures["length"], np.flatnonzero((figures["length"] > 0) & ~held_out))
             self.report.num_rows_of_batches += len(plan)
@@ -234,9 +233,7 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the first evaluation sequences; every rank has as many. The evaluated sequences
-    do not depend on the number of ranks.
-    """
+    """Yields this rank's `Batch`es of the first evaluation sequences, as many on each rank, padding included."""
 
     def __init__(
         self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, limit: int | None

@@ -1,10 +1,13 @@
 """From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
 
-load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (split.py)
+load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (here)
 -> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)
 
-Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or with
---dataset_weights in shares, of which prepared data gives the first rows and a stream draws.
+Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or by --dataset_weights
+in shares (the first rows of each; a stream draws).
+
+Rows are held out by problem, since OpenMathInstruct-2 answers each problem many times. A 64-bit hash of the problem's
+normalised text decides, whatever the order of the rows and the seed, also in a stream.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +33,6 @@ from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, MapSequences, Sequences, Share, StreamSequences, TrainLoader
 from llm_fp8.data.rows import AS_THEY_STAND, detect_columns
-from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     DataReport,
     Document,
@@ -42,11 +45,37 @@ from llm_fp8.data.tokenise import (
 )
 from llm_fp8.utils.errors import UserError
 
+DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
+"""Defaults of the held-out share, and of its fewest rows: the eval loss of fewer says little."""
 STREAMED_EVAL_ROWS = 512  # the most rows of a stream to evaluate on: of the validation split, or held out
 STREAMED_EVAL_SCAN_ROWS = 200_000  # the most rows that are read to find those held out
 STREAMED_SCAN_ROWS = 1000  # rows that are read at a time, as many as `datasets` tokenises at a time
 Options = tuple[list[str], TokeniseOptions]
 """Columns of a dataset and the options by which its rows are tokenised."""
+
+
+def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
+    """Return True, for each key, if its problem is held out: the smallest `fraction` (in [0, 1)) of all keys are."""
+    return key < np.int64(int(fraction * 2**64) - 2**63)
+
+
+def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
+    """Return True for each row that is held out, by its problem's key. If the share holds no problem, hold out the one
+    with the smallest key, unless it is the only one.
+
+    If `fraction` is None, hold out the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at
+    least `DEFAULT_ROWS` rows, or a tenth of them if that is less. A problem with more rows than that is skipped.
+    """
+    if fraction == 0 or len(keys) == 0:
+        return np.zeros(len(keys), dtype=bool)
+    if fraction is None:
+        wanted = max(DEFAULT_FRACTION * len(keys), min(DEFAULT_ROWS, len(keys) / 10))
+        problems, counts = np.unique(keys, return_counts=True)
+        few = counts <= max(counts.min(), wanted)
+        enough = int(np.searchsorted(np.cumsum(counts[few]), wanted)) + 1
+        return np.isin(keys, problems[few][: min(enough, len(problems) - 1)])
+    mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
+    return mask if mask.any() or keys.min() == keys.max() else keys == keys.min()
 
 
 @dataclass(frozen=True)
@@ -162,7 +191,7 @@ class _Job:
         content = json.dumps([documents, *parts, self.config.packing, seed, self.layout.multiple])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
-            how = (partial(self.open_stream, options), share, self.layout.plan, report)
+            how = (partial(self.open_stream, options), partial(is_held_out, fraction=share), self.layout.plan, report)
             sequences: Sequences = StreamSequences(seed, identity, [source for source, _ in self.train], *how)
         else:
             plan = self.layout.plan(figures["length"], chosen)
@@ -199,9 +228,7 @@ class _Job:
         return options
 
     def mixed(self, datasets: Sequence[Dataset]) -> Sequence[Dataset]:
-        """Take the rows of each dataset by --dataset_weights. No row comes twice in an epoch; as in a stream, the epoch
-        ends with the dataset that is used up first.
-        """
+        """Take rows by --dataset_weights, each at most once an epoch, until one dataset is used up, like a stream."""
         if self.shares is None:
             return datasets
         total = min(len(dataset) / share for dataset, share in zip(datasets, self.shares, strict=True))
@@ -228,9 +255,7 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
-        """Read the evaluation rows (of a stream: the first ones), without rows whose problem is in `trained`, which is
-        unknown for a stream.
-        """
+        """Read the evaluation rows; leave out those whose problem is in `trained`, except of a stream."""
         parts, streaming = self.evaluation, self.data.streaming
         limit = STREAMED_EVAL_ROWS // len(parts) if streaming else None  # each gives its part
         datasets = self.load(parts, limit)

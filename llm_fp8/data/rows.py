@@ -61,9 +61,7 @@ Unused = Counter[str]
 
 
 class Conversation(NamedTuple):
-    """Messages, the numbers of those left out of the loss, the template's other variables, and counts of unused parts
-    of the row.
-    """
+    """Messages, those left out of the loss (by number), the template's other variables, and unused parts of the row."""
 
     messages: list[dict[str, Any]]
     excluded: frozenset[int] = frozenset()
@@ -103,9 +101,7 @@ class Conversation(NamedTuple):
 def detect_columns(
     row: Mapping[str, Any], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
 ) -> ColumnForm:
-    """Return the first form that fits `row` and uses all columns that --columns maps (`mapped`); `UserError` if none
-    does. `row` has every column.
-    """
+    """Return the first form that fits `row` and uses all columns in --columns (`mapped`); `UserError` if none does."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue

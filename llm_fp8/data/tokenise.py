@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, conversation_of
-from llm_fp8.data.split import problem_key
 from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
@@ -172,6 +172,13 @@ class Document:
     input_ids: npt.NDArray[np.int64]
     supervised: npt.NDArray[np.bool_]
     row_id: int
+
+
+def problem_key(text: str) -> int:
+    """Hash a problem to a signed 64-bit integer (Arrow int64), whatever its case, white space and Unicode forms."""
+    normalised = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    digest = hashlib.blake2b(normalised.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 def document_key(input_ids: npt.ArrayLike, supervised: npt.ArrayLike) -> int:

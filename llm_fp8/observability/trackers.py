@@ -115,9 +115,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def require_wandb_login(asker: str) -> None:
-    """Raise `UserError`, beginning with the flag or script `asker`, if W&B has no login. The check uses no network: W&B
-    tries the key when it starts.
-    """
+    """Raise `UserError`, beginning with the flag or script `asker`, without a W&B login; uses no network."""
     with reading(asker, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
         import wandb
 

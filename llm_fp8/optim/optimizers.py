@@ -192,9 +192,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """Build the schedule of `config`, to be stepped after each optimizer step. Do not pass it to `Accelerator.prepare`,
-    which would step it once per process.
-    """
+    """Build the schedule, to be stepped once per optimizer step; `Accelerator.prepare` would step it per process."""
     optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:

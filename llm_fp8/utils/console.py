@@ -50,9 +50,7 @@ def discard_output(descriptors: Iterable[int]) -> None:
 
 
 def open_missing_output() -> None:
-    """Open /dev/null for descriptors 0 to 2 that are closed at the start (`>&-`): otherwise the next opened file would
-    get their numbers and their output.
-    """
+    """Open /dev/null for descriptors that are closed at the start (`>&-`): an opened file would get their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

@@ -26,9 +26,7 @@ class UserError(Exception):
 
 
 class FailedCheck(Exception):
-    """The program fails a check though the options are right: one sentence on the expectation and the observation.
-    Scripts print it without a traceback and exit with code 1.
-    """
+    """A check of the program failed though the options are right; scripts print the sentence and exit with code 1."""
 
 
 @contextlib.contextmanager

@@ -35,9 +35,7 @@ def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Return True if transformers computes `module` in grouped GEMMs without biases or an extra norm: experts
-    [experts, ...] with gate and up in one weight.
-    """
+    """Return True if transformers computes these experts in grouped GEMMs, without biases or an extra norm."""
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
     is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)

@@ -55,9 +55,7 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
 
 
 def first_to_say() -> bool:
-    """Return True for the first process of a launch (or restart) that calls this to print why it ends: the others fail
-    because it failed. True also if that cannot be known.
-    """
+    """Return True for the first process of a launch that ends, which prints why, or if the order is unknown."""
     try:
         store = launcher_store(os.environ)
         if store is None:

@@ -18,8 +18,8 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.data import loader
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.data.split import is_held_out, problem_key
+from llm_fp8.data.prepare import PreparedData, is_held_out, prepare_data
+from llm_fp8.data.tokenise import problem_key
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
 

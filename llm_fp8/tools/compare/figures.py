@@ -146,9 +146,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst certificate of a variant's runs (`llm_fp8.precision.certificate`), those after --fp8_until ended
-    fp8 included; a run may have none.
-    """
+    """Return the worst certificate of a variant's runs, those after --fp8_until ended fp8 included."""
     known = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     known += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((certificate["verdict"] for certificate in known), key=_SEVERITY.index, default="missing")

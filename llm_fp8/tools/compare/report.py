@@ -1,6 +1,4 @@
-"""A comparison as one value for JSON, as a table on the terminal, and as one HTML page with tables and SVG charts. The
-page loads no other file and runs no script.
-"""
+"""A comparison as JSON, as a table on the terminal, and as one HTML page, which loads no other file and no script."""
 
 from __future__ import annotations
 
