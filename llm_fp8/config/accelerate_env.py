@@ -104,11 +104,11 @@ def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
 
 
 def apply_launch_settings(
-    config: Config, environ: MutableMapping[str, str], given: Collection[str] = frozenset()
+    config: Config, environ: MutableMapping[str, str], user_options: Collection[str] = frozenset()
 ) -> tuple[Config, list[str]]:
     """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. Return
-    also a sentence for each entry that does nothing. `given` names the options that the user set. Raises `UserError`
-    for an unsupported request and for a flag that contradicts one.
+    also a sentence for each entry that does nothing. `user_options` names the options that the user set; one that
+    contradicts a request raises `UserError`, and so does an unsupported request.
     """
     # The launcher sets this variable always.
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and LaunchRanks.from_environment(environ).world_size > 1
@@ -120,14 +120,14 @@ def apply_launch_settings(
         launched |= _sharding(values)
         mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         launched |= _precision(requests, mode, flags["fp8_scenario"], idle)
-    typed = launched.keys() & given
-    for name in sorted(typed - weak):
+    overridden = launched.keys() & user_options
+    for name in sorted(overridden - weak):
         flag, entry = flags[name], launched[name]
         # The file switches FSDP or DeepSpeed on, the flag may say which form of it.
         is_form = name == "sharding_mode" and (entry == "ddp" or flag.split("_")[0] == entry.split("_")[0])
         if flag != entry and not is_form:
             raise UserError(f"--{name} {flag} contradicts {LAUNCH_FILE}, which asks for {entry}; change one.")
-    config = config.with_options(**{name: value for name, value in launched.items() if name not in typed})
+    config = config.with_options(**{name: value for name, value in launched.items() if name not in overridden})
     return config, [f"{key} of {LAUNCH_FILE} does nothing here." for key in idle]
 
 

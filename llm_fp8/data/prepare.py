@@ -171,7 +171,7 @@ class _Job:
         report.count(rows, figures, held_out)
         chosen = np.flatnonzero(used & ~held_out)
         if len(chosen) == 0:
-            raise _nothing(self.train, "trained on", f"{report.summary()}; {report.told_unused()}")
+            raise _nothing(self.train, "trained on", f"{report.summary()}; {report.describe_unused()}")
         if self.evaluation:
             evaluation = self.evaluation_rows(keys, report)
         else:

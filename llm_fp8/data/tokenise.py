@@ -129,7 +129,7 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
-    def told_unused(self) -> str:
+    def describe_unused(self) -> str:
         return "not used: " + (", ".join(f"{what} ({n})" for what, n in self.unused.most_common()) or "nothing else")
 
     def describe(self) -> list[str]:
@@ -143,7 +143,7 @@ class DataReport:
             lines.insert(1, f"  {tokens}, in {self.num_rows_of_batches} sequences: {filled}")
         if self.unused:
             mild = all(each.startswith("column ") for each in self.unused)
-            lines.append(f"  {'' if mild else 'WARNING: '}{self.told_unused()}")
+            lines.append(f"  {'' if mild else 'WARNING: '}{self.describe_unused()}")
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:

@@ -54,13 +54,13 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
     return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=20))
 
 
-def first_to_say() -> bool:
+def first_to_end() -> bool:
     """Return True for the first process of a launch that ends, which prints why, or if the order is unknown."""
     try:
         store = launcher_store(os.environ)
         if store is None:
             return True
-        return store.add(f"llm_fp8/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+        return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
     except (RuntimeError, ValueError):  # the launcher is gone (torch's DistError), or its port is no number
         return True
 

@@ -21,7 +21,7 @@ from llm_fp8.utils.errors import (
     lost_worker,
     reason_not_written,
 )
-from llm_fp8.utils.ranks import first_to_say
+from llm_fp8.utils.ranks import first_to_end
 
 EXIT_INTERRUPTED = 130
 EXIT_OUTPUT_CLOSED = 141
@@ -75,7 +75,7 @@ def run_script(main: Callable[[], int]) -> None:
             raise
         else:
             code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
-            last_words = f"error: {sentence}" if first_to_say() else ""
+            last_words = f"error: {sentence}" if first_to_end() else ""
     if last_words:
         with contextlib.suppress(OSError):  # nobody may read them
             print(last_words, file=sys.stderr, flush=True)

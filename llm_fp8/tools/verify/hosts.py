@@ -31,7 +31,7 @@ from llm_fp8.train.loop import RunResults
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, listed, reading
 from llm_fp8.utils.packages import VERIFY
-from llm_fp8.utils.ranks import LaunchRanks, first_to_say
+from llm_fp8.utils.ranks import LaunchRanks, first_to_end
 
 LIMIT_S = 120.0  # of a check
 STEP = shlex.split(
@@ -82,7 +82,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 def _end(name: str, why: str) -> NoReturn:
     """End this process, whose collectives may hang; the first rank of the launch to end says why."""
     try:
-        if first_to_say():
+        if first_to_end():
             print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
     finally:
         os._exit(EXIT_FAILED_CHECK)
