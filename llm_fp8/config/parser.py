@@ -100,7 +100,7 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], h
 
 
 class OptionsParser(OneSentenceParser):
-    """The command line of train_fp8.py, or with `parallel` of train_multi_gpu.py, which has `ParallelConfig` too."""
+    """The command line of train_fp8.py, or with `parallel` of train_multi_gpu.py, which adds `ParallelConfig`."""
 
     full_help = "--help_all"
 

@@ -1,4 +1,4 @@
-"""The table of fp8 recipes: one row per recipe, which everything reads. To add a recipe, add a row.
+"""The table of fp8 recipes: one row per recipe. Everything reads it. To add a recipe, add a row.
 
 A row is plain data, so that `--help` reads it without torch; `llm_fp8.precision.plan` resolves the names of classes and
 functions, which are those of Transformer Engine 2.20 and torchao 0.18.
@@ -138,7 +138,7 @@ def chosen(scenario: str, backend: Backend) -> str:
 
 
 def token_multiple(name: str | None) -> int:
-    """Return the number that must divide the tokens of a micro-batch on one GPU; 1 for what is no recipe."""
+    """Return the number that must divide the tokens of a micro-batch on one GPU; 1 without a recipe."""
     return RECIPES[name].token_multiple if name in RECIPES else 1
 
 
@@ -148,7 +148,7 @@ def size_multiple(name: str | None) -> int:
 
 
 def gemms_in_fp8(name: str | None) -> int:
-    """Return how many of a trained weight's GEMMs (fprop, dgrad, wgrad) are in fp8; 0 for what is no recipe."""
+    """Return how many of a trained weight's GEMMs (fprop, dgrad, wgrad) are in fp8; 0 without a recipe."""
     return RECIPES[name].gemms_in_fp8 if name in RECIPES else 0
 
 

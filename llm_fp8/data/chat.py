@@ -1,17 +1,16 @@
-"""A conversation becomes token ids and a mask of those that are to be predicted.
+"""A conversation becomes token ids and a mask of the supervised ones.
 
 Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
-`PLAIN_TURN`. Supervised are the solution, the completion or each turn of the assistant's (with `train_on_prompt` every
-token), and its end (`trained_eos`), once, as the last token of every document; what a template puts after it is cut
-off. BOS stands at the front once.
+`PLAIN_TURN`. The loss is on the solution, the completion or each turn of the assistant (with `train_on_prompt` on every
+token) and on the end token (`trained_eos`). Every document ends with that token; text that a template adds after it is
+cut off. A document has BOS once, at the front.
 
-Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
-the template adds to the conversation before it: it begins where the generation prompt ends. What the template does not
-show cannot be supervised, and is counted with what else of a row is not used; where that is an answer or a call, the
-row is refused.
+If a template marks the assistant's text ({% generation %}), its marks are the mask. Otherwise a turn begins at the end
+of the generation prompt and is the text that the template adds to the conversation before it. Text that the template
+does not show cannot be supervised: it is counted as unused, and a row with such an answer or call is refused.
 
-A document is tokenised as one text, so that the prompt's tokens are those that generation starts from. Where a token
-would straddle an end of a supervised range, what follows is tokenised as a continuation: without the word mark or the
+A document is tokenised as one text, so that its prompt has the tokens with which generation starts. If a token would
+straddle an end of a supervised range, the text after that end is tokenised as a continuation, without the word mark or
 space that Llama 2's and Mistral's tokenizers put before every text.
 """
 

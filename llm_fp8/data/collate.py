@@ -38,7 +38,7 @@ from llm_fp8.observability.metrics import StepTokens
 IntArray = npt.NDArray[np.int64]
 
 PADDED_MULTIPLE = 128
-"""Padded lengths are multiples of this: few different shapes, and what fp8 kernels need."""
+"""Divisor of padded lengths, for few different shapes and for fp8 kernels."""
 
 
 @dataclass(frozen=True)

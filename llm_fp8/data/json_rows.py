@@ -1,7 +1,7 @@
-"""JSON files become rows of text: every row is the JSON text that it is in the file.
+"""JSON files become rows of text: every row is its JSON text in the file.
 
-`datasets` would read it into Arrow's types, where text that looks like a date becomes one, and a field that is null in
-the file cannot be told from one that only other rows have.
+`datasets` would read rows into Arrow's types: text that looks like a date would become one, and a null field of a row
+would look like a field that only other rows have.
 """
 
 from __future__ import annotations

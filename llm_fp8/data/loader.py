@@ -160,7 +160,7 @@ class Share:
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
-    """Yield `items`, which a thread makes up to `depth` ahead; it ends with this generator and passes exceptions on."""
+    """Yield `items`. A thread makes up to `depth` ahead; it ends with this generator and passes exceptions on."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:

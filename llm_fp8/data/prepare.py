@@ -1,4 +1,4 @@
-"""From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
+"""`prepare_data` makes a run's loaders from its configuration and tokenizer.
 
 load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (here)
 -> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)

@@ -6,11 +6,11 @@ Forms of rows by their columns, the first that fits:
     messages                        a conversation: a list of {role, content}; every assistant's turn is supervised
     conversations                   the same as ShareGPT writes it: a list of {from, value}
     instruction + output            Alpaca; a column `input` follows the instruction after a blank line
-    prompt + completion             lists of messages: the completion is supervised; text: concatenated as it stands
-    text                            all of it supervised, as it stands
+    prompt + completion             lists of messages: the completion is supervised; text: concatenated unchanged
+    text                            all of it is supervised, unchanged
 
-A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. In every form
-that a chat template may touch, `CONTEXT` names further columns. What of a row is not used is counted.
+A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. Forms with a
+chat template may have the columns in `CONTEXT`. Unused parts of a row are counted.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
 
 
 class ProgressDisplay:
-    """Shows the steps of one run on `stream`; `first_step` of them were taken before this process."""
+    """Display of a run's steps on `stream`; earlier processes took the first `first_step`."""
 
     def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
         self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
@@ -79,7 +79,7 @@ class ProgressDisplay:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """End the bar and leave it on the screen."""
         self._bar.close()
 
 
@@ -195,7 +195,7 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Send entries of the summary to trackers, which keep them if the run is killed."""
+        """Send entries of the summary to trackers, so that they keep them if the run is killed."""
         self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary, self._last_step))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def start_tracker(
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
-    """Send W&B every record, and others, for which the run waits, only those that are logged."""
+    """Send W&B every record; send others only logged records, since the run waits for them."""
     if name == "wandb":  # it counts the records itself, and was told what to draw them by
         tracker.log(record)
     elif is_logged:

@@ -187,8 +187,8 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights. Their lower bits, where none are loaded, are drawn
-    from `seed`, or zero without one. The state is sharded like the parameter.
+    """AdamW over bf16 parameters with exact fp32 master weights. Lower bits that are not loaded are drawn from `seed`;
+    without a seed they are zero. The state is sharded like the parameter.
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
@@ -210,8 +210,8 @@ class MasterAdamW(GroupedAdamW):
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter whose rows are no whole blocks, which would
-    straddle shards, has fp32 moments. All ranks pass the same `seed` for the random bits.
+    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if its rows are no whole
+    blocks, since blocks would straddle shards. All ranks pass the same `seed` for the random bits.
     """
 
     def __init__(self, params: Params, seed: int = 0, **adamw_arguments: Any) -> None:

@@ -77,7 +77,7 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, Parameter]],
     draws_lower_bits: bool = False,
 ) -> Optimizer:
-    """Build the AdamW of `kind` over the trainable parameters, which have dtype `parameter_dtype(kind)` or fp32.
+    """Build the AdamW of `kind` over the trainable parameters; their dtype is `parameter_dtype(kind)` or fp32.
 
     `draws_lower_bits` lets master weights begin between bf16 numbers; see `adamw_master`.
     """
@@ -99,7 +99,7 @@ def build_optimizer(
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside Accelerate's wrapper, which may skip or patch the step."""
+    """Return the optimizer inside Accelerate's wrapper; the wrapper may skip or patch the step."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

@@ -1,4 +1,4 @@
-"""Write an exported model in fp8 for inference, and say what that costs in eval loss."""
+"""Write an exported model in fp8 for inference, and measure its cost in eval loss."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class CertificateCallback(TrainerCallback):
         """Worst certificate of all processes, after the step was recorded."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Warn of nn.DataParallel in fp8, which the error that Accelerate raises next does not name."""
+        """Warn of nn.DataParallel in fp8, since Accelerate's error that follows does not name it."""
         if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
             what = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
             print(f"WARNING: one process sees {args.n_gpu} GPUs, and {what}.", flush=True)
@@ -192,8 +192,8 @@ def certify_step(
     optimizer: optim.Optimizer | None = None,
     num_micro_batches: int = 1,
 ) -> Certificate:
-    """Call `step`, an optimizer step of any loop that is not its first, and return its certificate; of several
-    processes, which all have to call this, the worst. Without an NVIDIA GPU it raises `UserError`.
+    """Call `step`, an optimizer step of any loop but not its first, and return its certificate. All processes call this
+    and get the worst of their certificates. Raises `UserError` without an NVIDIA GPU.
 
     `precision` is the requested one, `recipe` its --fp8_scenario (default: that of CertificateCallback). An `optimizer`
     must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.

@@ -1,4 +1,4 @@
-"""JSON that survives a crash and that every reader accepts, and how files of it are read.
+"""Reading and writing of JSON files that survive a crash and that every reader accepts.
 
 A file is written beside its place and renamed over it, so that a reader never sees half of one. JSON has no NaN or
 infinity; they are written as the strings "NaN", "Infinity" and "-Infinity", which `read_json` turns into floats again.
@@ -48,7 +48,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, whole or not at all; TypeError for what JSON cannot hold."""
+    """Write `value` to `path` as indented JSON, whole or not at all; TypeError if JSON cannot hold it."""
     write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -69,7 +69,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def writable(word: str) -> Path:
-    """Convert an option to an output file: make its folder, and refuse at once what cannot be written."""
+    """Convert an option to an output file: make its folder, and refuse at once a file that cannot be written."""
     path = Path(word).expanduser()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ class LaunchRanks:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read torchrun's variables; `UserError` for a number that no launcher gives, with which ranks never meet."""
+        """Read torchrun's variables; `UserError` for a number that no launcher sets, as the ranks would never meet."""
 
         def whole(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
             word = environ.get(name, str(default))
@@ -55,7 +55,7 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
 
 
 def first_to_end() -> bool:
-    """Return True for the first process of a launch that ends, which prints why, or if the order is unknown."""
+    """Return True for the first process of a launch that ends (it prints the reason), or if the order is unknown."""
     try:
         store = launcher_store(os.environ)
         if store is None:

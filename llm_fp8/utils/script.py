@@ -52,9 +52,9 @@ def _in_one_sentence(error: Exception) -> str | None:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code; on an error that `_in_one_sentence` explains with that sentence, printed by
-    one process of the launch, and code 2, or 1 for a `FailedCheck`; on Ctrl-C with 130; on a closed pipe (`| head`)
-    with 141. `main` imports what it needs, so that a missing package is such an error.
+    """Run `main` and exit with its code. If `_in_one_sentence` explains an error, one process of the launch prints the
+    sentence, and the code is 2, or 1 for a `FailedCheck`. The code is 130 on Ctrl-C, 141 on a closed pipe (`| head`).
+    `main` imports what it needs, so that a missing package is such an error.
     """
     open_missing_output()
     if not faulthandler.is_enabled():

@@ -21,8 +21,8 @@ CUDA_DEFAULTS = {
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the block without garbage collections, which walk through all that was imported before: 5 instead of
-    7 s for torch and transformers. They never see it later either.
+    """Import in the block without garbage collections, and exclude the imported objects from later ones: 5 s instead of
+    7 for torch and transformers.
     """
     gc.disable()
     try:

@@ -1,5 +1,4 @@
-"""Import of Transformer Engine, what must be settled before it, and its private names that this project uses; no other
-file knows them. Read in version 2.20.
+"""Import of Transformer Engine, preparations for it, and its private names, which no other file uses. Read in 2.20.
 
 name                                                   noticed by
 module._is_fsdp2                                       tests/distributed/test_wgrad_fusion_gpu.py
@@ -33,7 +32,7 @@ def require_te(why: str) -> Any:
 
 
 def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models, whose amax it would go on reducing."""
+    """Reset Transformer Engine's global state between models: it would go on reducing the old model's amax."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -77,7 +76,7 @@ def would_lose_main_grad(module: Any) -> bool:
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts."""
+    """Add an activation to LayerNormMLP: "swiglu" with a backward pass that also casts."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # A function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).

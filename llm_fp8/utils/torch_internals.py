@@ -55,7 +55,7 @@ def materialize_(
 
 
 def free_memory_(tensor: Tensor) -> None:
-    """Free the memory of `tensor`, or of this rank's shard of it, which stays usable by `give_memory_`."""
+    """Free the memory of `tensor`, or of this rank's shard; `give_memory_` makes it usable again."""
     local_of(tensor).untyped_storage().resize_(0)
 
 
@@ -67,5 +67,5 @@ def give_memory_(tensor: Tensor) -> None:
 
 
 def compile_without_ddp_cuts() -> None:
-    """Let torch.compile not cut graphs at DDP's buckets, which it cannot where a part is recomputed."""
+    """Keep torch.compile from cutting graphs at DDP's buckets: with recomputation it cannot."""
     importlib.import_module("torch._dynamo").config.optimize_ddp = False

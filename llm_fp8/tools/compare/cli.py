@@ -37,7 +37,7 @@ from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
-"""The outputs of scripts/train_bf16.sh and scripts/train_fp8.sh, which are compared by default."""
+"""Default runs to compare: the outputs of scripts/train_bf16.sh and scripts/train_fp8.sh."""
 
 _SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_name")
 

@@ -27,7 +27,7 @@ _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its 95% interval, which are None for a single run."""
+    """An estimate and the ends of its 95% interval; the ends are None for a single run."""
 
     value: float
     low: float | None

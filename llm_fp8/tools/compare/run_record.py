@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def variant(self) -> str:
-        """The requested variant, which differs from the effective one after a fallback."""
+        """Requested variant; after a fallback the effective one differs."""
         requested = self.precision["requested"]
         if requested != "fp8":
             return str(requested)

@@ -1,8 +1,8 @@
 """A check (`Check`), its input (`Setup`) and its result (`Result`); the checks of packages, variables and GPUs.
 
-The rules for variables name what guides to fp8 training recommend, and what silently breaks or slows a run. They were
-read in the sources of torch 2.13, accelerate 1.15 and the Python part of Transformer Engine 2.20; docs/multi_gpu.md
-explains these variables and useful ones.
+The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
+run. They were read in the sources of torch 2.13, accelerate 1.15 and the Python part of Transformer Engine 2.20;
+docs/multi_gpu.md explains these variables and useful ones.
 """
 
 from __future__ import annotations

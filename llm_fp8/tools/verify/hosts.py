@@ -80,7 +80,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 
 
 def _end(name: str, why: str) -> NoReturn:
-    """End this process, whose collectives may hang; the first rank of the launch to end says why."""
+    """End this process, since its collectives may hang; the first rank of the launch to end prints why."""
     try:
         if first_to_end():
             print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
