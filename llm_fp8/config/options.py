@@ -174,7 +174,7 @@ class DataConfig:
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
     chat_template_kwargs: str | None = option(
-        None, "JSON of what the chat template is given, as in '{\"enable_thinking\": false}'; a row's column wins."
+        None, "JSON of the chat template's variables, as in '{\"enable_thinking\": false}'; a row's column wins."
     )
 
     @property
@@ -253,7 +253,7 @@ class RunConfig:
         0, "Evaluations without a lower eval loss that end the run; 0: never.", needs=("eval_every",), at_least=0
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
-    certify: bool | None = option(None, "Exit with 1 where kernels are not as asked for (default: on with a GPU).")
+    certify: bool | None = option(None, "Exit with 1 if other kernels run than requested (default: on with a GPU).")
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
     report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")

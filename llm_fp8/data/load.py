@@ -200,7 +200,7 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
 
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load a split, or its first `num_rows`; when streaming, iterate over the result within `reading_of`."""
+    """Load a split, or its first `num_rows`, as a `Dataset`, or an `IterableDataset` to be read in `reading_of`."""
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     files, first = source.files[split], next(iter(source.files[split]), "")
     with reading_of(source):

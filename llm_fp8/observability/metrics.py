@@ -1,4 +1,4 @@
-"""The measured figures and the formulas of them: pure functions, no state.
+"""Metrics and their formulas: pure functions, no state.
 
 **Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
 token in fprop and as much in dgrad and in wgrad: `6 n`. In causal attention the query at position `t` of its document

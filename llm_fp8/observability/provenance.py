@@ -1,6 +1,6 @@
 """Provenance of a run for its run.json: versions, hardware, code and command.
 
-Of the environment only variables that steer the GPU libraries or the launcher are kept, by prefix, and none whose name
+It keeps only the environment variables that steer the GPU libraries or the launcher, by prefix, and none whose name
 suggests a secret.
 """
 

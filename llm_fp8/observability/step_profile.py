@@ -14,23 +14,13 @@ from typing import Any
 
 import torch
 
-from llm_fp8.observability.kernel_trace import (
-    LOW_PRECISION,
-    Interval,
-    KernelTimes,
-    gemm_kernels,
-    kernel_class,
-    kernel_intervals,
-    kernel_times,
-    record_kernels,
-    time_by_class,
-)
+from llm_fp8.observability import kernel_trace as traces
 from llm_fp8.observability.metrics import throughput_summary
 
 WORTH_A_WORD = 0.2  # idle share of a step from which on a run reports it
 
 
-def covered_s(intervals: Iterable[Interval]) -> float:
+def covered_s(intervals: Iterable[traces.Interval]) -> float:
     """Measure the union of the intervals, in seconds."""
     total_s, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
@@ -47,12 +37,12 @@ class StepProfile:
     communication_s: float = 0.0  # in which communication kernels ran
     exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
     work_s: float = 0.0  # in which other kernels ran
-    kernels: KernelTimes = field(default_factory=dict)
+    kernels: traces.KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
         """Return the figures by keys of `metrics.METRICS`, without those that the step did not show."""
-        gemms = gemm_kernels(self.kernels)
-        in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
+        gemms = traces.gemm_kernels(self.kernels)
+        in_fp8 = [times for kind, times in gemms.items() if kind in traces.LOW_PRECISION]
         figures: dict[str, float] = {
             "num_gemm_kernels": sum(times.count for times in gemms.values()),
             "num_fp8_gemm_kernels": sum(times.count for times in in_fp8),
@@ -70,8 +60,8 @@ class StepProfile:
         """Return plain values for summary.json; `time_s_by_class` counts overlapping kernels each."""
         return {
             **{name: value for name, value in vars(self).items() if name != "kernels"},
-            "gemm_kernels": {kind: times.count for kind, times in gemm_kernels(self.kernels).items()},
-            "time_s_by_class": {name: times.time_s for name, times in time_by_class(self.kernels).items()},
+            "gemm_kernels": {kind: times.count for kind, times in traces.gemm_kernels(self.kernels).items()},
+            "time_s_by_class": {name: times.time_s for name, times in traces.time_by_class(self.kernels).items()},
         }
 
 
@@ -80,18 +70,18 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
     """Record the CUDA kernels of the enclosed step, also in the file `trace`, in Chrome's format."""
     result = StepProfile()
     torch.cuda.synchronize()
-    with record_kernels() as recorded:
+    with traces.record_kernels() as recorded:
         yield result
     if trace is not None:
         recorded.export_chrome_trace(str(trace))
-    intervals = kernel_intervals(recorded)
+    intervals = traces.kernel_intervals(recorded)
     everything = [span for _, span in intervals]
     if everything:
         result.span_s = max(end for _, end in everything) - min(start for start, _ in everything)
-    result.communication_s = covered_s(span for name, span in intervals if kernel_class(name) == "communication")
-    result.work_s = covered_s(span for name, span in intervals if kernel_class(name) != "communication")
+    result.communication_s = covered_s(span for name, span in intervals if traces.kernel_class(name) == "communication")
+    result.work_s = covered_s(span for name, span in intervals if traces.kernel_class(name) != "communication")
     result.exposed_communication_s = covered_s(everything) - result.work_s
-    result.kernels = kernel_times(recorded)
+    result.kernels = traces.kernel_times(recorded)
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:

@@ -35,7 +35,7 @@ class Ended:
     """The end of a program."""
 
     exit_code: int | None
-    """None: it ran longer than its time limit and was killed."""
+    """Exit code; None after a kill at the time limit."""
     output: str
     wall_s: float
 

@@ -77,11 +77,8 @@ def existing_part(path: Path) -> Path:
 
 def reason_not_written(error: OSError) -> str | None:
     """Return the system's words for a file that cannot be written (full disk, permission); None for another error."""
-    return (
-        os.strerror(error.errno)
-        if error.errno in (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-        else None
-    )
+    refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+    return os.strerror(error.errno) if error.errno in refusals else None
 
 
 def listed(names: Iterable[str]) -> str:

@@ -94,7 +94,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def put_off_scale_updates() -> Iterator[None]:
-    """Let passes in the block record their amax but update no scale of delayed scaling, as `update_scales` does."""
+    """Let passes in the block record their amax but update no scale of delayed scaling; `update_scales` does it."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     update = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"]

@@ -257,8 +257,8 @@ def check_gpu(setup: Setup) -> Result:
 
 
 def measure_tflops(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, where the GPU has it, fp8 (e4m3, one scale per tensor, bf16
-    result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
+    """Measure TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, if the GPU has it, fp8 (e4m3, one scale per tensor,
+    bf16 result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
     """
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
