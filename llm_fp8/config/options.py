@@ -195,6 +195,9 @@ class DataConfig:
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
+OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer, schedule and length of the training."""
@@ -215,7 +218,7 @@ class OptimConfig:
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", at_least=0)
     adam_beta2: float = option(0.95, "Decay of the second moment.", at_least=0, below=1)
     max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: never.", at_least=0)
-    optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
+    optimizer: Literal["auto", OptimizerKind] = option(
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
         "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8, adamw_fp32 elsewhere and under DeepSpeed.",

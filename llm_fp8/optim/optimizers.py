@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -27,10 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig
+from llm_fp8.config.options import OptimizerKind as OptimizerKind
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
-
-OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
 
 class BytesPerParameter(NamedTuple):
