@@ -24,7 +24,7 @@ from transformers.integrations.moe import _grouped_linear
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
-    """Return the attention implementation that a built model runs, by transformers' name."""
+    """The attention implementation that a built model runs, by transformers' name."""
     return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
@@ -50,7 +50,7 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return the function from a stored name to the model's, for tensors that `from_pretrained` only renames."""
+    """From a name in the files to the model's, where `from_pretrained` renames without changing the tensor."""
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
 
     def renamed(name: str) -> str:
@@ -62,10 +62,10 @@ def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Return the names of tensors that the model's files leave out."""
+    """Names of tensors that its files leave out."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return regular expressions of the stored names that loading ignores."""
+    """Regular expressions of stored names that it passes over."""
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
