@@ -35,7 +35,7 @@ def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Return True if transformers runs `module`, experts with one gate_up weight, in grouped GEMMs without extras."""
+    """Return True if transformers runs `module` (experts with a gate_up weight, no biases) in grouped GEMMs."""
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
     is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
