@@ -1,4 +1,4 @@
-"""What the launcher put in the environment: how this process was started, and what `accelerate launch` asked for.
+"""The launcher's environment tells how this process was started and what `accelerate launch` requests.
 
 `accelerate launch --config_file x.yaml script.py` turns the file into variables. They become options and are removed,
 since Accelerate itself would convert or shard the model by them. The launcher also exports entries that nobody wrote,
@@ -24,7 +24,7 @@ _PREFIXES += ("FSDP_", "PARALLELISM_CONFIG_")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}
-"""What shards, by the launcher's name -> how its variables begin."""
+"""Sharding engine, by the launcher's name -> prefix of its variables."""
 READ = {
     "ACCELERATE_FP8_BACKEND": "TE",
     "ACCELERATE_FP8_FORMAT": "HYBRID",
@@ -57,33 +57,33 @@ OTHERS = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
-"""Variables of what is not supported here -> the launcher's default. Another value of fp8_config's is said to do
-nothing, any other is an error. What no table knows FSDP2 does by itself.
+"""Variables of unsupported features -> the launcher's default. Another value of fp8_config's gets a message that it
+does nothing, any other is an error. FSDP2 handles by itself what no table lists.
 """
 DEFAULTS = {**READ, **OTHERS}
 
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
-"""Entries of fp8_config that some recipes take, by the name of our option -> how their value is read."""
+"""Option that an entry of fp8_config sets for some recipes -> function that reads its value."""
 
 
 def is_on(value: str) -> bool:
-    """Whether a switch in the environment is on."""
+    """Return True if a switch in the environment is on."""
     return value.lower() in ("1", "true", "yes")
 
 
 def is_default(variable: str, value: str) -> bool:
-    """Whether a value is the launcher's default, which writes true as 1."""
+    """Return True if a value is the launcher's default, which writes true as 1."""
     default = DEFAULTS[variable]
     return value.lower() == default.lower() or (is_on(value) and is_on(default))
 
 
 def _variable(option: str) -> str:
-    """The variable of one of `RECIPE_ENTRIES`."""
+    """Return the variable that sets one of `RECIPE_ENTRIES`."""
     return PREFIX + option.removeprefix("fp8_").upper()
 
 
 def _key(variable: str) -> str:
-    """What a variable is called in the file."""
+    """Return the name of a variable in the launcher's file."""
     return variable.replace(PREFIX, "fp8_config.").removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
 
 
@@ -92,9 +92,7 @@ def _not_supported(what: str) -> UserError:
 
 
 def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
-    """Raise `UserError` where train_multi_gpu.py (`parallel`) was not launched, or train_fp8.py in several processes;
-    remove variables left over of a launch.
-    """
+    """Raise `UserError` for a script that does not fit its launch; without a launch, remove left-over variables."""
     is_launched, ranks = environ.keys() >= set(_TORCHRUN), LaunchRanks.from_environment(environ)
     if parallel and not is_launched:
         raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
@@ -106,76 +104,76 @@ def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
 
 
 def apply_launch_settings(
-    config: Config, environ: MutableMapping[str, str], given: Collection[str] = frozenset()
+    config: Config, environ: MutableMapping[str, str], user_options: Collection[str] = frozenset()
 ) -> tuple[Config, list[str]]:
-    """`config`, unchecked, completed by what `accelerate launch` asked for, whose variables are removed from `environ`,
-    and a sentence for each entry that does nothing; `given` names options that were given, even with their default.
-    Raises `UserError` for what is not supported and for a flag that contradicts it.
+    """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. Return
+    also a sentence for each entry that does nothing. `user_options` names the options that the user set; one that
+    contradicts a request raises `UserError`, and so does an unsupported request.
     """
     # The launcher sets this variable always.
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and LaunchRanks.from_environment(environ).world_size > 1
-    found, idle = _take(environ)
-    values, flags = {**DEFAULTS, **found}, config.options
+    requests, idle = _take(environ)
+    values, flags = {**DEFAULTS, **requests}, config.options
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
     with reading(LAUNCH_FILE, "of this run", "an entry"):
-        asked = {"sharding_mode": "ddp"} if is_ddp else {}
-        asked |= _sharding(values)
-        mode = asked.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
-        asked |= _precision(found, mode, flags["fp8_scenario"], idle)
-    kept = asked.keys() & given
-    for name in sorted(kept - weak):
-        flag, entry = flags[name], asked[name]
+        launched = {"sharding_mode": "ddp"} if is_ddp else {}
+        launched |= _sharding(values)
+        mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
+        launched |= _precision(requests, mode, flags["fp8_scenario"], idle)
+    overridden = launched.keys() & user_options
+    for name in sorted(overridden - weak):
+        flag, entry = flags[name], launched[name]
         # The file switches FSDP or DeepSpeed on, the flag may say which form of it.
         is_form = name == "sharding_mode" and (entry == "ddp" or flag.split("_")[0] == entry.split("_")[0])
         if flag != entry and not is_form:
             raise UserError(f"--{name} {flag} contradicts {LAUNCH_FILE}, which asks for {entry}; change one.")
-    config = config.with_options(**{name: value for name, value in asked.items() if name not in kept})
+    config = config.with_options(**{name: value for name, value in launched.items() if name not in overridden})
     return config, [f"{key} of {LAUNCH_FILE} does nothing here." for key in idle]
 
 
 def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What was asked for (precision, engines, variables), removed from `environ`; and entries without effect."""
+    """Remove the launcher's requests from `environ`; return them and the entries that have no effect."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of entries, for Accelerate's own checks
-    found = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
+    requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
         if is_on(environ.pop(f"ACCELERATE_USE_{engine}", "")):
             raise _not_supported(engine.lower())
-    found |= {engine: environ.pop(f"ACCELERATE_USE_{engine}", "") for engine in ENGINES}
-    unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(found[engine]))
-    unused += () if found["precision"] == "fp8" else (PREFIX,)
+    requests |= {engine: environ.pop(f"ACCELERATE_USE_{engine}", "") for engine in ENGINES}
+    unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(requests[engine]))
+    unused += () if requests["precision"] == "fp8" else (PREFIX,)
     idle = []
     for variable in [name for name in environ if name.startswith(_PREFIXES)]:
         value = environ.pop(variable)
         if variable in READ:
-            found[variable] = value
+            requests[variable] = value
         elif variable.startswith(unused) or (variable in OTHERS and is_default(variable, value)):
             continue
         elif variable.startswith(PREFIX):
             idle.append(_key(variable))
         elif variable in OTHERS:
             raise _not_supported(f"{_key(variable)} {value}")
-    return found, idle
+    return requests, idle
 
 
 def te_recipe(environ: Mapping[str, str]) -> str:
-    """The recipe that Accelerate takes for Transformer Engine."""
+    """Return the recipe that Accelerate takes for Transformer Engine."""
     return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else chosen(DEFAULT, "te")
 
 
-def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: list[str]) -> dict[str, Any]:
-    """Options of precision; `mode` and `scenario` are those of the run. Entries without effect are added to `idle`."""
-    values = {**DEFAULTS, **found}
+def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, idle: list[str]) -> dict[str, Any]:
+    """Return the options of precision for a run in `mode` and `scenario`; add entries without effect to `idle`."""
+    values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}
     settings: dict[str, Any] = {"mixed_precision": "fp8"}
     backend: Backend = "te"
-    asked = values["ACCELERATE_FP8_BACKEND"].upper()
-    if asked == "AO":
+    launched = values["ACCELERATE_FP8_BACKEND"].upper()
+    if launched == "AO":
         settings["fp8_backend"] = backend = "torchao"
         if mode in ("fsdp_full", "fsdp_grad") and RECIPES[chosen(scenario, backend)].one_scale_per_weight:
             settings["fp8_params"] = is_on(values["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"])
-    elif asked != "TE":
-        raise _not_supported(f"fp8_config.backend {asked}")
+    elif launched != "TE":
+        raise _not_supported(f"fp8_config.backend {launched}")
     elif te_recipe(values) != chosen(DEFAULT, "te"):
         settings["fp8_scenario"] = scenario = te_recipe(values)
     recipe = RECIPES[chosen(scenario, backend)]
@@ -184,13 +182,13 @@ def _precision(found: Mapping[str, str], mode: str | None, scenario: str, idle: 
         is_written = not is_default(variable, values[variable])
         if name not in recipe.options:
             idle += [_key(variable)] * is_written
-        elif variable in found and (is_written or recipe.scales_lag):  # the launcher's defaults are for delayed scaling
+        elif variable in requests and (is_written or recipe.scales_lag):  # defaults are delayed scaling's
             settings[name] = convert(values[variable])
     return settings
 
 
 def _sharding(values: Mapping[str, str]) -> dict[str, Any]:
-    """Options of sharding, accumulation and clipping."""
+    """Return the options of sharding, accumulation and clipping."""
     settings: dict[str, Any] = {}
     if is_on(values["FSDP"]):
         reshards, offloads = is_on(values["FSDP_RESHARD_AFTER_FORWARD"]), is_on(values["FSDP_OFFLOAD_PARAMS"])

@@ -20,13 +20,13 @@ from llm_fp8.utils.errors import reading
 EMBEDDED = "embedded"
 """Name of the model and of the dataset in this repository."""
 SCRATCH_LEARNING_RATE = 1e-3
-"""For weights that start random: the embedded model, and any with --random_init."""
+"""Default for weights that start random: the embedded model, and any with --random_init."""
 LORA_LEARNING_RATE = 2e-4
 
 ALL_LINEAR = "all-linear"
 """Value of --lora_targets for every linear layer but the lm_head."""
 EXPERTS = "experts"
-"""Among --lora_targets: the weights of routed experts."""
+"""Entry of --lora_targets for the weights of routed experts."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers, in the order in which they compute."""
 
@@ -34,10 +34,10 @@ COLUMN_NAMES = (
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
 )  # fmt: skip
-"""Columns of a dataset that are understood (`llm_fp8.data.rows`), which --columns gives other names."""
+"""Columns of a dataset that training reads (`llm_fp8.data.rows`); --columns maps them to other names."""
 
 AUTO_BATCH_SIZE = 0
-"""What --batch_size auto is until the run has settled it."""
+"""Value of --batch_size auto until the run has settled it."""
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
@@ -53,7 +53,7 @@ def option(
     excludes: dict[str, str] = MappingProxyType({}),  # type: ignore[assignment]
     **bounds: float,
 ) -> Any:
-    """A dataclass field that becomes a command-line option; `llm_fp8.config.validation` holds it to what it declares.
+    """Declare a dataclass field that becomes a command-line option; `llm_fp8.config.validation` checks its conditions.
 
     A condition is the name of an option that must be on, or its name, `=` and values with wildcards, separated by `|`;
     the value of sharding_mode is 'single' on one GPU. Without those in `needs` the option has no effect; `excludes`
@@ -67,7 +67,7 @@ def option(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, from where, and how it is built."""
+    """Model, its source, and how it is built."""
 
     model_name: str = option(
         EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
@@ -145,7 +145,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, and how it becomes batches."""
+    """Text, and how it becomes batches."""
 
     dataset_name: str = option(
         EMBEDDED, "Hub id (NAME:CONFIG), folder, file, pattern of files, or 'embedded'; several with commas."
@@ -174,7 +174,7 @@ class DataConfig:
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
     overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
     chat_template_kwargs: str | None = option(
-        None, "JSON of what the chat template is given, as in '{\"enable_thinking\": false}'; a row's column wins."
+        None, "JSON of the chat template's variables, as in '{\"enable_thinking\": false}'; a row's column wins."
     )
 
     @property
@@ -193,6 +193,9 @@ class DataConfig:
         """The pairs of --columns: our name -> the dataset's."""
         pairs = [pair.partition("=") for pair in names_in(self.columns)]
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+
+
+OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ class OptimConfig:
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", at_least=0)
     adam_beta2: float = option(0.95, "Decay of the second moment.", at_least=0, below=1)
     max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: never.", at_least=0)
-    optimizer: Literal["auto", "adamw_fp32", "adamw_master", "adamw_8bit"] = option(
+    optimizer: Literal["auto", OptimizerKind] = option(
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
         "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8, adamw_fp32 elsewhere and under DeepSpeed.",
@@ -233,7 +236,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where results go, what is reported and when it is saved."""
+    """Output, reports, evaluation and checkpoints of the run."""
 
     output_dir: str | None = option(None, "Folder of the run (default: a new one under runs/).")
     dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and end.")
@@ -253,7 +256,7 @@ class RunConfig:
         0, "Evaluations without a lower eval loss that end the run; 0: never.", needs=("eval_every",), at_least=0
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
-    certify: bool | None = option(None, "Exit with 1 where kernels are not as asked for (default: on with a GPU).")
+    certify: bool | None = option(None, "Exit with 1 if other kernels run than requested (default: on with a GPU).")
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
     report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")
@@ -267,8 +270,8 @@ class RunConfig:
     @property
     def trackers(self) -> tuple[str, ...]:
         """The trackers in --report_to, and W&B with --use_wandb."""
-        asked = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
-        return tuple(name for name in asked if name != "none")
+        names = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
+        return tuple(name for name in names if name != "none")
 
     @property
     def project(self) -> str:
@@ -358,7 +361,7 @@ class Config:
     parallel: ParallelConfig = ParallelConfig()
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The configuration as plain nested dicts, as stored in run.json."""
+        """Return the configuration as plain nested dicts, as stored in run.json."""
         return dataclasses.asdict(self)
 
     @property
@@ -367,7 +370,7 @@ class Config:
         return {name: value for section in vars(self).values() for name, value in vars(section).items()}
 
     def with_options(self, **options: Any) -> Config:
-        """The same configuration with other values of these options."""
+        """Return a copy with other values of these options."""
         sections = {
             name: dataclasses.replace(section, **{key: options[key] for key in vars(section) if key in options})
             for name, section in vars(self).items()
@@ -376,17 +379,17 @@ class Config:
 
     @property
     def packing(self) -> bool:
-        """Whether rows are packed, with the default (on with --use_te) resolved."""
+        """True if rows are packed; the default is on with --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing
 
     @property
     def exports_drawn_weights(self) -> bool:
-        """Whether random weights that no checkpoint has are exported, adapters merged into them."""
+        """True if the run exports random weights that no checkpoint has, with adapters merged into them."""
         return (self.model.random_init or self.model.model_name == EMBEDDED) and self.run.export
 
 
 def names_in(listed: str | None) -> tuple[str, ...]:
-    """What stands between the commas of an option, each once."""
+    """Return the names between an option's commas, each once."""
     return tuple(dict.fromkeys(name.strip() for name in (listed or "").split(",") if name.strip()))
 
 
@@ -403,18 +406,18 @@ TRAINING_OPTIONS = (
     "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len", "amax_compute_algo",
     "fp8_bf16_modules", "fp8_recast_weights", "fp8_until",
 )  # fmt: skip
-"""What decides the training and a checkpoint does not require: options, rows of a step, steps of the run."""
+"""Settings that change the result but may differ on resume if --allow_changed names them."""
 DECIDES = {
     "max_steps": "total_steps",
     "num_epochs": "total_steps",
     "batch_size": "global_batch_size",
     "gradient_accumulation_steps": "global_batch_size",
 }
-"""Option -> what of `TRAINING_OPTIONS` it decides, which --allow_changed takes it for."""
+"""Option -> the entry of `TRAINING_OPTIONS` that it decides, and stands for in --allow_changed."""
 SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
-"""Those of them that decide which scales and histories delayed scaling keeps, and what a scale means."""
+"""Options of `TRAINING_OPTIONS` that change the scales and histories of delayed scaling, or their meaning."""
 EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
-"""What of `RunConfig` decides when a run ends and which step it exports: a resumed run says where they differ."""
+"""Options of `RunConfig` that decide when a run ends and which step it exports; a resumed run reports a change."""
 
 OTHER_NAMES = {
     "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",
@@ -455,4 +458,4 @@ OTHER_NAMES = {
     "warmup_ratio warmup_steps": "use --num_warmup_steps, in optimizer steps",
     "wd": "use --weight_decay",
 }
-"""Other trainers' options that do not resemble ours enough, or mean something else -> what to do instead."""
+"""Other trainers' options that do not resemble ours, or mean something else -> advice."""

@@ -50,57 +50,57 @@ class _HelpAll(argparse.Action):
 
 
 def number_or_auto(word: str) -> int:
-    """The type of --batch_size: a number of at least 1, or 'auto'."""
+    """Read a --batch_size: a number of at least 1, or 'auto'."""
     return AUTO_BATCH_SIZE if word == "auto" else positive(word)
 
 
 def number_or_share_or_auto(word: str) -> float | str:
-    """The type of --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
+    """Read a --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
 
 
 def true_or_false(word: str) -> bool:
-    """The boolean that a word stands for, YAML's among them."""
+    """Read a boolean in any of YAML's words."""
     return ("no", "off", "false", "0", "yes", "on", "true", "1").index(word.lower()) > 3
 
 
 def true_or_false_or_auto(word: str) -> bool | None:
-    """The same, or None, which is what the run settles."""
+    """Read a boolean, or 'auto' as None: the run decides."""
     return None if word == "auto" else true_or_false(word)
 
 
 def with_underscores(word: str) -> str:
-    """The word with underscores in an option's name."""
+    """Replace hyphens in an option's name by underscores."""
     name, sign, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
 
 
 def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
-    """`--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
+    """Add `--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
         text += f" (default: {field.default})"
-    taken: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
+    value: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
     if get_origin(kind) is Literal:
-        taken = {"choices": get_args(kind)}
+        value = {"choices": get_args(kind)}
     elif kind is bool:
-        taken, bare = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}, True
+        value, bare = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}, True
     elif kind is str:
-        taken = {"type": os.path.expanduser}  # no shell replaces `~` in a file or after `=`
+        value = {"type": os.path.expanduser}  # no shell replaces `~` in a file or after `=`
     if bare is not None:
-        taken |= {"nargs": "?", "const": bare}
-    # Without a default, parsed options are those that were given.
-    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
-    group.add_argument(f"--{field.name}", *field.metadata["aliases"], help=text, **taken, **given)
+        value |= {"nargs": "?", "const": bare}
+    # Without a default, the parsed options are the typed ones.
+    place: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+    group.add_argument(f"--{field.name}", *field.metadata["aliases"], help=text, **value, **place)
     if kind is bool and field.default is not False:
-        group.add_argument(f"--no_{field.name}", action="store_false", help=f"Turn --{field.name} off.", **given)
+        group.add_argument(f"--no_{field.name}", action="store_false", help=f"Turn --{field.name} off.", **place)
 
 
 class OptionsParser(OneSentenceParser):
-    """The command line of train_fp8.py, or with `parallel` of train_multi_gpu.py, which has `ParallelConfig` too."""
+    """The command line of train_fp8.py, or with `parallel` of train_multi_gpu.py, which adds `ParallelConfig`."""
 
     full_help = "--help_all"
 
@@ -124,7 +124,7 @@ class OptionsParser(OneSentenceParser):
         actions["fp8_scenario"].help = f"{describe_recipes()} {actions['fp8_scenario'].help}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, with hyphens in the names of options too."""
+        """Parse as argparse does, and accept hyphens in the names of options."""
         return super().parse_known_args([with_underscores(word) for word in args], namespace)
 
     def hint(self, option: str) -> str:
@@ -137,7 +137,7 @@ class OptionsParser(OneSentenceParser):
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Options with their values, None for one not given, as words that are parsed and checked like typed ones."""
+    """Return options (None: not set) as command-line words, to be parsed and checked like typed ones."""
     return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
 
 
@@ -148,7 +148,7 @@ def _word(value: Any) -> str:
 
 
 def _loader(*kinds: str) -> type[yaml.SafeLoader]:
-    """A YAML loader for which scalars of these `kinds` have a value of their own and all others are text."""
+    """Return a YAML loader that converts scalars of these `kinds` and leaves all others text."""
     rows = yaml.SafeLoader.yaml_implicit_resolvers.items()
     resolvers = {first: [(tag, form) for tag, form in row if tag.split(":")[-1] in kinds] for first, row in rows}
     return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
@@ -171,21 +171,21 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> tuple[Config, list[str]]:
-    """As `parse_config`, with what the launcher asked for, whose variables are removed from `environ`; and a sentence
-    for each entry of the launcher's file that has no effect here.
+    """Parse a command line as `parse_config` does, and apply the launcher's requests, whose variables are removed from
+    `environ`. Return also a sentence for each entry of the launcher's file that has no effect here.
     """
     parser = OptionsParser(parallel, description=description)
-    given, names = _read(argv, parser)
+    typed, names = _read(argv, parser)
     check_launch(environ, parallel)
-    config, idle = apply_launch_settings(given, environ, names)
+    config, idle = apply_launch_settings(typed, environ, names)
     parser.origin = f"{LAUNCH_FILE}: "
-    parser.parse_args(words_of({name: each for name, each in config.options.items() if each != given.options[name]}))
+    parser.parse_args(words_of({name: each for name, each in config.options.items() if each != typed.options[name]}))
     check_options(config)
     return config, idle
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """The options, unchecked, and the names of those that were given."""
+    """Parse the options without checking them; return them, and the names of those typed or in the YAML file."""
     path = parser.parse_known_args(argv)[0].config
     words, names = list[str](), list[str]()
     if path:
@@ -203,10 +203,10 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
     if parser.parse_args(words).config is not None:  # alone, so that an error names the file
         parser.error("it names another --config, which is not read")
     parser.origin = ""
-    given = vars(parser.parse_args([*words, *argv]))
-    named = frozenset(given)
-    if given.get("random_init") or given.get("model_name", EMBEDDED) == EMBEDDED:
-        given.setdefault("learning_rate", SCRATCH_LEARNING_RATE)
-    elif given.get("lora_rank"):
-        given.setdefault("learning_rate", LORA_LEARNING_RATE)
-    return Config().with_options(**given), named
+    options = vars(parser.parse_args([*words, *argv]))
+    named = frozenset(options)
+    if options.get("random_init") or options.get("model_name", EMBEDDED) == EMBEDDED:
+        options.setdefault("learning_rate", SCRATCH_LEARNING_RATE)
+    elif options.get("lora_rank"):
+        options.setdefault("learning_rate", LORA_LEARNING_RATE)
+    return Config().with_options(**options), named

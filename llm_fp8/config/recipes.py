@@ -1,4 +1,4 @@
-"""The table of fp8 recipes: one row per recipe, which everything reads. To add a recipe, add a row.
+"""The table of fp8 recipes: one row per recipe. Everything reads it. To add a recipe, add a row.
 
 A row is plain data, so that `--help` reads it without torch; `llm_fp8.precision.plan` resolves the names of classes and
 functions, which are those of Transformer Engine 2.20 and torchao 0.18.
@@ -17,7 +17,7 @@ DEFAULT = "default"
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
 
 FP8_SIZE_MULTIPLE = 16
-"""What the sizes of an fp8 GEMM must be multiples of."""
+"""Sizes of an fp8 GEMM must be multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,28 @@ class Recipe:
     backend: Backend
     summary: str
     recipe_class: str
-    """Transformer Engine's class in `transformer_engine.common.recipe`; torchao's name of the recipe. What modules say
-    they computed by, which the certificate compares."""
+    """Transformer Engine's class in `transformer_engine.common.recipe`, or torchao's name. The certificate compares it
+    with the recipe that modules report."""
     token_multiple: int = FP8_SIZE_MULTIPLE
     """The tokens of a micro-batch must be a multiple of this: the wgrad GEMM runs along the tokens."""
     size_multiple: int = FP8_SIZE_MULTIPLE
     """Both sizes of a weight must be multiples of this; a layer with another one stays in bf16."""
     options: tuple[str, ...] = ()
-    """Options that it takes, as its class calls them."""
+    """Options of the recipe, as its class calls them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword -> value where the option is not given, whatever a version of the class has for a default."""
+    """Keyword -> value where the option is not set; it replaces the class's own default."""
     availability: str = "is_fp8_available"
-    """Function of `transformer_engine.pytorch` that answers whether a GPU has it, and why not."""
+    """Function of `transformer_engine.pytorch` that tells if a GPU has the recipe, and why not."""
     capability: tuple[int, int] = (8, 9)
-    """The compute capability from which on GPUs have it, for a GPU that is only assumed."""
+    """Lowest compute capability with this recipe, for a GPU that is only assumed."""
     scales_lag: bool = False
     """Scales come from earlier passes, so there are none before the first."""
     fp32_scales_on_hopper: bool = False
-    """Scales are any fp32 numbers on Hopper, not powers of two as the class's own: halves fp8's cost in quality."""
+    """Scales on Hopper are any fp32 numbers, not powers of two (the class's default): halves fp8's cost in quality."""
     one_scale_per_weight: bool = False
-    """As --fp8_params needs."""
+    """A weight has one scale, as --fp8_params requires."""
     gemms_in_fp8: int = 3
-    """How many of fprop, dgrad and wgrad are in fp8."""
+    """Number of GEMMs in fp8, of fprop, dgrad and wgrad."""
     has_fp8_peak: bool = True
     """Its GEMMs are held against the GPU's fp8 peak rate; False for fp4."""
     saved_bytes_per_element: float | None = None
@@ -124,40 +124,40 @@ RECIPES: dict[str, Recipe] = {
 }
 """Name -> recipe."""
 RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
-"""The options that some recipes take and others do not."""
+"""Options that some recipes take and others do not."""
 
 
 def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
-    """The recipes of a backend, or all, in the table's order."""
+    """Return the recipes of a backend, or all, in the table's order."""
     return tuple(name for name, recipe in RECIPES.items() if backend in (None, recipe.backend))
 
 
 def chosen(scenario: str, backend: Backend) -> str:
-    """The recipe that a value of --fp8_scenario names."""
+    """Return the recipe that a value of --fp8_scenario names."""
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 
 def token_multiple(name: str | None) -> int:
-    """What the tokens of a micro-batch on one GPU must be a multiple of; 1 for what is no recipe."""
+    """Return the number that must divide the tokens of a micro-batch on one GPU; 1 without a recipe."""
     return RECIPES[name].token_multiple if name in RECIPES else 1
 
 
 def size_multiple(name: str | None) -> int:
-    """What both sizes of a weight must be multiples of to be in fp8."""
+    """Return the number that must divide both sizes of a weight in fp8."""
     return RECIPES[name].size_multiple if name in RECIPES else FP8_SIZE_MULTIPLE
 
 
 def gemms_in_fp8(name: str | None) -> int:
-    """How many of a trained weight's GEMMs are in fp8: fprop, dgrad, wgrad; 0 for what is no recipe."""
+    """Return how many of a trained weight's GEMMs (fprop, dgrad, wgrad) are in fp8; 0 without a recipe."""
     return RECIPES[name].gemms_in_fp8 if name in RECIPES else 0
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
-    """A --mixed_precision and --fp8_scenario in words: 'no' is 'fp32'."""
+    """Name a --mixed_precision and --fp8_scenario for people: 'no' is 'fp32'."""
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
 def describe_recipes() -> str:
-    """The table in --help."""
+    """Return the table for --help."""
     rows = (f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
     return f"FP8 recipe; 'default' is {' or, with torchao, '.join(DEFAULTS.values())}. {'; '.join(rows)}."

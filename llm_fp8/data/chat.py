@@ -1,17 +1,16 @@
-"""A conversation becomes token ids and a mask of those that are to be predicted.
+"""A conversation becomes token ids and a mask of the supervised ones.
 
 Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
-`PLAIN_TURN`. Supervised are the solution, the completion or each turn of the assistant's (with `train_on_prompt` every
-token), and its end (`trained_eos`), once, as the last token of every document; what a template puts after it is cut
-off. BOS stands at the front once.
+`PLAIN_TURN`. The loss is on the solution, the completion or each turn of the assistant (with `train_on_prompt` on every
+token) and on the end token (`trained_eos`). Every document ends with that token; text that a template adds after it is
+cut off. A document has BOS once, at the front.
 
-Where a template marks the assistant's text itself ({% generation %}), its marks are the mask. Elsewhere a turn is what
-the template adds to the conversation before it: it begins where the generation prompt ends. What the template does not
-show cannot be supervised, and is counted with what else of a row is not used; where that is an answer or a call, the
-row is refused.
+If a template marks the assistant's text ({% generation %}), its marks are the mask. Otherwise a turn begins at the end
+of the generation prompt and is the text that the template adds to the conversation before it. Text that the template
+does not show cannot be supervised: it is counted as unused, and a row with such an answer or call is refused.
 
-A document is tokenised as one text, so that the prompt's tokens are those that generation starts from. Where a token
-would straddle an end of a supervised range, what follows is tokenised as a continuation: without the word mark or the
+A document is tokenised as one text, so that its prompt has the tokens with which generation starts. If a token would
+straddle an end of a supervised range, the text after that end is tokenised as a continuation, without the word mark or
 space that Llama 2's and Mistral's tokenizers put before every text.
 """
 
@@ -34,13 +33,13 @@ from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation
 from llm_fp8.utils.errors import UserError, reading
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
-"""The prompt of a problem without a chat template; the solution follows at once."""
+"""Prompt of a problem without a chat template; the solution follows at once."""
 PLAIN_TURN = "{role}:\n"
-"""Before each turn of a conversation without a chat template; a blank line follows a turn, EOS an assistant's."""
+"""Header of each turn without a chat template; a blank line follows a turn, EOS an assistant's."""
 TEMPLATE_DATE = date(2026, 1, 1)
-"""Today, for chat templates that show the date (`strftime_now`): tokens must not depend on the day of a run."""
+"""Date that chat templates get as today (`strftime_now`): tokens must not depend on the day of a run."""
 FORMAT_VERSION = 14
-"""Raised whenever a row is tokenised differently, or others are refused, so that caches are made anew."""
+"""Version of the tokenised form; raise it when rows are tokenised or refused differently, to renew caches."""
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -57,7 +56,7 @@ class Rendered(NamedTuple):
     from_template: bool = False
 
     def cuts(self) -> list[int]:
-        """Where inside the text a supervised span begins or ends, in order."""
+        """Return the positions inside the text where a supervised span begins or ends, in order."""
         return sorted({position for span in self.spans for position in span if 0 < position < len(self.text)})
 
 
@@ -74,9 +73,7 @@ def encode_batch(
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
-    """The documents of conversations, whose `unused` gets what the template does not show; one tokenizer call, which
-    runs in parallel.
-    """
+    """Tokenise conversations in one, parallel, tokenizer call; their `unused` counts what the template leaves out."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in AS_THEY_STAND:
@@ -87,8 +84,8 @@ def encode_batch(
 
 
 def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
-    """The id that documents of this form teach as the end: the token by which the chat template ends an assistant's
-    turn, such as Llama 3's <|eot_id|>, else the tokenizer's EOS. `UserError` where there is neither.
+    """Return the id of the end token of documents of this form: the token with which the chat template ends an
+    assistant's turn, such as Llama 3's <|eot_id|>, else the tokenizer's EOS. `UserError` if there is neither.
     """
     ending, answer = [], "pineapple"
     if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
@@ -103,7 +100,7 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
 
 
 def render(conversation: Conversation, form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    """The text of a conversation and what to supervise in it."""
+    """Render a conversation to text, with the ranges to supervise in it."""
     if not (messages := conversation.messages):
         return Rendered()
     if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
@@ -166,34 +163,33 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
 def _as_the_template_takes_it(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Conversation, str]:
-    """The conversation, and its text, with `developer` under the name that the template knows, reasoning under the
-    names that templates read (as transformers 5.23 does by itself and 5.17 does not), and arguments of calls as
-    objects, also where they are JSON text, as OpenAI's API has them: most templates write the JSON themselves, and text
-    would come out quoted. A template that fails on objects, as DeepSeek-V3's does, gets the text.
+    """Convert a conversation to the names and types that the template reads; return it and its text.
+
+    `developer` gets the role that the template knows, reasoning the entries that templates read (transformers 5.23 does
+    this itself, 5.17 does not). JSON text of a call's arguments (OpenAI's API) becomes an object, since most templates
+    write the JSON themselves and would quote text. A template that fails on objects (DeepSeek-V3's) gets text.
     """
     renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
 
     def with_arguments(convert: Callable[[Any], Any]) -> Conversation:
         messages = []
-        for given in conversation.messages:
-            message = {**given, "role": renamed.get(given["role"], given["role"])}
-            if (said := next((given[name] for name in REASONING if name in given), None)) is not None:
-                message = {"thinking": said, **message, "reasoning_content": said}
+        for original in conversation.messages:
+            message = {**original, "role": renamed.get(original["role"], original["role"])}
+            if (thought := next((original[name] for name in REASONING if name in original), None)) is not None:
+                message = {"thinking": thought, **message, "reasoning_content": thought}
             if "tool_calls" in message:
                 message["tool_calls"] = [_with_arguments(call, convert) for call in message["tool_calls"]]
             messages.append(message)
         return conversation._replace(messages=messages)
 
     try:
-        return (taken := with_arguments(_as_object)), _render(tokenizer, taken)[0]
+        return (converted := with_arguments(_as_object)), _render(tokenizer, converted)[0]
     except UserError:
-        return (taken := with_arguments(_as_text)), _render(tokenizer, taken)[0]
+        return (converted := with_arguments(_as_text)), _render(tokenizer, converted)[0]
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Count the text of a supervised turn that a template leaves out beside a call, as Llama 3's does; `UserError`
-    where it leaves out a call, or an answer.
-    """
+    """Raise `UserError` if the template leaves out a call or an answer of a turn; count text left out beside a call."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -205,16 +201,16 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
 
 
 def _with_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """A call, or what stands under its `function`, with its arguments converted."""
+    """Convert the arguments of a call, or of the object under its `function`."""
     if "function" in call:
         return {**call, "function": _with_arguments(call["function"], convert)}
     return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
 
 
 def _as_object(arguments: Any) -> Any:
-    """An object where the text is that of one; other text is shown as it is."""
+    """Parse the JSON text of an object; return any other text unchanged."""
     with suppress(TypeError, ValueError):
-        return found if isinstance(found := read_row(arguments), dict) else arguments
+        return parsed if isinstance(parsed := read_row(arguments), dict) else arguments
     return arguments
 
 
@@ -225,43 +221,41 @@ def _as_text(arguments: Any) -> str:
 def _render(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the chat template makes of a conversation and, with `return_assistant_tokens_mask`, the ranges that
-    it marks in it. A template is a program, and may raise anything.
-    """
+    """Return the chat template's text and, with `return_assistant_tokens_mask`, the ranges that it marks."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, what, "Give another --chat_template, or leave these out."):
         template = tokenizer.get_chat_template(tools=conversation.tools)
         # transformers 5 passes no function of ours to a template.
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
-        given = {**tokenizer.special_tokens_map, **conversation.template_kwargs}
-        given |= {"add_generation_prompt": False, "continue_final_message": False, **options}
+        variables = {**tokenizer.special_tokens_map, **conversation.template_kwargs}
+        variables |= {"add_generation_prompt": False, "continue_final_message": False, **options}
         texts, marked = cast(Any, render_jinja_template)(
-            [conversation.messages], tools=conversation.tools, chat_template=template, **given
+            [conversation.messages], tools=conversation.tools, chat_template=template, **variables
         )
         return texts[0], marked[0] if marked else []
 
 
 Spans = dict[int, tuple[int, int]]
-"""Number of a turn -> where in the text what is supervised of it stands."""
+"""Number of a turn -> range of its supervised text."""
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """What the template marks, but for turns that are excluded."""
-    _, found = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
+    """Return the ranges that the template marks, without those of excluded turns."""
+    _, marked = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if len(turns) != len(found) and conversation.excluded.intersection(turns):
-        what = f"{len(found)} parts of {len(turns)} assistant's turns, of which some are not to be supervised"
+    if len(turns) != len(marked) and conversation.excluded.intersection(turns):
+        what = f"{len(marked)} parts of {len(turns)} assistant's turns, of which some are not to be supervised"
         raise UserError(f"--dataset_name: the chat template marks {what}; leave such conversations out.")
-    turns = turns if len(turns) == len(found) else [-1 - part for part in range(len(found))]
-    return {turn: span for turn, span in zip(turns, found, strict=True) if turn not in conversation.excluded}
+    turns = turns if len(turns) == len(marked) else [-1 - part for part in range(len(marked))]
+    return {turn: span for turn, span in zip(turns, marked, strict=True) if turn not in conversation.excluded}
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Where in `text` each supervised turn stands: from the end of its generation prompt to the end of the turn.
+    """Locate each supervised turn in `text`: from the end of its generation prompt to the end of the turn.
 
-    The conversation is rendered up to each turn, and that has to stand in `text`, from the beginning or from the end of
-    the turn before. Only reasoning may be missing there: some templates (Qwen3's) show it until the next question.
+    The conversation up to each turn is rendered, and `text` must contain the result, from the beginning or from the end
+    of the turn before. Only reasoning may be missing: some templates (Qwen3's) show it until the next question.
     """
     spans: Spans = {}
     seen, end = "", 0  # the conversation up to the last turn, and where that ends in `text`
@@ -292,14 +286,14 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
         ]
         later = {shown: None, _THOUGHT.sub(r"\1\2", shown): None}  # GLM's leaves the tags
-        found = (
+        candidates = (
             (at, at + len(each) - cut)
             for each in later
             for at in begins
             for cut in (range(1 + max(0, each.rfind(essence))) if essence else range(1))
             if at >= end and text.startswith(each[cut:], at)
         )
-        span = next(found, None)
+        span = next(candidates, None)
         if span is None or before is None:
             raise UserError(
                 "--dataset_name: the chat template changes the beginning of a conversation as it goes on, and later "
@@ -311,13 +305,13 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each text with nothing added; transformers 5.23 fails where there is none."""
+    """Tokenise each text and add no token; transformers 5.23 fails on an empty list."""
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of `text` as the rest of a document that begins with `before`: those that follow a character whose own
-    tokens end where `text` begins. It is the last of `before`, where that one's do, as some mark the rest of a word.
+    """Tokenise `text` as the rest of a document that begins with `before`: put a character whose tokens end before
+    `text` in front, and drop these tokens. The last character of `before` is tried first, as it may mark a word.
     """
     for anchor in (before[-1], *"0a\n."):
         alone, both = _tokenise([anchor, anchor + text], tokenizer)
@@ -350,8 +344,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
-    """Close every supervised run at the last of `ends`, which may stand inside it ("answer<EOS>\n") or, if it is EOS,
-    just after it, and the document at the last one; `eos` is added where there is none.
+    """End each supervised span with its last token of `ends`, also when an EOS follows the span or white space follows
+    the token ("answer<EOS>\n"). End the document with the last span; if that has no end token, append `eos`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)

@@ -21,21 +21,24 @@ open to attention: some kernels give NaN for a sequence that attends to nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llm_fp8.data.pack import PackingPlan, pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
 
+IntArray = npt.NDArray[np.int64]
+
 PADDED_MULTIPLE = 128
-"""Padded lengths are multiples of this: few different shapes, and what fp8 kernels need."""
+"""Divisor of padded lengths, for few different shapes and for fp8 kernels."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,21 @@ class Batch:
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
     max_seqlen: int
-    """Upper bound of a segment's length."""
+    """Upper bound of the segments' lengths."""
     num_tokens: int
     num_real_tokens: int
-    """Without padding."""
+    """Number of tokens without padding."""
     num_supervised_tokens: int
     sum_squared_lengths: int
-    """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has its share."""
+    """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has a share."""
     row_ids: tuple[int, ...]
-    """Dataset rows that the documents came from."""
+    """Dataset rows of the documents."""
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, for asynchronous copies to the GPU. Needs CUDA."""
+        """Copy the batch to page-locked memory, for asynchronous copies to the GPU. Needs CUDA."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -71,7 +74,7 @@ class Batch:
 
 
 Collate = Callable[[Sequence[Sequence[Document]]], Batch]
-"""Makes a batch of at most `batch_size` sequences."""
+"""Function that makes a batch of at most `batch_size` sequences."""
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
@@ -79,10 +82,52 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sequences of documents -> `Batch`, of one document each unless `packed`. `context_size` ranks take a slice of
-    every sequence.
+class PackingPlan:
+    """Documents of each sequence s: `samples[offsets[s]:offsets[s + 1]]` (int64; `offsets` has sequences + 1)."""
+
+    samples: IntArray
+    offsets: IntArray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, sequence: int) -> IntArray:
+        return self.samples[self.offsets[sequence] : self.offsets[sequence + 1]]
+
+
+def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
+    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
+
+    Best fit decreasing: longest first, each document goes into the sequence with the least room that still holds it. An
+    integer whose bit r says that a sequence has r tokens left finds it at once: a million documents take about 1 s.
     """
+    sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+    sequence_of = np.empty(len(sizes), dtype=np.int64)
+    by_room: defaultdict[int, deque[int]] = defaultdict(deque)  # room left -> sequences
+    has_room = num_sequences = 0
+    order = np.argsort(-sizes, kind="stable")
+    for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        if fitting := has_room >> size:
+            room = size + (fitting & -fitting).bit_length() - 1
+            sequence = by_room[room].popleft()
+            if not by_room[room]:
+                has_room ^= 1 << room
+        else:
+            room, sequence = capacity, num_sequences
+            num_sequences += 1
+        sequence_of[document] = sequence
+        if room > size:
+            by_room[room - size].append(sequence)
+            has_room |= 1 << (room - size)
+
+    samples = np.argsort(sequence_of, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence_of, minlength=num_sequences))])
+    return PackingPlan(samples, offsets)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Collates sequences (of one document unless `packed`) to a `Batch`; `context_size` ranks take a slice of each."""
 
     batch_size: int
     max_seq_length: int
@@ -96,25 +141,25 @@ class Layout:
         return 2 * self.context_size if self.context_size > 1 else 1
 
     def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
-        """The sequences of the documents of the `chosen` numbers; `lengths` are those of all, in tokens."""
+        """Assign the `chosen` documents (by number) to sequences; `lengths` has the tokens of all documents."""
         if not self.packed:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: Any) -> int:
-        """Positions, padding included, of the batches of sequences whose longest documents have these `lengths`."""
+        """Count the positions, padding included, of batches of sequences; `lengths` are of their longest documents."""
         begins = np.arange(0, len(lengths), self.batch_size)
         return int(self.width(np.maximum.reduceat(lengths, begins)).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Positions of a sequence, for the longest document of a batch or of each of several."""
+        """Return the positions of a sequence for the `longest` document of one batch, or of each batch of an array."""
         multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """NumPy's `ValueError` or `IndexError` for a sequence or a batch that is too long."""
+        """Collate a batch. A sequence or a batch that is too long raises NumPy's `ValueError` or `IndexError`."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""JSON files become rows of text: every row is the JSON text that it is in the file.
+"""JSON files become rows of text: every row is its JSON text in the file.
 
-`datasets` would read it into Arrow's types, where text that looks like a date becomes one, and a field that is null in
-the file cannot be told from one that only other rows have.
+`datasets` would read rows into Arrow's types: text that looks like a date would become one, and a null field of a row
+would look like a field that only other rows have.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from datasets import ArrowBasedBuilder, DatasetInfo, Features, SplitGenerator, V
 from datasets.builder import Key
 
 ROW = "row of a JSON file"
-"""The only column."""
+"""Name of the only column."""
 _BETWEEN = re.compile(r"[\s,]*")
 
 
 class JsonRows(ArrowBasedBuilder):
-    """One object a line, or files that are a list of objects; compressed ones too, and streams."""
+    """Reader of JSON files, also compressed or streamed: one object a line, or a list of objects."""
 
     def _info(self) -> DatasetInfo:
         return DatasetInfo(features=Features({ROW: Value("string")}))
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
         dl_manager.download_config.extract_on_the_fly = True  # a copy would be known by its path alone
-        found = dl_manager.download_and_extract(self.config.data_files).items()
-        parts = {split: [file for place in places for file in dl_manager.iter_files(place)] for split, places in found}
+        splits = dl_manager.download_and_extract(self.config.data_files).items()
+        parts = {split: [file for place in places for file in dl_manager.iter_files(place)] for split, places in splits}
         return [SplitGenerator(name=split, gen_kwargs={"files": files}) for split, files in parts.items()]
 
     def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
@@ -43,12 +43,12 @@ class JsonRows(ArrowBasedBuilder):
 
 
 def read_row(text: str) -> Any:
-    """The row; a number that is no integer keeps its text for columns that hold text."""
+    """Parse a row; a number that is no integer keeps its text for columns that hold text."""
     return json.loads(text, parse_float=_Number)
 
 
 class _Number(float):
-    """A number that is written as it stands in the file."""
+    """A number that prints as its text in the file."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -58,7 +58,7 @@ class _Number(float):
 
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
-    """The text of each row; `ValueError` that names the line for one that is none."""
+    """Yield the text of each row; `ValueError` names the line of a text that is no row."""
     number = 0
     try:
         for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007

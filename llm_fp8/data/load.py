@@ -44,14 +44,14 @@ from llm_fp8.utils.errors import UserError, existing_part, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS = ("train_1M", "train")
-"""`--split_name` defaults to the first of these that the dataset has."""
+"""Defaults of `--split_name`: the first that the dataset has."""
 VALIDATION_SPLIT = "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
 LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")
-"""Names of data, compressed or not; names that are to be told where they are not read."""
+"""Pattern of the names that are reported if they are not read."""
 MOST_OTHER_FILES = 10_000  # beside those of data in a folder: `datasets` lists 1,000 a second
 FIRST_ROWS = 1000
-"""Rows of a JSON file whose columns decide how the file is read."""
+"""Number of rows of a JSON file whose columns decide how the file is read."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class DatasetSource:
 
     name: str
     path: str
-    """What `datasets.load_dataset` takes."""
+    """Path argument of `datasets.load_dataset`."""
     files: dict[str, list[str]] = field(default_factory=dict)
-    """Split -> its data files, absolute or addresses of the hub; none where they are not known."""
+    """Split -> its data files, absolute or addresses of the hub; empty where they are unknown."""
     config: str | None = None
     flag: str = "--dataset_name"
     is_json: bool = False
     left_out: tuple[str, ...] = ()
-    """Names of files that are not read."""
+    """Names of data-like files that are not read."""
 
     def split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> str:
-        """`wanted`, which `flag` names, or the first of `defaults` that there is."""
+        """Return the split `wanted`, from the option `flag`, or else the first of `defaults` that exists."""
         for split in defaults if wanted is None else (wanted,):
             if split in self.files:
                 return split
@@ -83,7 +83,7 @@ SourceSplit = tuple[DatasetSource, str]
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """`reading` around what is done with these datasets; it names the dataset of a row that is refused."""
+    """Wrap work on these datasets in `reading`, and name the dataset in the error for a row."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Look at it, or fetch it again."):
         try:
@@ -95,7 +95,7 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
 
 
 def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:
-    """What to train on, and what to evaluate on: nothing where a share of the former is to be held out."""
+    """Find the splits to train on and to evaluate on; the latter are empty if a share of the former is held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [(source, source.split(data.split_name, "--split_name", DEFAULT_SPLITS)) for source in sources]
     wanted, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
@@ -114,7 +114,7 @@ def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]
 
 
 def _open_sources(text: str, flag: str) -> list[DatasetSource]:
-    """The datasets that an option names; a path that exists is one, whatever commas it holds."""
+    """Open the datasets that an option names; an existing path is one dataset, even with commas in it."""
     names = [text] if Path(text).expanduser().exists() else text.split(",")
     return [open_source(name.strip(), flag) for name in names]
 
@@ -166,13 +166,13 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
 
 
 def _saved_files(folder: Path) -> list[str]:
-    """What `save_to_disk` wrote last; shards of an earlier dataset, and what `map` left, may lie beside it."""
+    """Return the files of the last `save_to_disk`; older shards and caches of `map` may lie beside them."""
     names = [file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
     return DataFilesList([str(folder / name) for name in names], [])
 
 
 def _patterns(folder: Path, config: str | None) -> dict[str, list[str]]:
-    """The files of a folder as its card or `datasets` names them, to which a path with [, * or ? would be a pattern."""
+    """Return the files of a folder, escaped: `datasets` would read a path with [, * or ? as a pattern."""
     here, readme, card = glob.escape(str(folder.resolve())), folder / "README.md", MetadataConfigs()
     if readme.is_file():
         card = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
@@ -182,16 +182,16 @@ def _patterns(folder: Path, config: str | None) -> dict[str, list[str]]:
 
 
 def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
-    """A dataset of the hub or a folder laid out like one, with the files of its splits as `datasets` finds them."""
+    """Let `datasets` find the files of the splits of a hub dataset or of a folder with that layout."""
     builder = datasets.load_dataset_builder(source.path, source.config, **options)
     if builder.config.data_files is None:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
-    found = {str(split): list(names) for split, names in builder.config.data_files.items()}
-    files = {split: kept for split, names in found.items() if (kept := list(filter(DATA_FILE.search, names)))}
+    listed = {str(split): list(names) for split, names in builder.config.data_files.items()}
+    files = {split: data for split, names in listed.items() if (data := list(filter(DATA_FILE.search, names)))}
     if not files:
         raise FileNotFoundError("no file matches")
-    others = set(itertools.chain(*found.values()))
+    others = set(itertools.chain(*listed.values()))
     if source.config is None and Path(source.path).is_absolute():  # with files of another kind or no split
         folder = glob.escape(str(Path(source.path).resolve()))
         others.update(filter(LIKE_DATA.search, resolve_pattern("**", folder)))
@@ -200,9 +200,7 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
 
 
 def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """One split, or its first `num_rows`, as a memory-mapped `Dataset`; or as an `IterableDataset`, which is to be read
-    within `reading_of`.
-    """
+    """Load a split, or its first `num_rows`, as a `Dataset`, or an `IterableDataset` to be read in `reading_of`."""
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     files, first = source.files[split], next(iter(source.files[split]), "")
     with reading_of(source):
@@ -223,7 +221,7 @@ def load_split(source: DatasetSource, split: str, streaming: bool = False, num_r
 
 
 def _checksum(file: str) -> str:
-    """A hash of a file's bytes: 2 GiB took 0.5 s from the page cache, 2.2 s from a disk."""
+    """Hash a file's bytes; 2 GiB took 0.5 s from the page cache, 2.2 s from a disk."""
     digest = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as opened:
         while piece := opened.read(2**20):
@@ -232,9 +230,7 @@ def _checksum(file: str) -> str:
 
 
 def _as_text(file: str) -> dict[str, Any]:
-    """What `load_dataset` is told for the cells of a CSV file like this one to stay text: pandas would make 42.0 of 42
-    in a column with an empty cell, and nothing of "None".
-    """
+    """Return the options of `load_dataset` that keep a CSV file's cells text: pandas reads 42 as 42.0 beside blanks."""
     kind = DATA_FILE.search(file)
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}
@@ -246,7 +242,7 @@ def _as_text(file: str) -> dict[str, Any]:
 
 
 def beginning_of(source: DatasetSource, split: str, dataset: Any) -> tuple[list[str], dict[str, Any]]:
-    """The columns of a split that was loaded, and a row; `UserError` where there is none."""
+    """Return the columns of a loaded split and its first row; `UserError` if the split is empty."""
     with reading_of(source):
         if isinstance(dataset, Dataset) and dataset.column_names != [ROW]:
             rows = dataset.with_format("arrow")[:1].to_pylist()  # images and the like are not decoded

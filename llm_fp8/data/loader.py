@@ -1,4 +1,16 @@
-"""Global batches cut into this rank's micro-batches, collated ahead of the training by one thread.
+"""Sequences in global batches, cut into this rank's micro-batches, collated ahead of the training by one thread.
+
+A sequence is a packed group of documents, or a single one. Sequences come in buffers without end, those of a buffer in
+an order drawn from (seed, number of the buffer). A global batch depends on its size alone (batch_size *
+gradient_accumulation_steps * world_size), not on how ranks share it. With it comes the position after it, a dict that
+JSON can hold, from which the sequences continue exactly.
+
+`MapSequences` has one buffer, of all sequences, in every epoch; the last global batch of an epoch may be smaller.
+
+`StreamSequences` (`--streaming`) reads and packs a buffer of tokenised rows at a time. At its end the stream begins
+anew, and no global batch is smaller. Every rank reads the full stream. A position has the state of the `datasets`
+stream before its buffer (None at the beginning) and a hash of the buffer's documents (None before it was read): a
+resumed run fills the buffer again.
 
 Every rank walks through the same global batches: micro-batch i goes to rank i % world_size. Every rank gets as many:
 where the last step of an epoch has too few sequences, some get one of padding, so that all collectives meet.
@@ -6,21 +18,130 @@ where the last step of an epoch has too few sequences, some get one of padding, 
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
-from llm_fp8.data.collate import Batch, Collate
-from llm_fp8.data.sequences import Position, Reader, Sequences
+import numpy as np
+from datasets import IterableDataset
+
+from llm_fp8.data.collate import Batch, Collate, PackingPlan
+from llm_fp8.data.load import DatasetSource, reading_of
+from llm_fp8.data.tokenise import DataReport, Document, content_key, document_reader, figures_of, next_rows
 from llm_fp8.utils.errors import UserError
 
 T = TypeVar("T")
+Position = dict[str, Any]
+Reader = Callable[[], list[Document]]
+"""Function that reads the documents of a sequence, so that a rank reads only its own."""
+ReadDocuments = Callable[[Sequence[int]], list[Document]]
+"""Function that reads documents by index."""
+Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
+"""A plan, the function that reads its documents, the positions at its first sequence and after its last."""
 
+STREAM_BUFFER_ROWS = 8192
+"""Number of dataset rows that are read, packed and shuffled at a time."""
 STEPS_AHEAD = 2
-"""Optimizer steps (or evaluation batches) that are prefetched."""
+"""Number of optimizer steps (or evaluation batches) that are prefetched."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences with the identity `data`."""
+
+    seed: int
+    data: str
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Number of sequences of an epoch; None if unknown."""
+        return None
+
+    def start(self) -> Position:
+        return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}
+
+    def buffers(self, position: Position) -> Iterator[Buffer]:
+        """Yield buffers without end, beginning with the position's."""
+        raise NotImplementedError
+
+    def order(self, buffer: int, num_sequences: int) -> Any:
+        """Return the shuffled numbers of a buffer's sequences."""
+        return np.random.default_rng([self.seed, buffer]).permutation(num_sequences)
+
+    def global_batches(self, position: Position, size: int) -> Iterator[tuple[list[Reader], Position]]:
+        """Yield the sequences of each optimizer step from `position` on, and the position after the step."""
+        batch, next_row = list[Reader](), position["next_row"]
+        for plan, read, begin, after in self.buffers(position):
+            order = self.order(begin["buffer"], len(plan))
+            for done, number in enumerate(order[next_row:].tolist(), next_row + 1):
+                batch.append(partial(read, plan[number].tolist()))
+                is_last = done == len(order)
+                if len(batch) == size or (is_last and self.num_sequences is not None):
+                    yield batch, after if is_last else {**begin, "next_row": done}
+                    batch = []
+            next_row = 0
+
+
+@dataclass(frozen=True)
+class MapSequences(Sequences):
+    """Sequences of a prepared dataset: a plan over the documents that `read` returns."""
+
+    plan: PackingPlan
+    read: ReadDocuments
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.plan)
+
+    def buffers(self, position: Position) -> Iterator[Buffer]:
+        for epoch in count(position["epoch"]):
+            begin, after = ({**self.start(), "epoch": number, "buffer": number} for number in (epoch, epoch + 1))
+            yield self.plan, self.read, begin, after
+
+
+@dataclass(frozen=True)
+class StreamSequences(Sequences):
+    """Sequences of the tokenised rows of `sources`.
+
+    `open_stream` opens the stream at its beginning; `is_held_out` masks keys of problems; `plan` takes the lengths
+    of all documents and the numbers of those to train on; `report` is updated.
+    """
+
+    sources: Sequence[DatasetSource]
+    open_stream: Callable[[], IterableDataset]
+    is_held_out: Callable[[Any], Any]
+    plan: Callable[[Any, Any], PackingPlan]
+    report: DataReport
+
+    def buffers(self, position: Position) -> Iterator[Buffer]:
+        begin, ended = {**position, "next_row": 0}, True
+        self.report.forget_rows()
+        while True:
+            if ended:
+                stream = self.open_stream()
+                if begin["source"] is not None:
+                    stream.load_state_dict(copy.deepcopy(begin["source"]))
+                rows = iter(stream)
+            with reading_of(*self.sources):
+                buffer = next_rows(rows, STREAM_BUFFER_ROWS)
+            figures, ended = figures_of(buffer), len(buffer) < STREAM_BUFFER_ROWS
+            content = content_key(figures["document_key"])
+            if begin["content"] not in (None, content):
+                raise UserError("--resume_from: the stream's rows are not those that the checkpoint's run read.")
+            held_out = self.is_held_out(figures["problem_key"])
+            self.report.count(buffer, figures, held_out)
+            plan = self.plan(figures["length"], np.flatnonzero((figures["length"] > 0) & ~held_out))
+            self.report.num_rows_of_batches += len(plan)
+            after = {**begin, "epoch": begin["epoch"] + ended, "buffer": begin["buffer"] + 1, "content": None}
+            after["source"] = None if ended else stream.state_dict()
+            yield plan, document_reader(buffer), {**begin, "content": content}, after
+            begin = after
 
 
 @dataclass(frozen=True)
@@ -31,15 +152,15 @@ class Share:
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """This rank's micro-batches of at most `batch_size` rows, the same number on every rank, empty at the end."""
+        """Cut this rank's micro-batches of at most `batch_size` rows, as many on every rank; last ones may be empty."""
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
-        own = chunks[self.rank :: self.world_size]
-        return own + [rows[:0]] * (rounds - len(own))
+        mine = chunks[self.rank :: self.world_size]
+        return mine + [rows[:0]] * (rounds - len(mine))
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
-    """`items`, made by a thread at most `depth` of them ahead, which ends with this generator; exceptions too."""
+    """Yield `items`. A thread makes up to `depth` ahead; it ends with this generator and passes exceptions on."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -61,28 +182,28 @@ class TrainLoader:
     def __init__(
         self, sequences: Sequences, collate: Collate, batch_size: int, num_micro_batches: int, share: Share
     ) -> None:
-        """`num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
+        """Begin at the first sequence; `num_micro_batches` counts per rank and step (gradient_accumulation_steps)."""
         self._sequences, self._collate, self._batch_size, self._share = sequences, collate, batch_size, share
         self.global_batch_size = batch_size * num_micro_batches * share.world_size
-        """Sequences of an optimizer step over all ranks."""
+        """Number of sequences of an optimizer step over all ranks."""
         self._position = sequences.start()
 
     @property
     def epoch(self) -> float:
-        """Passes over the data done by the steps yielded so far, a fraction (full passes when streaming)."""
+        """Passes over the data so far, as a fraction; whole passes when streaming."""
         num_sequences = self._sequences.num_sequences
         done = 0.0 if num_sequences is None else self._position["next_row"] / num_sequences
         return float(self._position["epoch"] + done)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps that see every sequence once; None when streaming."""
+        """Number of optimizer steps that see every sequence once; None when streaming."""
         num_sequences = self._sequences.num_sequences
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Optimizer steps from `state` (default: the beginning) to the end of `num_epochs`; not when streaming."""
-        position = self._sequences.start() if state is None else self._own_rows(state)
+        """Count optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, unless streaming."""
+        position = self._sequences.start() if state is None else self._position_in(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
         return in_this_epoch + (num_epochs - position["epoch"] - 1) * self.steps_per_epoch
@@ -92,9 +213,9 @@ class TrainLoader:
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
-        self._position = self._own_rows(state)
+        self._position = self._position_in(state)
 
-    def _own_rows(self, state: Position) -> Position:
+    def _position_in(self, state: Position) -> Position:
         if state["rows"]["data"] != self._sequences.data:
             what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"
             raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}); give the same.")
@@ -107,25 +228,23 @@ class TrainLoader:
 
     def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         for sequences, after in self._sequences.global_batches(position, self.global_batch_size):
-            own = self._share.micro_batches(sequences, self._batch_size)
-            yield [self._collate([read() for read in readers]) for readers in own], after
+            micro_batches = self._share.micro_batches(sequences, self._batch_size)
+            yield [self._collate([read() for read in readers]) for readers in micro_batches], after
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the first evaluation sequences, as many on every rank, so that what is evaluated
-    does not depend on their number.
-    """
+    """Yields this rank's `Batch`es of the first evaluation sequences, as many on each rank, padding included."""
 
     def __init__(
         self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, limit: int | None
     ) -> None:
-        """`data` identifies the sequences, `limit` of which are taken."""
+        """Take the first `limit` sequences; `data` identifies them all."""
         self._micro_batches = share.micro_batches(sequences[:limit], size)
         self._collate = collate
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
-        """Identifies what is evaluated on."""
+        """Identity of the evaluated sequences."""
 
     def __iter__(self) -> Iterator[Batch]:
-        made = (self._collate([read() for read in readers]) for readers in self._micro_batches)
-        with closing(prefetch(made, STEPS_AHEAD)) as batches:
+        collated = (self._collate([read() for read in readers]) for readers in self._micro_batches)
+        with closing(prefetch(collated, STEPS_AHEAD)) as batches:
             yield from batches

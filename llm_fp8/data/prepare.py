@@ -1,10 +1,13 @@
-"""From a configuration and a tokenizer to the loaders of a run: `prepare_data`.
+"""`prepare_data` makes a run's loaders from its configuration and tokenizer.
 
-load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (split.py)
--> sequences (pack.py) -> global batches, micro-batches (sequences.py, loader.py, collate.py)
+load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (here)
+-> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)
 
-Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or with
---dataset_weights in shares, of which prepared data gives the first rows and a stream draws.
+Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or by --dataset_weights
+in shares (the first rows of each; a stream draws).
+
+Rows are held out by problem, since OpenMathInstruct-2 answers each problem many times. A 64-bit hash of the problem's
+normalised text decides, whatever the order of the rows and the seed, also in a stream.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from transformers import PreTrainedTokenizerBase
 
@@ -27,10 +31,8 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
-from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
+from llm_fp8.data.loader import EvalLoader, MapSequences, Sequences, Share, StreamSequences, TrainLoader
 from llm_fp8.data.rows import AS_THEY_STAND, detect_columns
-from llm_fp8.data.sequences import MapSequences, Sequences, StreamSequences
-from llm_fp8.data.split import DEFAULT_FRACTION, held_out_mask, is_held_out
 from llm_fp8.data.tokenise import (
     DataReport,
     Document,
@@ -43,12 +45,37 @@ from llm_fp8.data.tokenise import (
 )
 from llm_fp8.utils.errors import UserError
 
-STREAMED_EVAL_ROWS, STREAMED_EVAL_SCAN_ROWS, STREAMED_SCAN_ROWS = 512, 200_000, 1000
-"""Rows to evaluate on from a stream: the first of the validation split, or the first that are held out of so many at
-most, which are read so many at a time, as `datasets` tokenises them.
-"""
+DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
+"""Defaults of the held-out share, and of its fewest rows: the eval loss of fewer says little."""
+STREAMED_EVAL_ROWS = 512  # the most rows of a stream to evaluate on: of the validation split, or held out
+STREAMED_EVAL_SCAN_ROWS = 200_000  # the most rows that are read to find those held out
+STREAMED_SCAN_ROWS = 1000  # rows that are read at a time, as many as `datasets` tokenises at a time
 Options = tuple[list[str], TokeniseOptions]
-"""The columns of a dataset and how its rows are tokenised."""
+"""Columns of a dataset and the options by which its rows are tokenised."""
+
+
+def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
+    """Return True, for each key, if its problem is held out: the smallest `fraction` (in [0, 1)) of all keys are."""
+    return key < np.int64(int(fraction * 2**64) - 2**63)
+
+
+def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
+    """Return True for each row that is held out, by its problem's key. If the share holds no problem, hold out the one
+    with the smallest key, unless it is the only one.
+
+    If `fraction` is None, hold out the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at
+    least `DEFAULT_ROWS` rows, or a tenth of them if that is less. A problem with more rows than that is skipped.
+    """
+    if fraction == 0 or len(keys) == 0:
+        return np.zeros(len(keys), dtype=bool)
+    if fraction is None:
+        wanted = max(DEFAULT_FRACTION * len(keys), min(DEFAULT_ROWS, len(keys) / 10))
+        problems, counts = np.unique(keys, return_counts=True)
+        few = counts <= max(counts.min(), wanted)
+        enough = int(np.searchsorted(np.cumsum(counts[few]), wanted)) + 1
+        return np.isin(keys, problems[few][: min(enough, len(problems) - 1)])
+    mask: npt.NDArray[np.bool_] = is_held_out(keys, fraction)
+    return mask if mask.any() or keys.min() == keys.max() else keys == keys.min()
 
 
 @dataclass(frozen=True)
@@ -57,12 +84,12 @@ class PreparedData:
 
     train: TrainLoader
     eval: EvalLoader | None
-    """None where no row is held out."""
+    """Loader of the evaluation; None if no row is held out."""
     report: DataReport
     description: str
     """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
     eos_ids: tuple[int, ...]
-    """The ids with which the documents trained on end, those of `trained_eos` first."""
+    """Ids of the training documents' last tokens, `trained_eos` first."""
 
 
 def prepare_data(
@@ -106,21 +133,21 @@ def prepare_data(
 
 
 class _Job:
-    """What is asked for: the splits to read, and the shares of the datasets in what is trained on."""
+    """The preparation of one run's data: splits to read, and each dataset's share of the training rows."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> None:
         self.config, self.data, self.tokenizer, self.layout = config, config.data, tokenizer, layout
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
-            given = f"{len(weights)} numbers for the {number} datasets"
-            raise UserError(f"--dataset_weights has {given} of --dataset_name; give several, and a weight for each.")
+            counts = f"{len(weights)} numbers for the {number} datasets"
+            raise UserError(f"--dataset_weights has {counts} of --dataset_name; give several, and a weight for each.")
         if weights is None and number > 1 and config.data.streaming:
             raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
     def prepare(self) -> tuple[Sequences, Dataset, DataReport, str, tuple[int, ...]]:
-        """The sequences to train on, the tokenised rows to evaluate on, and what `PreparedData` says of both."""
+        """Return the training sequences, the tokenised evaluation rows, and the report, description and end ids."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
@@ -132,11 +159,11 @@ class _Job:
             )
         if data.streaming:
             rows = self.first_rows(options, share)
-            taken = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
+            amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
         else:
             mixed = self.mixed(datasets)
             rows = concatenate_datasets(self.tokenise(self.train, mixed, options))
-            taken = [f"{len(part)} of {len(whole)} rows" for part, whole in zip(mixed, datasets, strict=True)]
+            amounts = [f"{len(part)} of {len(whole)} rows" for part, whole in zip(mixed, datasets, strict=True)]
         figures = figures_of(rows)
         used = figures["length"] > 0
         held_out, keys = np.zeros_like(used), figures["problem_key"][used]
@@ -144,7 +171,7 @@ class _Job:
         report.count(rows, figures, held_out)
         chosen = np.flatnonzero(used & ~held_out)
         if len(chosen) == 0:
-            raise _nothing(self.train, "trained on", f"{report.summary()}; {report.told_unused()}")
+            raise _nothing(self.train, "trained on", f"{report.summary()}; {report.describe_unused()}")
         if self.evaluation:
             evaluation = self.evaluation_rows(keys, report)
         else:
@@ -154,17 +181,17 @@ class _Job:
                 why = why if data.streaming else f"all {len(keys)} usable rows ask the same"
                 report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
         report.num_eval_rows = len(evaluation)
-        asking = ("validation_fraction", "eval_every", "eval_batches")
-        if not len(evaluation) and (given := [f"--{name}" for name in asking if self.config.options[name]]):
+        asking = ("validation_fraction", "eval_every", "eval_batches")  # options that require evaluation rows
+        if not len(evaluation) and (flags := [f"--{name}" for name in asking if self.config.options[name]]):
             why = report.nothing_held_out or "--validation_fraction is 0"
-            raise UserError(f"{', '.join(given)}: no row can be held out: {why}.")
+            raise UserError(f"{', '.join(flags)}: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
         parts = [self.shares, data.num_of_samples, share] if data.streaming else []
         content = json.dumps([documents, *parts, self.config.packing, seed, self.layout.multiple])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
-            how = (partial(self.open_stream, options), share, self.layout.plan, report)
+            how = (partial(self.open_stream, options), partial(is_held_out, fraction=share), self.layout.plan, report)
             sequences: Sequences = StreamSequences(seed, identity, [source for source, _ in self.train], *how)
         else:
             plan = self.layout.plan(figures["length"], chosen)
@@ -173,18 +200,18 @@ class _Job:
             report.num_rows_of_batches = len(plan)
             num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
             report.padding_efficiency = report.num_tokens / num_positions
-        description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], taken)
-        # A template may refuse what `trained_eos` asks it, and a call may end in another way than an answer.
-        asked = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))
-        taught = [end for end in asked if end in report.ends or end != self.tokenizer.eos_token_id]
+        description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], amounts)
+        # A template may refuse the test conversation of `trained_eos`, and a call may end otherwise than an answer.
+        expected = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))
+        taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
-        return sequences, evaluation, report, description, tuple(ends) or tuple(asked)
+        return sequences, evaluation, report, description, tuple(ends) or tuple(expected)
 
     def load(self, parts: Sequence[SourceSplit], num_rows: int | None) -> list[Any]:
         return [load_split(*part, self.data.streaming, num_rows) for part in parts]
 
     def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[Options]:
-        """How each dataset is read; --columns may be meant for one of them."""
+        """Choose how each dataset is tokenised; --columns may be meant for one of them."""
         data, options = self.data, []
         begun = [beginning_of(*part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
         there = [name for names, _ in begun for name in names]
@@ -201,9 +228,7 @@ class _Job:
         return options
 
     def mixed(self, datasets: Sequence[Dataset]) -> Sequence[Dataset]:
-        """The rows of each dataset that --dataset_weights takes: no row comes twice in an epoch, which ends with the
-        dataset that is used up first, as that of a stream does.
-        """
+        """Take rows by --dataset_weights, each at most once an epoch, until one dataset is used up, like a stream."""
         if self.shares is None:
             return datasets
         total = min(len(dataset) / share for dataset, share in zip(datasets, self.shares, strict=True))
@@ -217,12 +242,12 @@ class _Job:
         return tokenised
 
     def open_stream(self, options: Sequence[Options]) -> IterableDataset:
-        """The tokenised rows to train on, from the first one on."""
+        """Open the tokenised training rows at the first one."""
         streams = self.tokenise(self.train, self.load(self.train, self.data.num_of_samples), options)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, options: Sequence[Options], fraction: float) -> Dataset:
-        """The first rows of the stream, among which are enough to evaluate on."""
+        """Read as many first rows of the stream as give enough evaluation rows."""
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*(source for source, _ in self.train)):
             stream = iter(self.open_stream(options))
@@ -230,9 +255,7 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
-        """The rows of the splits to evaluate on, the first of a stream's, without those whose problem is `trained` on,
-        which nobody knows of a stream.
-        """
+        """Read the evaluation rows; leave out those whose problem is in `trained`, except of a stream."""
         parts, streaming = self.evaluation, self.data.streaming
         limit = STREAMED_EVAL_ROWS // len(parts) if streaming else None  # each gives its part
         datasets = self.load(parts, limit)
@@ -252,8 +275,8 @@ class _Job:
             raise _nothing(parts, "evaluated on", why)
         return rows.select(np.flatnonzero(used & ~seen))
 
-    def describe(self, report: DataReport, example: Document, taken: Sequence[str]) -> str:
-        """Lines to print; `taken` says how much of each dataset is trained on."""
+    def describe(self, report: DataReport, example: Document, amounts: Sequence[str]) -> str:
+        """Return lines to print; `amounts` says how much of each dataset is trained on."""
         ids, sample, end, shown = example.input_ids.tolist(), "", 0, 0
         for supervised, run in groupby(example.supervised):
             end += len(list(run))
@@ -264,7 +287,7 @@ class _Job:
         evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)
         lines = [
             f"data: {self.data.dataset_name}, {kind} sequences of {self.data.max_seq_length} tokens",
-            *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, taken, strict=True)),
+            *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, amounts, strict=True)),
             f"  evaluated on {evaluated or 'rows held out'}",
             *report.describe(),
             "  a sample, >>>supervised<<<:",

@@ -6,11 +6,11 @@ Forms of rows by their columns, the first that fits:
     messages                        a conversation: a list of {role, content}; every assistant's turn is supervised
     conversations                   the same as ShareGPT writes it: a list of {from, value}
     instruction + output            Alpaca; a column `input` follows the instruction after a blank line
-    prompt + completion             lists of messages: the completion is supervised; text: concatenated as it stands
-    text                            all of it supervised, as it stands
+    prompt + completion             lists of messages: the completion is supervised; text: concatenated unchanged
+    text                            all of it is supervised, unchanged
 
-A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. In every form
-that a chat template may touch, `CONTEXT` names further columns. What of a row is not used is counted.
+A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. Forms with a
+chat template may have the columns in `CONTEXT`. Unused parts of a row are counted.
 """
 
 from __future__ import annotations
@@ -40,30 +40,28 @@ COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
     "text": ("text",),
 }
 CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
-"""A system prompt, earlier questions and answers, JSON schemas of tools, and what the chat template is given."""
+"""Columns of a system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
 AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
-"""Forms that no template touches."""
+"""Forms without a chat template."""
 OPTIONAL_COLUMNS = {form: () if form in AS_THEY_STAND else CONTEXT for form in COLUMNS} | {
     "alpaca": ("input", *CONTEXT)
 }
 QUESTIONS = "problem question query instruction prompt input user human".split()
 ANSWERS = "chosen answer response output assistant completion solution target gpt conversation dialogue chat".split()
-"""Names that others give to what is asked and answered, in lower case; the first that a row has is meant."""
+"""Other names of columns of questions and answers, in lower case, in order of preference."""
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
-"""ShareGPT's `from` -> `role`; a function's call is the JSON text of one call or of several."""
+"""ShareGPT's `from` -> `role`; a function call is the JSON text of one call or of several."""
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
-"""Entries of a turn -> the value with which it is supervised."""
+"""Entry of a turn -> the value with which the turn is supervised."""
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Unused = Counter[str]
 
 
 class Conversation(NamedTuple):
-    """Messages, those of them (by number) that are left out of the loss, what else the template is given, and what of
-    the row is not used -> how often.
-    """
+    """Messages, those left out of the loss (by number), the template's other variables, and unused parts of the row."""
 
     messages: list[dict[str, Any]]
     excluded: frozenset[int] = frozenset()
@@ -72,11 +70,11 @@ class Conversation(NamedTuple):
     unused: Unused = Unused()
 
     def until(self, turn: int) -> Conversation:
-        """The messages before this one."""
+        """Return the conversation before this turn."""
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:
-        """The numbers of the messages that are supervised: an assistant's, unless excluded, that say something."""
+        """Return the numbers of the supervised messages: an assistant's that are not empty and not excluded."""
         return [
             turn
             for turn, message in enumerate(self.messages)
@@ -85,27 +83,25 @@ class Conversation(NamedTuple):
         ]
 
     def entries(self) -> list[str]:
-        """The names of what messages hold beside roles and contents, as often as they are there."""
+        """Return the names of all entries of messages except role and content, with repetitions."""
         return [name for message in self.messages for name in message if name not in ("role", "content")]
 
     def arguments(self) -> list[str]:
-        """The names of what else the template is given."""
+        """Return the names of the template's other variables."""
         return [*(["tools"] if self.tools else []), *self.template_kwargs]
 
     def problem(self) -> str:
-        """The text by which two rows are the same problem: all that is not the assistant's, whatever the answers."""
-        asked = [message for message in self.messages if message["role"] != "assistant"]
-        # A system prompt alone, which many rows share, asks nothing: such a conversation is known by all of it.
-        asks = any(message["role"] not in SYSTEM and message["content"].strip() for message in asked)
-        return "\n".join(message["content"] for message in (asked if asks else self.messages))
+        """Return the text that identifies the problem, whatever the answers: all turns but the assistant's."""
+        questions = [message for message in self.messages if message["role"] != "assistant"]
+        # Many rows share a system prompt, so a conversation with no other question is identified by all of its text.
+        asks = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
+        return "\n".join(message["content"] for message in (questions if asks else self.messages))
 
 
 def detect_columns(
     row: Mapping[str, Any], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
 ) -> ColumnForm:
-    """The first form that fits `row`, which has every column, and uses all that --columns names (`mapped`). `UserError`
-    for none.
-    """
+    """Return the first form that fits `row` and uses all columns in --columns (`mapped`); `UserError` if none does."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
@@ -118,24 +114,24 @@ def detect_columns(
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """What --columns takes for a question and an answer, or a conversation, under names of others; empty for none."""
+    """Suggest a --columns for a question and answer, or a conversation, under other names; '' for none."""
     names = {name.lower(): name for name in row}
-    asked, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
+    question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
-    ours = {"problem": asked, "generated_solution": answer}
-    if isinstance(turn, Mapping) and not (asked and turn.get("role", turn.get("from")) in ("assistant", "gpt")):
+    ours = {"problem": question, "generated_solution": answer}
+    if isinstance(turn, Mapping) and not (question and turn.get("role", turn.get("from")) in ("assistant", "gpt")):
         ours = {"conversations" if "from" in turn else "messages": answer}
-    elif turn is not None or isinstance(row.get(asked), list):
-        ours = {"prompt": asked, "completion": answer}
-    elif asked.lower() == "instruction":
-        ours = {"instruction": asked, "output": answer}
-    elif answer == "chosen" and not asked:
+    elif turn is not None or isinstance(row.get(question), list):
+        ours = {"prompt": question, "completion": answer}
+    elif question.lower() == "instruction":
+        ours = {"instruction": question, "output": answer}
+    elif answer == "chosen" and not question:
         ours = {"text": answer}
     return ",".join(f"{name}={theirs}" for name, theirs in ours.items() if name != theirs) if all(ours.values()) else ""
 
 
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
-    """The row's messages up to the last supervised turn; of text that stands as it is, a prompt and an answer."""
+    """Read a row's messages up to the last supervised turn; text without a template is a prompt and an answer."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
     if form in ("messages", "sharegpt"):
@@ -144,12 +140,12 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
         read = [(_message(turn, unused)[0], False) for turn in _structured(row, "prompt", "user")]
         read += [_message(turn, unused) for turn in _structured(row, "completion", "assistant")]
     else:
-        *asked, answer = (text_of(row, column) for column in COLUMNS[form])
+        *questions, answer = (text_of(row, column) for column in COLUMNS[form])
         if form not in AS_THEY_STAND:
-            asked += [text_of(row, "input")] if form == "alpaca" else []
-            asked, answer = ["\n\n".join(filter(None, map(str.strip, asked)))], answer.strip()
-        turns = [*({"role": "user", "content": text} for text in asked), {"role": "assistant", "content": answer}]
-        is_whole = answer.strip() and (form in AS_THEY_STAND or asked[0])
+            questions += [text_of(row, "input")] if form == "alpaca" else []
+            questions, answer = ["\n\n".join(filter(None, map(str.strip, questions)))], answer.strip()
+        turns = [*({"role": "user", "content": text} for text in questions), {"role": "assistant", "content": answer}]
+        is_whole = answer.strip() and (form in AS_THEY_STAND or questions[0])
         read = [(turn, True) for turn in turns] if is_whole else []
     start = int(bool(read) and read[0][0]["role"] in SYSTEM)
     read[start:start] = history if read else []
@@ -175,17 +171,17 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """The text of a column: nothing for null and NaN, a number or a date as the file has it."""
+    """Return the text of a column: '' for null and NaN, a number or a date as in the file."""
     return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
 
 
 def called(message: Mapping[str, Any]) -> list[str]:
-    """The names of what a message calls."""
+    """Return the names of the functions that a message calls."""
     return [str(call.get("function", call).get("name")) for call in message.get("tool_calls", ())]
 
 
 def repr_of(value: Any) -> str:
-    """The beginning of a value, for an error message."""
+    """Shorten a value for an error message."""
     return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
@@ -198,7 +194,7 @@ def _text(value: Any, what: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], column: str, role: str | None = None) -> Any:
-    """A column that holds a list or an object, or the JSON text of one; with a `role`, text is a message of it."""
+    """Read a list or an object, or the JSON text of one; with `role`, text is one message of that role."""
     value = row.get(column)
     if isinstance(value, str) and role is not None:
         value = [{"role": role, "content": value}]
@@ -219,21 +215,21 @@ def _json(text: Any, what: str) -> Any:
 
 
 def _both(entry: Any) -> Sequence[Any]:
-    """The messages of an entry of `history`: a question and its answer, or a message."""
+    """Return the messages of an entry of `history`: a question and its answer, or one message."""
     if isinstance(entry, list) and len(entry) == 2:
         return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
     return [entry]
 
 
-def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
-    """A message with `role` and `content`, both text, and whether it may be supervised."""
-    if not isinstance(given, Mapping):
-        raise _refused(given)
-    turn = {name: value for name, value in given.items() if value is not None}
+def _message(message: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
+    """Read a message: return its entries, with `role` and `content` as text, and True if it may be supervised."""
+    if not isinstance(message, Mapping):
+        raise _refused(message)
+    turn = {name: value for name, value in message.items() if value is not None}
     role = turn.pop("role" if "role" in turn else "from", None)
     content = turn.pop("content" if "content" in turn else "value", "")
-    if not isinstance(role, str) or ("from" in given and role not in ROLES):
-        raise _refused(given)
+    if not isinstance(role, str) or ("from" in message and role not in ROLES):
+        raise _refused(message)
     if role == "function_call":
         read = _json(content, "a function's call")
         calls, content = read if isinstance(read, list) else [read], ""
@@ -244,14 +240,14 @@ def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
     if not calls:
         turn.pop("tool_calls", None)
     elif not all(isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls):
-        raise _refused(given)
+        raise _refused(message)
     else:
         turn["tool_calls"] = calls
     if role not in ROLES:
         unused[f"turn of the role '{role}' for learning"] += 1
     flags = {name: turn.pop(name) for name in FLAGS if name in turn}
     if any(value not in (0, 1) for value in flags.values()):
-        raise _refused(given)
+        raise _refused(message)
     role = ROLES.get(role, role)
     wanted = [name for name, value in flags.items() if bool(value) == FLAGS[name]]
     if role != "assistant":
@@ -260,7 +256,7 @@ def _message(given: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
 
 
 def _content(content: Any, unused: Unused) -> str:
-    """Text, or the text of a list of parts."""
+    """Return text, or the joined text of a list of parts."""
     if not isinstance(content, list):
         return _text(content, "the content of a message must be text, and one has")
     texts = []
@@ -275,9 +271,9 @@ def _content(content: Any, unused: Unused) -> str:
     return "".join(texts)
 
 
-def _refused(given: Any) -> UserError:
+def _refused(message: Any) -> UserError:
     flags = ", ".join(f"'{name}'" for name in FLAGS)
     return UserError(
         "--dataset_name: a message must have 'role' and 'content' (or 'from' and 'value') of text, calls with a "
-        f"function, and {flags} of 0, 1 or none; a row has {repr_of(given)}."
+        f"function, and {flags} of 0, 1 or none; a row has {repr_of(message)}."
     )

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, conversation_of
-from llm_fp8.data.split import problem_key
 from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
@@ -52,7 +52,7 @@ FEATURES = Features(
 )
 _CGROUP = "/sys/fs/cgroup"
 CPU_QUOTAS = ((f"{_CGROUP}/cpu.max",), (f"{_CGROUP}/cpu/cpu.cfs_quota_us", f"{_CGROUP}/cpu/cpu.cfs_period_us"))
-"""Files that hold a cgroup's quota of CPU time and its period, in microseconds: version 2's, version 1's."""
+"""Files of a cgroup's quota of CPU time and its period, in microseconds: version 2's, version 1's."""
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
@@ -68,7 +68,7 @@ class Outcome(IntEnum):
 
 @dataclass
 class DataReport:
-    """Counts over the training split, of a stream over what was read so far, pass after pass. Rows read = used + held
+    """Counts over the training split, or over the rows of a stream read so far, in all passes. Rows read = used + held
     out + overlong dropped + empty; truncated rows are used or held out.
     """
 
@@ -81,21 +81,21 @@ class DataReport:
     num_tokens: int = 0
     num_supervised_tokens: int = 0
     padding_efficiency: float | None = None
-    """The filled share of the first epoch's positions, as `packing_efficiency` is of a step; None for a stream."""
+    """Filled share of the first epoch's positions, like `packing_efficiency` of a step; None for a stream."""
     num_rows_of_batches: int = 0
-    """Sequences of the used rows."""
+    """Number of sequences that the used rows form."""
     num_eval_rows: int = 0
     eval_rows_left_out: dict[str, int] = field(default_factory=dict)
-    """Why rows that were given to evaluate on are not used -> how many."""
+    """Reason why rows for evaluation are not used -> number of rows."""
     ends: Counter[int] = field(default_factory=Counter)
-    """Ids with which the used documents end -> how many."""
+    """Id of a last token -> number of used documents that end with it."""
     unused: Counter[str] = field(default_factory=Counter)
-    """What of the rows is not used -> how often."""
+    """Unused part of rows -> number of times."""
     nothing_held_out: str = ""
-    """Why there is no row to evaluate on, though a share was to be held out."""
+    """Reason why the held-out share is empty; '' if it is not."""
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add rows of the training split, which have these `figures`."""
+        """Add rows of the training split; `figures` are theirs."""
         outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
         filled = figures["length"] > 0
         used = filled & ~held_out
@@ -116,11 +116,11 @@ class DataReport:
                 self.unused[what] += times * each["counts"]
 
     def forget_rows(self) -> None:
-        """Begin to count anew: the rows that were read to find those to evaluate on are read again."""
+        """Reset the counts: rows that were read in search of evaluation rows are read again."""
         names = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
-        kept = {name: getattr(self, name) for name in names}
+        evaluation = {name: getattr(self, name) for name in names}
         files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
-        vars(self).update(vars(DataReport(**kept, unused=Counter(files))))
+        vars(self).update(vars(DataReport(**evaluation, unused=Counter(files))))
 
     def summary(self) -> str:
         return (
@@ -129,11 +129,11 @@ class DataReport:
             f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
         )
 
-    def told_unused(self) -> str:
+    def describe_unused(self) -> str:
         return "not used: " + (", ".join(f"{what} ({n})" for what, n in self.unused.most_common()) or "nothing else")
 
     def describe(self) -> list[str]:
-        """Lines to print, with a warning where more than one of 20 rows is not used."""
+        """Return lines to print, with a warning if more than one of 20 rows is not used."""
         left_out = [f", {number} left out because {why}" for why, number in self.eval_rows_left_out.items() if number]
         begun = "" if self.num_rows_of_batches else "the beginning of the stream: "
         lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{''.join(left_out)}"]
@@ -143,7 +143,7 @@ class DataReport:
             lines.insert(1, f"  {tokens}, in {self.num_rows_of_batches} sequences: {filled}")
         if self.unused:
             mild = all(each.startswith("column ") for each in self.unused)
-            lines.append(f"  {'' if mild else 'WARNING: '}{self.told_unused()}")
+            lines.append(f"  {'' if mild else 'WARNING: '}{self.describe_unused()}")
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
@@ -153,16 +153,16 @@ class DataReport:
 
 @dataclass(frozen=True)
 class TokeniseOptions:
-    """How rows become documents; every field shapes the cached result."""
+    """Options of tokenising; every field shapes the cached result."""
 
     form: ColumnForm
     max_seq_length: int
     overlong: Literal["drop", "truncate"] = "drop"
     train_on_prompt: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a column -> the dataset's, where they differ (--columns)."""
+    """Our name of a column -> the dataset's, if they differ (--columns)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is given where a row says nothing else (--chat_template_kwargs)."""
+    """Default variables of the chat template (--chat_template_kwargs); a row's take precedence."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,21 @@ class Document:
     row_id: int
 
 
+def problem_key(text: str) -> int:
+    """Hash a problem to a signed 64-bit integer (Arrow int64), whatever its case, white space and Unicode forms."""
+    normalised = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    digest = hashlib.blake2b(normalised.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
 def document_key(input_ids: npt.ArrayLike, supervised: npt.ArrayLike) -> int:
-    """64-bit hash of a document as a signed integer (Arrow int64)."""
+    """Hash a document to 64 bits, as a signed integer (Arrow int64)."""
     content = np.array(input_ids, dtype=np.int32).tobytes() + np.array(supervised, dtype=bool).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
 
 
 def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
-    """Hash of documents in their order, by their keys."""
+    """Hash documents in their order, by their keys."""
     return hashlib.blake2b(np.asarray(document_keys, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
 
@@ -195,7 +202,7 @@ def _tokenise_batch(
     options: TokeniseOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """The columns of `FEATURES` for rows of these `columns` (our name -> theirs); `others` are not used."""
+    """Tokenise rows to the columns of `FEATURES`; `columns` are our names -> theirs, `others` are not used."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -212,7 +219,7 @@ def _tokenise_batch(
         read.unused.update(f"column '{name}'" for name in names if name not in used)
         conversations.append(read._replace(template_kwargs={**options.template_kwargs, **read.template_kwargs}))
     encoded = encode_batch(conversations, options.form, tokenizer, options.train_on_prompt)
-    made: list[Sequence[Any]] = []
+    rows: list[Sequence[Any]] = []
     for read, row_id, (ids, supervised) in zip(conversations, row_ids, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
@@ -223,14 +230,14 @@ def _tokenise_batch(
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
         keys = problem_key(read.problem()), document_key(ids, supervised)
-        told = json.dumps(+read.unused, sort_keys=True)
+        unused = json.dumps(+read.unused, sort_keys=True)
         end = ids[-1] if outcome is Outcome.USED else -1
-        made.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), end, *keys, row_id, told))
-    return {name: [values[i] for values in made] for i, name in enumerate(FEATURES)}
+        rows.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), end, *keys, row_id, unused))
+    return {name: [values[i] for values in rows] for i, name in enumerate(FEATURES)}
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
-    """A value without the fields that Arrow fills with None where rows differ; its type JSON has none of those."""
+    """Remove the None fields that Arrow adds when rows differ. JSON-typed columns have none."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -241,7 +248,7 @@ def _as_stored(value: Any, feature: Any) -> Any:
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
-    """Hash of everything that shapes the tokenised dataset."""
+    """Hash everything that shapes the tokenised dataset."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # padding and truncation are left over from earlier calls; ours ask for neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
@@ -259,7 +266,7 @@ def tokenise(
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
 ) -> Any:
-    """The tokenised form of a dataset or stream whose columns are `names`; a dataset's is cached."""
+    """Tokenise a dataset or stream with the columns `names`; a dataset's result is cached."""
     wanted = (*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form])
     free = {name: name for name in wanted if name not in options.renames.values()}
     is_json = dataset.column_names == [ROW]  # whose rows may have other columns than the first ones
@@ -281,7 +288,7 @@ def tokenise(
 
 
 def cores_of_job() -> int:
-    """The cores that this process may use: by its affinity, Slurm's allocation on the host and the cgroup's quota."""
+    """Count the cores that affinity, Slurm's allocation on the host and the cgroup's quota allow this process."""
     counts = [len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE", sys.maxsize))]
     for files in CPU_QUOTAS:  # "max" or -1 stands for none
         words = " ".join(Path(file).read_text() for file in files if Path(file).exists()).split()
@@ -291,7 +298,7 @@ def cores_of_job() -> int:
 
 
 def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:
-    """The next rows of a tokenised stream, at most so many."""
+    """Read the next rows of a tokenised stream, at most `number`."""
     rows = list(itertools.islice(stream, number))
     return Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, FEATURES)
 
@@ -302,7 +309,7 @@ def figures_of(tokenised: Dataset) -> Figures:
 
 
 def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Document]]:
-    """Reads documents of a tokenised dataset by index."""
+    """Return a function that reads documents of a tokenised dataset by index."""
     names = ["input_ids", "supervised", "row_id"]
     rows = tokenised.with_format("numpy", columns=names)
 

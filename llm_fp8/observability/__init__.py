@@ -1,1 +1,1 @@
-"""What a run measures: metrics, kernel traces, energy, provenance, reporting."""
+"""Measurements of a run: metrics, kernel traces, energy, provenance, reporting."""

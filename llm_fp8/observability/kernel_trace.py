@@ -1,4 +1,4 @@
-"""Which CUDA kernels the GPU ran, classified by name.
+"""CUDA kernels that the GPU ran, classified by name.
 
     with record_kernels() as recorded:
         ...one step...
@@ -30,7 +30,7 @@ KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "ele
 concatenation and casts between floating-point types. elementwise: also what torch.compile fuses."""
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
-"""The operand type of a GEMM (not of its result); fp32 includes TF32."""
+"""Operand type of a GEMM (not of its result); fp32 includes TF32."""
 LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # of the fp8 recipes
 
 Interval = tuple[float, float]
@@ -91,7 +91,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
         _names(r"at::(?:native|cuda)|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel"),
     ),
 )
-"""The first match decides: attention before GEMMs, since its kernels are built of them, and so on."""
+"""Rules in order; the first match decides. Attention precedes GEMMs, since its kernels are built of them."""
 
 _OPERAND = re.compile(
     r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 | ue\dm\dx(?:e2m1|f4) )
@@ -103,10 +103,10 @@ _OPERAND = re.compile(
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""The types in a GEMM's name; the first is that of an operand, after that of its scales: ue4m3xf4."""
+"""Pattern of types in a GEMM's name; the first match is the operand's type, after its scales' type: ue4m3xf4."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
-"""In cuBLAS 12 and 13, nvjet_[sm<capability>_]<types>_..., operands first; q is e4m3 and r e5m2."""
+"""Letters in cuBLAS 12's and 13's nvjet_[sm<capability>_]<types>_..., operands first; q is e4m3 and r e5m2."""
 
 
 @functools.cache
@@ -115,11 +115,11 @@ def kernel_class(name: str) -> KernelClass:
         return "cast" if _COMPILED_CAST.search(name) else "elementwise"
     if _COMPILED_TEMPLATE.match(name):
         return "attention" if re.search(r"attention|flex|sdpa", name) else "gemm"
-    return next((found for found, pattern in _RULES if pattern.search(name)), "other")
+    return next((kind for kind, pattern in _RULES if pattern.search(name)), "other")
 
 
 def gemm_kind(name: str) -> GemmKind | None:
-    """The operand type of a GEMM kernel, "unknown" where its name does not tell; None for any other kernel."""
+    """Return the operand type of a GEMM kernel, "unknown" if its name does not tell; None for any other kernel."""
     if kernel_class(name) != "gemm" or _PARTIAL_SUM.search(name):
         return None
     if nvjet := _NVJET.search(name):
@@ -140,7 +140,7 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Name, start and end (seconds from the start) of all that the GPU ran in a finished `torch.profiler.profile`."""
+    """Return name, start and end (seconds from the start) of the GPU's work in a finished `torch.profiler.profile`."""
     # The profiler's own events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
@@ -152,7 +152,7 @@ def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
 
 
 def kernel_times(recorded: Any) -> KernelTimes:
-    """Count and seconds of each kernel in a finished `torch.profiler.profile`."""
+    """Sum count and seconds of each kernel in a finished `torch.profiler.profile`."""
     times: dict[str, tuple[int, float]] = {}
     for name, (start, end) in kernel_intervals(recorded):
         count, time_s = times.get(name, (0, 0.0))
@@ -161,22 +161,22 @@ def kernel_times(recorded: Any) -> KernelTimes:
 
 
 def time_by_class(times: KernelTimes) -> dict[KernelClass, KernelTime]:
-    """All kernels by class, the longest first."""
+    """Group all kernels by class, the longest first."""
     return _grouped((kernel_class(name), name, *counted) for name, counted in times.items())
 
 
 def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
-    """The GEMM kernels by operand type, the longest first."""
+    """Group the GEMM kernels by operand type, the longest first."""
     kinds = ((gemm_kind(name), name, *counted) for name, counted in times.items())
-    return _grouped(found for found in kinds if found[0] is not None)
+    return _grouped(kernel for kernel in kinds if kernel[0] is not None)
 
 
 def _grouped(kernels: Iterable[tuple[Any, str, int, float]]) -> dict[Any, KernelTime]:
-    """(group, name, count, seconds) of kernels -> the groups, the longest first."""
+    """Sum (group, name, count, seconds) of kernels by group, the longest first."""
     groups: dict[Any, KernelTime] = {}
     for group, name, count, time_s in sorted(kernels, key=lambda kernel: -kernel[3]):
-        taken = groups.setdefault(group, KernelTime())
-        taken.count += count
-        taken.time_s += time_s
-        taken.names[name] = time_s
+        total = groups.setdefault(group, KernelTime())
+        total.count += count
+        total.time_s += time_s
+        total.names[name] = time_s
     return dict(sorted(groups.items(), key=lambda group: -group[1].time_s))

@@ -1,4 +1,4 @@
-"""What is measured and how each figure is computed: pure functions, no state.
+"""Metrics and their formulas: pure functions, no state.
 
 **Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
 token in fprop and as much in dgrad and in wgrad: `6 n`. In causal attention the query at position `t` of its document
@@ -56,7 +56,7 @@ class StepTokens:
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
-    """Model FLOPs of one optimizer step on all GPUs, forward and backward (formula: module docstring)."""
+    """Compute the model FLOPs of one optimizer step on all GPUs, forward and backward (formula: module docstring)."""
     per_linear_parameter = 4.0 if size.num_adapter_parameters else 6.0
     linear = per_linear_parameter * size.num_linear_parameters + 6.0 * size.num_adapter_parameters
     attention = 6.0 * size.num_layers * size.attention_width * tokens.sum_squared_lengths
@@ -101,7 +101,7 @@ def peak_tflops(gpu_name: str) -> PeakTflops | None:
 
 
 def device_peak_tflops(device: torch.device) -> PeakTflops | None:
-    """Peaks of this device; None for a CPU or a GPU that is not in the table."""
+    """Return the peaks of this device; None for a CPU or a GPU that is not in the table."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -146,7 +146,7 @@ METRICS: dict[str, Metric] = {
     "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
     "eval_time_s": Metric("s", "Wall time of the evaluation."),
 }
-"""Every key that reaches metrics.jsonl, summary.json and W&B. A key keeps its meaning for good."""
+"""All keys of metrics.jsonl, summary.json and W&B. A key keeps its meaning for good."""
 
 RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 
@@ -154,7 +154,7 @@ RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """The throughput figures of one step under the keys of `METRICS`; `num_gpus` is the number of processes."""
+    """Compute the throughput figures of one step, by keys of `METRICS`; `num_gpus` is the number of processes."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -179,14 +179,14 @@ MEDIANS = (
     *("packing_efficiency", "model_tflops", "mfu_bf16_peak", "mfu_fp8_peak"),
     *("energy_j_per_million_tokens", "gpu_power_w"),
 )
-"""Figures whose median over the measured steps is in summary.json and on W&B as `median_<key>`."""
+"""Figures with a median over the measured steps, `median_<key>` in summary.json and on W&B."""
 
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
-    """`num_steps_measured`, `num_steps_left_out`, and `median_<key>` over the measured `steps` (of one process, in
-    order) for each of `MEDIANS` that they have. The first steps and the recorded one are not measured.
+    """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` over the measured
+    `steps` (of one process, in order). The first steps and the recorded one are not measured.
 
-    Where --fp8_until ends fp8 it is the mean of two medians, weighted by steps for the time of a step and by time else.
+    If --fp8_until ends fp8, it is the mean of two medians, weighted by steps for the time of a step, else by time.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
@@ -206,7 +206,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process on `device` under the keys of `METRICS`; empty on a CPU."""
+    """Return this process's peak memory on `device`, by keys of `METRICS`; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -217,7 +217,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
-    """A sentence where PyTorch's allocator ran out of room in later steps; None where it did not."""
+    """Return a warning if PyTorch's allocator ran out of room in later steps, else None."""
     later = [step["num_alloc_retries"] for step in steps[len(steps) // 2 :] if "num_alloc_retries" in step]
     if not later or later[-1] == later[0]:
         return None

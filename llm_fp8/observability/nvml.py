@@ -1,4 +1,4 @@
-"""The energy that the GPUs of a run use, which NVML counts.
+"""NVML counts the energy that the GPUs of a run use.
 
 Data-centre GPUs since Volta count the energy of the board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`): of
 all processes on it, without the host or the network. A MIG slice has no counter.
@@ -18,7 +18,7 @@ MIN_INTERVAL_S = 1.0  # with figures: the counter moves in jumps of about a tent
 
 
 def energy_j(device: torch.device) -> float:
-    """What the energy counter of `device` says, in J; NaN where it has none or cannot be read."""
+    """Read the energy counter of `device`, in J; NaN if it has none or cannot be read."""
     if device.type == "cuda":
         import pynvml  # here, since a machine without a GPU may lack it
 
@@ -46,13 +46,13 @@ class EnergyMeter:
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Figures of the interval that ends here, under the keys of `METRICS`; empty without a counter, or while
-        it is too short. `num_tokens`: positions of each step since the last call, on all GPUs, done with them.
+        """End the interval and return its figures, by keys of `METRICS`; empty without a counter, or while it is too
+        short. `num_tokens`: finished step -> its positions on all GPUs, for the steps since the last call.
         """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
-        own = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]
-        summed = torch.tensor(own, dtype=torch.float64, device=self._accelerator.device)
+        since = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]
+        summed = torch.tensor(since, dtype=torch.float64, device=self._accelerator.device)
         interval_j, total_j, gpu_seconds = self._accelerator.reduce(summed, reduction="sum").tolist()
         long_enough = gpu_seconds >= MIN_INTERVAL_S * self._accelerator.num_processes
         if not math.isfinite(interval_j) or not self._num_tokens or not long_enough:

@@ -1,6 +1,6 @@
 """Provenance of a run for its run.json: versions, hardware, code and command.
 
-Of the environment only variables that steer the GPU libraries or the launcher are kept, by prefix, and none whose name
+It keeps only the environment variables that steer the GPU libraries or the launcher, by prefix, and none whose name
 suggests a secret.
 """
 
@@ -28,7 +28,7 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints to stdout; None where it does not exist, fails or hangs."""
+    """Run a program and return its stdout; None if it does not exist, fails or hangs."""
     try:
         return subprocess.check_output(
             command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=60
@@ -38,11 +38,11 @@ def output_of(*command: str) -> str | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git repository whose root is `folder`, and whether files differ from it; None where there is none.
-    LLM_FP8_COMMIT gives the commit of a copy without git's files (a container); `dirty` is None then.
+    """Return the commit of the git repository with the root `folder`, and True for `dirty` if files differ from it;
+    None without one. LLM_FP8_COMMIT names the commit of a copy without git (a container); `dirty` is None then.
     """
-    if told := os.environ.get("LLM_FP8_COMMIT"):
-        return {"commit": told, "dirty": None}
+    if commit := os.environ.get("LLM_FP8_COMMIT"):
+        return {"commit": commit, "dirty": None}
     if not (folder / ".git").exists():
         return None
     commit = output_of("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
@@ -51,9 +51,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
-    capability = f"{found.major}.{found.minor}"
-    return {"name": found.name, "memory_gib": round(found.total_memory / GIB, 1), "compute_capability": capability}
+    gpu = torch.cuda.get_device_properties(index)
+    capability = f"{gpu.major}.{gpu.minor}"
+    return {"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1), "compute_capability": capability}
 
 
 def _cpu_model() -> str | None:
@@ -68,7 +68,7 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
-    """Provenance of this process as JSON values, None for what this machine lacks; `argv` is `sys.argv`."""
+    """Collect the provenance of this process as JSON values; None marks what this machine lacks. `argv`: `sys.argv`."""
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     script = Path(argv[0]).resolve()
     # As called in the repository's root; a script outside of it keeps its name.

@@ -1,7 +1,8 @@
-"""Where the numbers of a run go: metrics.jsonl, trackers, screen and summary.json (docs/monitoring.md). Only the main
-process writes.
+"""The numbers of a run are written to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md), by the
+main process alone.
 
-A run whose metrics.jsonl is moved or deleted meanwhile ends at the next report.
+On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
+plain line every `log_every` steps. A run whose metrics.jsonl is moved or deleted meanwhile ends at the next report.
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
 In W&B it continues the same run. Trackers cannot take back steps: those that they have are not sent again.
@@ -12,19 +13,74 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from tqdm import tqdm
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
-from llm_fp8.observability.progress import ProgressDisplay
 from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
+from llm_fp8.utils.console import surviving_closed_output
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
+
+_STEP = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad norm {:.3g}",
+    "learning_rate": "lr {:.2e}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "peak_memory_gib": "{:.1f} GiB",
+}
+_EVALUATION = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}", "eval_time_s": "{:,.1f} s"}
+
+
+def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
+    return "  ".join(template.format(record[key]) for key, template in templates.items() if key in record)
+
+
+class ProgressDisplay:
+    """Display of a run's steps on `stream`; earlier processes took the first `first_step`."""
+
+    def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
+        self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
+        self._stream = stream = stream or sys.stdout
+        self._recent_s: deque[float] = deque(maxlen=50)  # their median gives the time left: no single slow step counts
+        layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "desc": "before the first step"}
+        self._bar = tqdm(total=total_steps, initial=first_step, file=stream, disable=not stream.isatty(), **layout)
+
+    @surviving_closed_output()
+    def step(self, record: Mapping[str, float]) -> None:
+        """Show one optimizer step; `record` has the keys of `metrics.METRICS`, `step` and `step_time_s` among them."""
+        step, total = int(record["step"]), self._total_steps
+        self._recent_s.append(record["step_time_s"])
+        left = timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))
+        text = f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}  {left} left"
+        if not self._bar.disable:
+            self._bar.set_description_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif step % self._log_every == 0 or step in (self._first_step + 1, total):
+            self.print(text)
+
+    def evaluation(self, record: Mapping[str, float]) -> None:
+        self.print(f"evaluation at step {int(record['step'])}: {_figures(record, _EVALUATION)}")
+
+    @surviving_closed_output()
+    def print(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        with tqdm.external_write_mode(file=self._stream):
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """End the bar and leave it on the screen."""
+        self._bar.close()
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
@@ -78,8 +134,8 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the trackers that are asked for, before the first step; `record` is what run.json holds of this start.
-        In W&B a resumed run goes on in that of trackers.json, which has its id and the last step that it was given.
+        """Start the requested trackers before the first step; `record` is this start's part of run.json. In W&B a
+        resumed run continues the run in trackers.json, which has its id and the last step sent.
         """
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
@@ -92,7 +148,7 @@ class RunReporter:
         write_json_atomic(path, known | {"last_step": self._known_step})
 
     def _to_trackers(self, send: Callable[[str, GeneralTracker], object]) -> None:
-        """Give each tracker what `send` has for it; one that fails, as on a full disk, gets no more of the run."""
+        """Call `send` for each tracker; one that fails, as on a full disk, gets no more of the run."""
         for name, tracker in list(self._trackers.items()):
             try:
                 send(name, tracker)
@@ -139,7 +195,7 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Give trackers entries of the summary, which they keep if the run is killed."""
+        """Send entries of the summary to trackers, so that they keep them if the run is killed."""
         self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary, self._last_step))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -161,11 +217,11 @@ class RunReporter:
         return full
 
     def own_steps(self) -> list[dict[str, float]]:
-        """The steps of this process; empty on other processes than the main one."""
+        """Return the steps of this process; empty except on the main process."""
         return [each for each in self._written() if each["step"] > self._resume_step and "eval_loss" not in each]
 
     def _written(self) -> Iterator[dict[str, float]]:
-        """The lines of metrics.jsonl, those of earlier processes included; none beside the main process."""
+        """Yield the lines of metrics.jsonl, also of earlier processes; none except on the main process."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)

@@ -14,24 +14,14 @@ from typing import Any
 
 import torch
 
-from llm_fp8.observability.kernel_trace import (
-    LOW_PRECISION,
-    Interval,
-    KernelTimes,
-    gemm_kernels,
-    kernel_class,
-    kernel_intervals,
-    kernel_times,
-    record_kernels,
-    time_by_class,
-)
+from llm_fp8.observability import kernel_trace as traces
 from llm_fp8.observability.metrics import throughput_summary
 
 WORTH_A_WORD = 0.2  # idle share of a step from which on a run reports it
 
 
-def covered_s(intervals: Iterable[Interval]) -> float:
-    """How long at least one of the intervals lasts."""
+def covered_s(intervals: Iterable[traces.Interval]) -> float:
+    """Measure the union of the intervals, in seconds."""
     total_s, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total_s += max(0.0, end - max(start, reached))
@@ -41,37 +31,37 @@ def covered_s(intervals: Iterable[Interval]) -> float:
 
 @dataclass
 class StepProfile:
-    """What the GPU did in one step; times in seconds. Filled when `profiled` ends."""
+    """The GPU's work in one step; times in seconds. `profiled` fills it at its end."""
 
     span_s: float = 0.0  # from the first kernel's start to the last one's end
     communication_s: float = 0.0  # in which communication kernels ran
     exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
     work_s: float = 0.0  # in which other kernels ran
-    kernels: KernelTimes = field(default_factory=dict)
+    kernels: traces.KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Under the keys of `metrics.METRICS`; what the step did not show is left out."""
-        gemms = gemm_kernels(self.kernels)
-        in_fp8 = [found for kind, found in gemms.items() if kind in LOW_PRECISION]
+        """Return the figures by keys of `metrics.METRICS`, without those that the step did not show."""
+        gemms = traces.gemm_kernels(self.kernels)
+        in_fp8 = [times for kind, times in gemms.items() if kind in traces.LOW_PRECISION]
         figures: dict[str, float] = {
-            "num_gemm_kernels": sum(found.count for found in gemms.values()),
-            "num_fp8_gemm_kernels": sum(found.count for found in in_fp8),
+            "num_gemm_kernels": sum(times.count for times in gemms.values()),
+            "num_fp8_gemm_kernels": sum(times.count for times in in_fp8),
             "num_unknown_gemm_kernels": gemms["unknown"].count if "unknown" in gemms else 0,
         }
         if gemms:
-            time_s = sum(found.time_s for found in gemms.values())
-            figures["fp8_gemm_time_share"] = sum(found.time_s for found in in_fp8) / time_s
+            time_s = sum(times.time_s for times in gemms.values())
+            figures["fp8_gemm_time_share"] = sum(times.time_s for times in in_fp8) / time_s
         if self.communication_s:
             figures["communication_share"] = self.communication_s / self.span_s
             figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for summary.json; in `time_s_by_class` kernels that overlap count each."""
+        """Return plain values for summary.json; `time_s_by_class` counts overlapping kernels each."""
         return {
             **{name: value for name, value in vars(self).items() if name != "kernels"},
-            "gemm_kernels": {kind: found.count for kind, found in gemm_kernels(self.kernels).items()},
-            "time_s_by_class": {name: found.time_s for name, found in time_by_class(self.kernels).items()},
+            "gemm_kernels": {kind: times.count for kind, times in traces.gemm_kernels(self.kernels).items()},
+            "time_s_by_class": {name: times.time_s for name, times in traces.time_by_class(self.kernels).items()},
         }
 
 
@@ -80,22 +70,22 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
     """Record the CUDA kernels of the enclosed step, also in the file `trace`, in Chrome's format."""
     result = StepProfile()
     torch.cuda.synchronize()
-    with record_kernels() as recorded:
+    with traces.record_kernels() as recorded:
         yield result
     if trace is not None:
         recorded.export_chrome_trace(str(trace))
-    intervals = kernel_intervals(recorded)
+    intervals = traces.kernel_intervals(recorded)
     everything = [span for _, span in intervals]
     if everything:
         result.span_s = max(end for _, end in everything) - min(start for start, _ in everything)
-    result.communication_s = covered_s(span for name, span in intervals if kernel_class(name) == "communication")
-    result.work_s = covered_s(span for name, span in intervals if kernel_class(name) != "communication")
+    result.communication_s = covered_s(span for name, span in intervals if traces.kernel_class(name) == "communication")
+    result.work_s = covered_s(span for name, span in intervals if traces.kernel_class(name) != "communication")
     result.exposed_communication_s = covered_s(everything) - result.work_s
-    result.kernels = kernel_times(recorded)
+    result.kernels = traces.kernel_times(recorded)
 
 
 def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-    """The entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or a measured step.
+    """Return the entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or measured step.
 
     work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
     precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.
@@ -110,7 +100,7 @@ def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, flo
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """A sentence on it, with what helps; None where it is small or unknown."""
+    """Describe an idle GPU, with what helps; None if the idle share is small or unknown."""
     if idle is None or idle["share"] < WORTH_A_WORD:
         return None
     more = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

@@ -28,9 +28,9 @@ LABELS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "torch_version": lambda run: run["provenance"]["packages"]["torch"],
     "transformer_engine_version": lambda run: run["provenance"]["packages"]["transformer-engine"],
 }
-"""Every label, and what it is in a run.json."""
+"""Label -> function that reads it from a run.json."""
 TAGS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
-"""Those that are tags too."""
+"""Labels that are also tags."""
 
 
 def _in_words(precision: dict[str, Any], which: str) -> str:
@@ -38,7 +38,7 @@ def _in_words(precision: dict[str, Any], which: str) -> str:
 
 
 def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a nested dict, each with the keys that lead to it joined."""
+    """Yield the values of a nested dict with their joined keys."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flattened(value, separator, f"{prefix}{key}{separator}")
@@ -49,8 +49,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start a run in the tracker, with the options in `record` (what run.json holds of this start) and its labels, or
-    in W&B go on with that of `run_id`; returns the id by which a later start goes on with it, of W&B alone.
+    """Start a run in the tracker, with the options and labels in `record` (this start's part of run.json); in W&B
+    continue the run `run_id`, if any. Return the id with which a later start continues the run, in W&B only.
     """
     folder = Path(str(options.output_dir))
     labels = {label: of_run(record) for label, of_run in LABELS.items()}
@@ -81,7 +81,7 @@ def start_tracker(
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
-    """Give W&B every record, and others, which the run waits for, those that `is_logged` is true of."""
+    """Send W&B every record; send others only logged records, since the run waits for them."""
     if name == "wandb":  # it counts the records itself, and was told what to draw them by
         tracker.log(record)
     elif is_logged:
@@ -89,8 +89,8 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any], step: int) -> None:
-    """Put scalars of the summary.json, nested ones as `part/key`, into W&B's summary, without what is there already; to
-    others, which have none, its numbers are of `step`.
+    """Put scalars of the summary.json, nested ones as `part/key`, into W&B's summary, unless they are there already.
+    Other trackers have no summary and get the numbers as a record of `step`.
     """
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
@@ -115,9 +115,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def require_wandb_login(asker: str) -> None:
-    """Raise `UserError`, beginning with the flag or script `asker`, where W&B cannot be used. It is asked without the
-    network: W&B itself tries the key when it is used.
-    """
+    """Raise `UserError`, beginning with the flag or script `asker`, without a W&B login; uses no network."""
     with reading(asker, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
         import wandb
 

@@ -3,6 +3,16 @@
 `MasterAdamW` (--optimizer adamw_master) stores fp32 master weights in two bytes beside bf16 weights (`adamw_master`).
 `EightBitAdamW` (--optimizer adamw_8bit) stores 8-bit moments and rounds weights stochastically (`adamw_8bit_codes`).
 
+`update_with_torch_` takes the step of one tensor, and `adamw_triton` computes the same on a GPU. Step t is computed in
+fp32, in the order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101), with g the gradient times
+`gradient_scale`:
+
+    m = m + (1 - beta1) (g - m)
+    v = beta2 v + (1 - beta2) g^2
+    x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+The last line uses the new moments before they are rounded for storage.
+
 Libraries were measured first. Transformer Engine's `FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32
 where v is fp32. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the 8-bit format; for 14.8 billion
 parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all
@@ -12,8 +22,9 @@ parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,12 +32,102 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from llm_fp8.optim import adamw_8bit_codes as codes
+from llm_fp8.optim import adamw_master as masters
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, Key, rounding_key
-from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_remainder, remainder_of
-from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 from llm_fp8.utils.torch_internals import local_of
 
 Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
+CHUNK_ELEMENTS = 2**18  # updated at a time, for fp32 temporaries of a few MiB; a multiple of CODE_BLOCK
+State = Mapping[str, Tensor]  # name of a state tensor -> the tensor, for one parameter
+
+
+class Coefficients(NamedTuple):
+    """The coefficients of one step of one parameter group, in fp64; they are rounded to fp32 where they are used."""
+
+    decay: float
+    beta1_complement: float
+    beta2: float
+    beta2_complement: float
+    step_size: float
+    inverse_root_correction2: float
+    epsilon: float
+
+    @classmethod
+    def of_step(cls, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Coefficients:
+        beta1, beta2 = betas
+        return cls(
+            decay=float(1 - lr * weight_decay),
+            beta1_complement=float(1 - beta1),
+            beta2=float(beta2),
+            beta2_complement=float(1 - beta2),
+            step_size=lr / (1 - beta1**step),
+            inverse_root_correction2=1 / math.sqrt(1 - beta2**step),
+            epsilon=float(eps),
+        )
+
+
+def moments_and_update(
+    gradient: Tensor, gradient_scale: Tensor | None, m: Tensor, v: Tensor, coefficients: Coefficients
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the new m and v, and the update to subtract from the decayed parameter, all fp32. Every operation is
+    rounded on its own, as in `adamw_triton`; torch's lerp, addcmul and addcdiv may fuse.
+    """
+    gradient = gradient.to(torch.float32)
+    if gradient_scale is not None:
+        gradient = gradient * gradient_scale
+    m = m + (gradient - m) * coefficients.beta1_complement
+    v = v * coefficients.beta2 + (gradient * coefficients.beta2_complement) * gradient
+    root = v.to(torch.float64).sqrt().to(torch.float32)  # torch's fp32 square root is off in the last bit on some CPUs
+    denominator = root * coefficients.inverse_root_correction2 + coefficients.epsilon
+    return m, v, (m * coefficients.step_size) / denominator
+
+
+def _load_moment(state: State, name: str, chunk: slice, signed: bool) -> Tensor:
+    scales = state.get(f"{name}_scale")
+    if scales is None:
+        return state[name][chunk].to(torch.float32)
+    return codes.decode(state[name][chunk], scales[_blocks_of(chunk)], signed)
+
+
+def _store_moment(state: State, name: str, chunk: slice, signed: bool, moment: Tensor) -> None:
+    scales = state.get(f"{name}_scale")
+    if scales is None:
+        state[name][chunk] = moment
+    else:
+        state[name][chunk], scales[_blocks_of(chunk)] = codes.encode(moment, signed)
+
+
+def _blocks_of(chunk: slice) -> slice:
+    return slice(chunk.start // CODE_BLOCK, chunk.stop // CODE_BLOCK)
+
+
+def update_with_torch_(
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
+) -> None:
+    """Take one step of one contiguous tensor in place, on any device; the reference for the Triton kernel.
+
+    Moments are bf16 or fp32, or codes where `state` has scales. An fp32 `weight` is its own master. A bf16 `weight` is
+    rounded to nearest where `state` has a remainder, else stochastically with the random bits of `key`.
+    """
+    weight, gradient = weight.view(-1), gradient.view(-1)
+    state = {name: tensor.view(-1) for name, tensor in state.items()}
+    for start in range(0, weight.numel(), CHUNK_ELEMENTS):
+        chunk = slice(start, start + CHUNK_ELEMENTS)
+        m = _load_moment(state, "exp_avg", chunk, signed=True)
+        v = _load_moment(state, "exp_avg_sq", chunk, signed=False)
+        m, v, update = moments_and_update(gradient[chunk], gradient_scale, m, v, coefficients)
+        part = weight[chunk]
+        if "remainder" in state:
+            master = masters.join_master(part, state["remainder"][chunk]) * coefficients.decay - update
+            part[:], state["remainder"][chunk] = masters.split_master(master)
+        elif part.dtype == torch.bfloat16:
+            random = codes.rounding_bits(key, start, part.numel(), part.device)
+            part.copy_(codes.round_stochastically(part.to(torch.float32) * coefficients.decay - update, random))
+        else:
+            part.copy_(part * coefficients.decay - update)
+        _store_moment(state, "exp_avg", chunk, signed=True, moment=m)
+        _store_moment(state, "exp_avg_sq", chunk, signed=False, moment=v)
 
 
 class GroupedAdamW(Optimizer):
@@ -37,17 +138,17 @@ class GroupedAdamW(Optimizer):
     """
 
     def __init__(self, params: Params, **adamw_arguments: Any) -> None:
-        """`adamw_arguments` are torch's lr, betas, eps and weight_decay."""
+        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`."""
         self.gradient_scale: Tensor | None = None
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 0}
         super().__init__(params, defaults | adamw_arguments)
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+        """Create the state of a parameter before its first step."""
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """The key of the random bits for `parameter`, the one with this number; only stochastic rounding uses it."""
+        """Return the key of the random bits for `parameter`, number `number`; only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
@@ -86,8 +187,8 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights. Their lower bits, where none are loaded, are drawn
-    from `seed`, or zero without one. The state is sharded like the parameter.
+    """AdamW over bf16 parameters with exact fp32 master weights. Lower bits that are not loaded are drawn from `seed`;
+    without a seed they are zero. The state is sharded like the parameter.
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
@@ -96,21 +197,21 @@ class MasterAdamW(GroupedAdamW):
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = {
-            "exp_avg": torch.zeros_like(parameter, dtype=FIRST_MOMENT_DTYPE),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=SECOND_MOMENT_DTYPE),
+            "exp_avg": torch.zeros_like(parameter, dtype=masters.FIRST_MOMENT_DTYPE),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=masters.SECOND_MOMENT_DTYPE),
         }
         if parameter.dtype == torch.bfloat16:
-            loaded = remainder_of(parameter)
+            loaded = masters.remainder_of(parameter)
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16) if loaded is None else loaded
             if loaded is None and self.seed is not None:
                 generator = torch.Generator(parameter.device).manual_seed(self.seed + len(self.state))
-                local_of(state["remainder"]).copy_(draw_remainder(local_of(parameter), generator))
+                local_of(state["remainder"]).copy_(masters.draw_remainder(local_of(parameter), generator))
         return state
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter whose rows are no whole blocks, which would
-    straddle shards, has fp32 moments. All ranks pass the same `seed` for the random bits.
+    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if its rows are no whole
+    blocks, since blocks would straddle shards. All ranks pass the same `seed` for the random bits.
     """
 
     def __init__(self, params: Params, seed: int = 0, **adamw_arguments: Any) -> None:

@@ -51,7 +51,7 @@ LIMITS_ROW = {True: 1, False: 3}
 
 
 def code_values(signed: bool) -> Tensor:
-    """The numbers that codes 0 to 255 stand for, ascending: fp32 [256]."""
+    """Return the numbers that codes 0 to 255 stand for, ascending: fp32 [256]."""
     decades = []
     for decade in range(NUM_DECADES):
         edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1, device="cpu", dtype=torch.float32)
@@ -61,7 +61,7 @@ def code_values(signed: bool) -> Tensor:
 
 
 def code_limits(values: Tensor) -> Tensor:
-    """The least number that gets each code: fp32 [256], -inf for code 0.
+    """Return the least number that gets each code: fp32 [256], -inf for code 0.
 
     As in torchao, x takes the upper of two neighbouring codes where its distance from the lower one is at least half of
     their spacing, both in fp32. This limit is within 8 units in the last place of their mean.
@@ -75,7 +75,7 @@ def code_limits(values: Tensor) -> Tensor:
 
 @functools.cache
 def code_tables(device: torch.device) -> Tensor:
-    """Values and limits of all codes, fp32 [4, 256] on `device`; `VALUES_ROW` and `LIMITS_ROW` name the rows."""
+    """Return values and limits of all codes, fp32 [4, 256] on `device`; `VALUES_ROW` and `LIMITS_ROW` name the rows."""
     signed, unsigned = code_values(True), code_values(False)
     limits = code_limits(unsigned)
     unsigned[0] = limits[1]
@@ -98,13 +98,13 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def rounding_key(seed: int, step: int, number: int) -> Key:
-    """The key of the random bits for parameter `number` in a step."""
+    """Hash a parameter's number and a step to the key of its random bits."""
     digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
     return struct.unpack("<ii", digest)
 
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
-    """Random numbers from 0 to 65535 for `count` elements from `start` on, an even number: int32 [count]."""
+    """Draw numbers from 0 to 65535 for `count` elements from `start` (even) on: int32 [count]."""
     pair_step, first_factor, second_factor = MIXER
     x = torch.arange(start // 2, (start + count + 1) // 2, device=device)  # int64, whose products wrap
     x = x * pair_step + key[0] & 0xFFFFFFFF

@@ -39,7 +39,7 @@ PART_ELEMENTS = 2**26  # whose lower bits are drawn at a time, for temporaries o
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master weight of a bf16 `weight` and an int16 `remainder`, on the weight's device."""
+    """Join a bf16 `weight` and an int16 `remainder` to the fp32 master weight, on the weight's device."""
     lower = remainder.to(weight.device).to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one where the remainder is negative
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
@@ -58,12 +58,12 @@ def give_remainder_(parameter: Tensor) -> None:
 
 
 def remainder_of(parameter: Tensor) -> Tensor | None:
-    """The remainder that `give_remainder_` attached and training updates, or None."""
+    """Return the remainder that `give_remainder_` attached and training updates, or None."""
     return getattr(parameter, "master_remainder", None)
 
 
 def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Lower bits, int16, of a master weight whose nearest bf16 number is `weight`; none where it is zero."""
+    """Draw the lower bits, int16, of a master weight whose nearest bf16 number is `weight`; 0 where that is zero."""
     drawn = torch.randint(-32767, 32768, weight.shape, dtype=torch.int16, device=weight.device, generator=generator)
     return drawn.masked_fill_(weight == 0, 0)
 

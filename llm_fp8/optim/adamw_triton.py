@@ -1,6 +1,6 @@
 """The Triton kernel of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
 
-The kernel performs the operations of `adamw_update.update_with_torch_` one by one and gives the same bits. Square root
+The kernel performs the operations of `adamw.update_with_torch_` one by one and gives the same bits. Square root
 and division are correctly rounded, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. A
 new step or learning rate recompiles nothing: coefficients are fp32 arguments and keys are not specialised.
 
@@ -18,14 +18,18 @@ negative x has the complement of the code of -x.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, NUM_DECADES, SMALLEST_SCALE, code_tables
-from llm_fp8.optim.adamw_update import Coefficients, Key, State
 
+State = Mapping[str, Tensor]
+Floats = Iterable[float]
+Key = tuple[int, int]
 BLOCKS = 4  # of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16
 _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)
@@ -80,7 +84,7 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
 
 @triton.jit
 def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """The same as `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
+    """Draw the bits of `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
     x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR
@@ -167,9 +171,9 @@ def _update_kernel(
 
 
 def update_(
-    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Floats, key: Key
 ) -> None:
-    """One step of one tensor, as `llm_fp8.optim.adamw_update.update_with_torch_` documents it."""
+    """Take one step of one tensor, as `llm_fp8.optim.adamw.update_with_torch_` documents it."""
     num_elements = weight.numel()
     with torch.cuda.device_of(weight):
         _update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_fp8.optim.adamw import MasterAdamW, Params
+from llm_fp8.optim.adamw import MasterAdamW, Params, State
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
-from llm_fp8.optim.adamw_update import State
 from llm_fp8.utils.errors import UserError
 
 PIECE_ELEMENTS = 2**24  # copied and updated at a time: 128 MiB of state
@@ -34,7 +33,7 @@ _DTYPES = {"exp_avg": FIRST_MOMENT_DTYPE, "exp_avg_sq": SECOND_MOMENT_DTYPE, "re
 
 
 def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Parameter, slice]:
-    """The fewest parameters that hold `share` of all elements -> the slice of each in one buffer of their elements."""
+    """Choose the fewest parameters that hold `share` of all elements; map each to its slice of one buffer."""
     num_wanted = share * sum(parameter.numel() for parameter in parameters)
     places: dict[Parameter, slice] = {}
     end = 0
@@ -47,7 +46,7 @@ def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Paramet
 
 
 def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [count] in host memory, page-locked where `device` is a GPU; `UserError` where the driver refuses."""
+    """Allocate zeros [count] in host memory, page-locked if `device` is a GPU; `UserError` if the driver refuses."""
     # `pin_memory=True` would round up to a power of two bytes (torch 2.13, CachingHostAllocator).
     zeros = torch.zeros(count, dtype=dtype)
     if device.type == "cuda":

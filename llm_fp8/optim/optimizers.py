@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -27,11 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig
+from llm_fp8.config.options import OptimizerKind as OptimizerKind
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
-from llm_fp8.optim.offload import OffloadedMasterAdamW
-
-OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 
 
 class BytesPerParameter(NamedTuple):
@@ -54,7 +52,7 @@ BYTES_PER_PARAMETER: dict[OptimizerKind, BytesPerParameter] = {
 
 
 def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
-    """The dtype of trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too)."""
+    """Return the dtype of trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too)."""
     return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
 
 
@@ -68,7 +66,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_d
 
 
 def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Keyword arguments that every AdamW takes; weight decay is in the groups."""
+    """Return the keyword arguments that every AdamW takes; weight decay is in the groups."""
     return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
@@ -78,9 +76,9 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, Parameter]],
     draws_lower_bits: bool = False,
 ) -> Optimizer:
-    """The AdamW of `kind` over the trainable parameters, which have dtype `parameter_dtype(kind)` or fp32.
+    """Build the AdamW of `kind` over the trainable parameters; their dtype is `parameter_dtype(kind)` or fp32.
 
-    `draws_lower_bits`: whether master weights begin between bf16 numbers; see `adamw_master`.
+    `draws_lower_bits` lets master weights begin between bf16 numbers; see `adamw_master`.
     """
     groups = parameter_groups(named_parameters, config.weight_decay)
     shared = adamw_arguments(config)
@@ -93,23 +91,25 @@ def build_optimizer(
         return EightBitAdamW(groups, seed=config.seed, **shared)
     shared["seed"] = config.seed if draws_lower_bits else None
     if config.offload_optimizer:
+        from llm_fp8.optim.offload import OffloadedMasterAdamW
+
         return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
     return MasterAdamW(groups, **shared)
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Accelerate's wrapper, which may skip or patch the step."""
+    """Return the optimizer inside Accelerate's wrapper; the wrapper may skip or patch the step."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the trainable parameters of `model` that `optimizer` does not hold."""
+    """List the trainable parameters of `model` that `optimizer` does not hold, by name."""
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """The global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation."""
+    """Compute the global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation."""
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -122,9 +122,9 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     norm = gradient_norm(gradients)
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        own: Any = unwrap(optimizer)
-        if hasattr(own, "gradient_scale"):  # a `GroupedAdamW`
-            own.gradient_scale = factor
+        inner: Any = unwrap(optimizer)
+        if hasattr(inner, "gradient_scale"):  # a `GroupedAdamW`
+            inner.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
     optimizer.step()
@@ -143,7 +143,7 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
-    """The state tensors themselves by "parameter_name.state_name"; tied parameters have their first name.
+    """Return the state tensors themselves by "parameter_name.state_name"; tied parameters have their first name.
 
     Loading copies into these tensors: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
     """
@@ -158,7 +158,7 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
 
 
 def bytes_on_host(optimizer: Optimizer) -> int:
-    """Bytes of state that --offload_optimizer keeps in host memory."""
+    """Return the bytes of state that --offload_optimizer keeps in host memory."""
     return getattr(unwrap(optimizer), "host_bytes", 0)
 
 
@@ -170,12 +170,12 @@ def set_completed_steps(optimizer: Optimizer, step: int) -> None:
 
 
 def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
-    """The warm-up steps of a run: `num_warmup_steps`, but at most a tenth of `total_steps`."""
+    """Limit `num_warmup_steps` to a tenth of `total_steps`."""
     return min(num_warmup_steps, total_steps // 10)
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """The learning rate of optimizer step number `step`, counted from 0, as a share of the peak.
+    """Return the learning rate of optimizer step number `step`, counted from 0, as a share of the peak.
 
     The w warm-up steps get 1/w, 2/w, ..., 1: no step runs at zero. After them, with p = (step - w) / (total_steps - w),
     at most 1: constant 1, linear 1 - p, cosine (1 + cos(pi p)) / 2. `total_steps` includes resumed parts.
@@ -191,9 +191,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """The schedule of `config` on `optimizer`, to be stepped after each optimizer step. Do not pass it to
-    `Accelerator.prepare`, which would step it once per process.
-    """
+    """Build the schedule, to be stepped once per optimizer step; `Accelerator.prepare` would step it per process."""
     optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:

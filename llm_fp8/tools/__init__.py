@@ -1,3 +1,1 @@
-"""Programs around a run: verify, diagnose, memory, compare, bench, evaluate, export to fp8, the certificate for other
-trainers, the W&B dashboard.
-"""
+"""Programs around a run, one file or folder each."""

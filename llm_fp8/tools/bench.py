@@ -52,7 +52,7 @@ class Workload:
         return shape + (f"@{self.dataset}" if self.dataset else "")
 
     def words(self, dataset: str, num_steps: int) -> list[str]:
-        """The options that all variants share."""
+        """Return the options that all variants share."""
         return shlex.split(
             f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
             f"--gradient_accumulation_steps {self.micro_batches} --max_steps {num_steps} --validation_fraction 0 "
@@ -70,7 +70,7 @@ class Variant:
     baseline: str | None = None
 
     def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
-        """The training command with further `words`, which the variant's own options override."""
+        """Return the training command with further `words`; the variant's options override them."""
         if self.baseline is None:
             return training_command(num_gpus, *words, *self.words)
         command = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline, *words, *self.words]
@@ -78,8 +78,8 @@ class Variant:
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
-    """The variants in 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises a `UserError` that names --variants."""
-    found: dict[str, Variant] = {}
+    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises a `UserError` that names --variants."""
+    variants: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, colon, options = line.partition(":")
         name = name.strip()
@@ -89,13 +89,13 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
             baseline, words = "".join(words[1:2]), words[2:]
             if baseline not in BASELINES:
                 raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
-        if not colon or not name or name in found:
+        if not colon or not name or name in variants:
             raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
         parse_config(words, parallel=num_gpus > 1)
-        found[name] = Variant(name, tuple(words), baseline)
-    if not found:
+        variants[name] = Variant(name, tuple(words), baseline)
+    if not variants:
         raise UserError("--variants names none; write NAME: OPTIONS, separated by semicolons.")
-    return list(found.values())
+    return list(variants.values())
 
 
 def write_random_rows(path: Path, num_rows: int, length: int) -> None:
@@ -133,13 +133,13 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The row of a variant: for each speed the median, 10th and 90th percentile over the timed steps of all rounds."""
+    """Return a variant's row: for each speed, median, 10th and 90th percentile over the timed steps of all rounds."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.words)
-    measured = [found for found in rounds if found["failed"] is None]
+    measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return row | {"failed": rounds[0]["failed"]}
-    steps = [step for found in measured for step in found["steps"]]
+    steps = [step for result in measured for step in result["steps"]]
     for name in SPEEDS:
         low, median, high = np.quantile([step[name] for step in steps], (0.1, 0.5, 0.9)).tolist()
         row |= {name: median, f"{name}_p10": low, f"{name}_p90": high}
@@ -164,13 +164,13 @@ def measure_all(
             write_random_rows(Path(dataset), num_rows, work.seq_length)
         for number in range(plan.num_rounds):
             for variant in variants:
-                if any(found["failed"] for found in rounds[variant.name]):
+                if any(result["failed"] for result in rounds[variant.name]):
                     continue  # it would fail again
-                found = measure(work, variant, dataset, plan)
-                rounds[variant.name].append(found)
-                speed = found["failed"]
+                result = measure(work, variant, dataset, plan)
+                rounds[variant.name].append(result)
+                speed = result["failed"]
                 if speed is None:
-                    speed = f"{statistics.median(step['tokens_per_s'] for step in found['steps']):,.0f} tokens/s"
+                    speed = f"{statistics.median(step['tokens_per_s'] for step in result['steps']):,.0f} tokens/s"
                 print(f"round {number + 1}  {work.name}  {variant.name}: {speed}", flush=True)
                 rows = [summarise(work, one, rounds[one.name]) for one in variants if rounds[one.name]]
                 if output is not None:
@@ -223,9 +223,9 @@ def main() -> int:
     add("--dataset", help="real documents, as --dataset_name takes them (default: random tokens)")
     add("--variants", default=VARIANTS, help="NAME: OPTIONS; NAME: baseline NAME OPTIONS (default %(default)s)")
     add_measuring_options(parser)
-    given = parser.parse_args()
-    plan = measuring_plan(given)
-    work = Workload(given.model, given.rows, given.length, given.micro_batches, given.num_gpus, given.dataset)
-    rows = measure_all(work, parse_variants(given.variants, given.num_gpus), plan, given.output)
+    args = parser.parse_args()
+    plan = measuring_plan(args)
+    work = Workload(args.model, args.rows, args.length, args.micro_batches, args.num_gpus, args.dataset)
+    rows = measure_all(work, parse_variants(args.variants, args.num_gpus), plan, args.output)
     print_table(rows)
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 _TEXTS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
 DATA_OPTIONS = {**dict.fromkeys(_TEXTS, str), "validation_fraction": float, "max_seq_length": int}
-"""Options of the training scripts that decide which rows are held out -> their types."""
+"""Option of the training scripts that decides which rows are held out -> its type."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, where = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
     add("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
@@ -53,19 +53,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """The data options of the model's run, for another dataset those that fit any, and those of the command line."""
-    given = {name: value for name in DATA_OPTIONS if (value := getattr(options, name)) is not None}
+    """Return the data options of the model's run (for another dataset, only the general ones) and the command line."""
+    typed = {name: value for name in DATA_OPTIONS if (value := getattr(options, name)) is not None}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
         known = {field.name for field in dataclasses.fields(DataConfig)}
-        known = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in given else known
+        known = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else known
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
-    return DataConfig(**{**recorded, **given, "packing": False, "batch_size": 1})
+    return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1})
 
 
 def adapter_base(folder: str | Path) -> str | None:
-    """The folder or hub id of the base model of the adapter in `folder`; None where there is no adapter."""
+    """Return the folder or hub id of the base model of the adapter in `folder`; None without an adapter."""
     from llm_fp8.models.source import is_adapter_folder, resolve_source
 
     if not is_adapter_folder(folder):
@@ -76,7 +76,7 @@ def adapter_base(folder: str | Path) -> str | None:
 
 
 def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
+    """Load the model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
     from transformers import AutoConfig, GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -95,7 +95,7 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
 
 
 def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`, or of the `base` model where an adapter has none."""
+    """Load the tokenizer in `folder`, or that of the `base` model if an adapter has none."""
     from llm_fp8.models.source import ModelSource, load_tokenizer
 
     has_own = base is None or (Path(folder) / "tokenizer_config.json").is_file()
@@ -104,31 +104,31 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
-    """A row up to its last supervised part, and that part; `labels[t]` is the token after position t, or -100."""
+    """Split a row before its last supervised part; `labels[t]` is the token after position t, or -100."""
     last = max(t for t, label in enumerate(labels) if label >= 0)
     first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
     return input_ids[: first + 1], labels[first : last + 1]
 
 
 def has_answer(expected: str) -> bool:
-    """Whether a row's text marks its final answer, or is nothing else: one word, or an expression without words."""
+    """Return True if a row's text marks its final answer, or is one word or an expression without words."""
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
     return bool(expected.strip() and (marks or is_answer))
 
 
 def is_right(expected: str, answer: str) -> bool:
-    """Whether two texts have the same final answer: what follows the last '####', else what math-verify finds."""
+    """Return True if two texts have the same final answer: the text after the last '####', else math-verify's."""
     from math_verify import parse, verify
 
-    gold, found = (text.rpartition("####")[2].strip() for text in (expected, answer))
-    return gold == found or bool(verify(parse(gold), parse(found)))
+    gold, reply = (text.rpartition("####")[2].strip() for text in (expected, answer))
+    return gold == reply or bool(verify(parse(gold), parse(reply)))
 
 
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers up to the first of the model's EOS tokens or the tokenizer's, without special tokens."""
+    """Answer greedily up to the first of the model's EOS tokens or the tokenizer's, without special tokens."""
     from te_llama import rope_tables
 
     tables = rope_tables(model.config.get_text_config(decoder=True))
@@ -148,7 +148,7 @@ def generate(
 
 
 def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Mean cross entropy over the supervised tokens of batches of one document, and the number of these tokens."""
+    """Return the mean cross entropy over the supervised tokens of batches of one document, and their number."""
     import torch
 
     from llm_fp8.models.source import require_positions
@@ -180,9 +180,9 @@ def main() -> int:
     print(data.description, flush=True)
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
-    # Of rows that were trained on whole, the solution is to be answered all the same.
-    asked: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
-    rows = (row for batch in asked for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
+    # The model answers with the solution alone, also for rows that were trained on whole.
+    questions: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
+    rows = (row for batch in questions for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
     asks = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # text alone asks nothing
     known: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in asks)
     problems = list(itertools.islice((each for each in known if has_answer(each[1])), options.num_problems))
@@ -209,10 +209,10 @@ def main() -> int:
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:
-        told = [
+        records = [
             {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer, "correct": is_correct}
             for prompt, gold, answer, is_correct in zip(prompts, expected, answers, right, strict=True)
         ]
-        write_json_atomic(path, {"model": options.model_name, **figures, "answers": told})
+        write_json_atomic(path, {"model": options.model_name, **figures, "answers": records})
         print(f"answers: {path}")
     return 0

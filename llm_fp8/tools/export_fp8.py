@@ -1,4 +1,4 @@
-"""Write an exported model in fp8 for inference, and say what that costs in eval loss."""
+"""Write an exported model in fp8 for inference, and measure its cost in eval loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = OneSentenceParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
@@ -61,8 +61,8 @@ def main() -> int:
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Mean cross entropy over the supervised tokens of the validation split of `data`, or of all rows where it has
-    none; their number; the dtype of the computation. `round_inputs`: linear layers round their inputs to fp8 too.
+    """Return the mean cross entropy over the supervised tokens of the validation split of `data` (without one, of all
+    rows), their number, and the compute dtype. `round_inputs`: linear layers round their inputs to fp8 too.
     """
     import torch
 

@@ -44,7 +44,7 @@ from llm_fp8.utils.errors import EXIT_FAILED_CHECK, UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
 
-AskedPrecision = Literal["fp8", "bf16", "fp16", "no"]
+RequestedPrecision = Literal["fp8", "bf16", "fp16", "no"]
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -62,9 +62,9 @@ class CertificateCallback(TrainerCallback):
         step: the optimizer step of this process to record; a shorter run records its last step.
     """
 
-    def __init__(self, precision: AskedPrecision | None = None, step: int = 5) -> None:
-        if precision not in (None, *get_args(AskedPrecision)):
-            raise ValueError(f"precision {precision!r}: give {', '.join(get_args(AskedPrecision))}, or None")
+    def __init__(self, precision: RequestedPrecision | None = None, step: int = 5) -> None:
+        if precision not in (None, *get_args(RequestedPrecision)):
+            raise ValueError(f"precision {precision!r}: give {', '.join(get_args(RequestedPrecision))}, or None")
         if step < 1:
             raise ValueError(f"step {step}: the first optimizer step is 1")
         self._launch = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
@@ -77,11 +77,11 @@ class CertificateCallback(TrainerCallback):
         self._begin_j = math.nan
         self._begin_step = 0
         self.certificate: Certificate | None = None
-        """The worst certificate of all processes, after the step was recorded."""
+        """Worst certificate of all processes, after the step was recorded."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Warn of nn.DataParallel in fp8, which the error that Accelerate raises next does not name."""
-        if args.n_gpu > 1 and asked_precision(self._precision, self._launch, args) == "fp8":
+        """Warn of nn.DataParallel in fp8, since Accelerate's error that follows does not name it."""
+        if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
             what = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
             print(f"WARNING: one process sees {args.n_gpu} GPUs, and {what}.", flush=True)
 
@@ -108,10 +108,10 @@ class CertificateCallback(TrainerCallback):
             return
         self._recording.close()
         self._recording = None
-        requested = asked_precision(self._precision, self._launch, args)
-        own = self._judge(kwargs["model"], kwargs["optimizer"], requested)
+        requested = requested_precision(self._precision, self._launch, args)
+        of_rank = self._judge(kwargs["model"], kwargs["optimizer"], requested)
         self._profile = None
-        certificate = self.certificate = worst(gathered(own))
+        certificate = self.certificate = worst(gathered(of_rank))
         path = Path(args.output_dir or ".") / "certificate.json"
         if state.is_world_process_zero:
             write_json_atomic(path, certificate.to_dict())
@@ -142,7 +142,7 @@ class CertificateCallback(TrainerCallback):
     def _judge(
         self, model: nn.Module, optimizer: optim.Optimizer | None, requested: str, recipe: str | None = None
     ) -> Certificate:
-        """The certificate of the recorded step, right after it; `model` as Accelerate converted it, without DDP.
+        """Judge the recorded step, right after it; `model` as Accelerate converted it, without DDP.
 
         An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, two
         where nothing below it is trained, and one more where the layer is recomputed. For torchao's layers it is the
@@ -187,26 +187,26 @@ class CertificateCallback(TrainerCallback):
 def certify_step(
     step: Callable[[], object],
     model: nn.Module,
-    precision: AskedPrecision,
+    precision: RequestedPrecision,
     recipe: str | None = None,
     optimizer: optim.Optimizer | None = None,
     num_micro_batches: int = 1,
 ) -> Certificate:
-    """Call `step`, an optimizer step of any loop that is not its first, and return its certificate; of several
-    processes, which all have to call this, the worst. Without an NVIDIA GPU it raises `UserError`.
+    """Call `step`, an optimizer step of any loop but not its first, and return its certificate. All processes call this
+    and get the worst of their certificates. Raises `UserError` without an NVIDIA GPU.
 
-    `precision` is what was asked for, `recipe` by which --fp8_scenario (default: that of CertificateCallback). An
-    `optimizer` has to hold what is trained. `num_micro_batches`: forward and backward passes in the step.
+    `precision` is the requested one, `recipe` its --fp8_scenario (default: that of CertificateCallback). An `optimizer`
+    must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.
     """
-    own = CertificateCallback(precision)
+    callback = CertificateCallback(precision)
     if recipe not in (None, *recipe_names()):
         raise ValueError(f"recipe {recipe!r}: give {', '.join(recipe_names())}, or None")
     if not can_record():
         raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
-    own._num_micro_batches = num_micro_batches
-    with record_kernels() as own._profile:
+    callback._num_micro_batches = num_micro_batches
+    with record_kernels() as callback._profile:
         step()
-    return worst(gathered(own._judge(model, optimizer, precision, recipe)))
+    return worst(gathered(callback._judge(model, optimizer, precision, recipe)))
 
 
 def _print_line(line: str, stream: TextIO) -> None:
@@ -215,10 +215,10 @@ def _print_line(line: str, stream: TextIO) -> None:
     stream.flush()
 
 
-def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
-    """fp8, bf16, fp16 or no: as `given`, else as the launcher requested, else as in the TrainingArguments."""
-    if given is not None:
-        return given
+def requested_precision(wanted: RequestedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
+    """Return the precision `wanted`, else the launcher's, else the TrainingArguments': fp8, bf16, fp16 or no."""
+    if wanted is not None:
+        return wanted
     launched = launch.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launched != "no":
         return launched
@@ -226,7 +226,7 @@ def asked_precision(given: AskedPrecision | None, launch: Mapping[str, str], arg
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """Names of torch's linear layers that fp8 could compute; lm_head is not among them."""
+    """List torch's linear layers that fp8 could compute, by name; lm_head is not among them."""
     left = linears_left(model)
     return [name for name in plain_linears(model) if name not in left]
 
@@ -254,8 +254,8 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights may need no dgrad: that of the first trained parameter, with the rest of its layer, in
-    which modules need not stand in the order in which they run.
+    """List the modules whose weights may need no dgrad: the module of the first trained parameter, and the rest of its
+    layer, since modules may run in another order than they are listed.
     """
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
@@ -263,7 +263,7 @@ def _trained_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Values of fp8_config that differ from the recipe in force: failures are from the file, remarks are defaults."""
+    """Compare fp8_config with the recipe in force: values of the file that differ are failures, defaults remarks."""
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)
     failures = list[str]()

@@ -1,4 +1,4 @@
-"""What the programs around a run share: their console, and how they start other programs and read their failures."""
+"""Shared parts of the programs around a run: the console, starting other programs, and reading their failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llm_fp8.utils.packages import REPOSITORY
 
 
 def wide_console(**options: Any) -> Console:
-    """rich's console, as wide as COLUMNS or the terminal say, else 160 characters."""
+    """Return rich's console, as wide as COLUMNS or the terminal, else 160 characters."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     # datasets gives os.environ another object, which rich has not seen.
     return Console(width=wide, highlight=False, _environ=os.environ, **options)
@@ -32,23 +32,23 @@ _TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended."""
+    """The end of a program."""
 
     exit_code: int | None
-    """None: it ran longer than its time limit and was killed."""
+    """Exit code; None after a kill at the time limit."""
     output: str
     wall_s: float
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, in one line that ends with its own words; None where it succeeded."""
+        """Reason of the failure, in one line that ends with the program's words; None if it succeeded."""
         if self.exit_code == 0:
             return None
         if self.exit_code is None:
             return f"it was killed after {self.wall_s:.0f} s"
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        said = ([line for line in lines if _TELLS_WHY.match(line)] or lines or ["it printed nothing"])[-1]
-        return f"exit code {self.exit_code}: {said[:300]}"
+        reason = ([line for line in lines if _TELLS_WHY.match(line)] or lines or ["it printed nothing"])[-1]
+        return f"exit code {self.exit_code}: {reason[:300]}"
 
 
 def run_program(
@@ -91,13 +91,13 @@ def run_program(
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
-    """The command that starts `num_processes` on this host."""
+    """Return the command that starts `num_processes` on this host."""
     # --standalone binds a free port.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
 
 
 def training_command(num_gpus: int, *words: str) -> list[str]:
-    """The command that trains with the options `words` on GPUs of this host."""
+    """Return the command that trains with the options `words` on GPUs of this host."""
     if num_gpus == 1:
         return [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
     return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)

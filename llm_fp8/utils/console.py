@@ -1,4 +1,4 @@
-"""What goes to the console: a run's own lines, tables, and as few of other libraries' words as possible."""
+"""Console output: a run's own lines, and as few of other libraries' as possible."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 on_closed_pipe: Callable[[], object] | None = None
-"""Called once nobody reads the output, by a run that has work to save. While it is None, failed prints raise."""
+"""Callback of a run with work to save, for the end of the output's reader. While it is None, failed prints raise."""
 
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Print in the block. Once the terminal is gone or, where `on_closed_pipe` is set, the reader of a pipe (`| tee`)
-    or the room on the disk of a log, this and all later output goes to /dev/null.
+    """Print in the block. Send this and all later output to /dev/null once the terminal is gone or, if `on_closed_pipe`
+    is set, once the reader of a pipe (`| tee`) is gone or a log's disk is full.
     """
     try:
         yield
@@ -33,7 +33,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 def closed_outputs() -> list[int]:
-    """Return those of the descriptors 1 and 2 whose terminal or reader is gone."""
+    """List the descriptors, of 1 and 2, whose terminal or reader is gone."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
@@ -50,9 +50,7 @@ def discard_output(descriptors: Iterable[int]) -> None:
 
 
 def open_missing_output() -> None:
-    """Let /dev/null stand for descriptors that the program was started without (`>&-`): the next file that is opened
-    would get their numbers, and what is written to them.
-    """
+    """Open /dev/null for descriptors that are closed at the start (`>&-`): an opened file would get their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

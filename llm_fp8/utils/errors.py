@@ -1,4 +1,4 @@
-"""The exceptions that a script ends on with a sentence instead of a traceback, and how bad input becomes one."""
+"""Exceptions that end a script with a sentence instead of a traceback, and the conversion of bad input to one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ EXIT_NO_GPU = 3
 
 
 class UserError(Exception):
-    """A mistake in what the user asked for or supplied: one sentence that names the flag or the file, says what is
-    wrong and what to do. Scripts print it without a traceback and exit with code 2.
+    """A mistake in the user's options or files: one sentence that names the flag or the file, says what is wrong and
+    what to do. Scripts print it without a traceback and exit with code 2.
     """
 
 
 class FailedCheck(Exception):
-    """The program does not do what it was asked to do, and the options are not at fault: a sentence that says what was
-    expected and what was seen. Scripts print it without a traceback and exit with code 1.
-    """
+    """A check of the program failed though the options are right; scripts print the sentence and exit with code 1."""
 
 
 @contextlib.contextmanager
 def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
-    """Turn whatever a library or the file system raises in the block into a `UserError` of one line, with its words:
-    "{flag} {name}: cannot read {what} (...). {advice}". It stands around each place where a file, a folder or a library
-    is asked. A `UserError`, exhausted memory, a full disk, a killed worker process and signals pass unchanged.
+    """Turn any error of a library or the file system in the block into a `UserError` of one line, with its words:
+    "{flag} {name}: cannot read {what} (...). {advice}". Wrap each call that reads a file or a folder or asks a library.
+    A `UserError`, exhausted memory, a full disk, a killed worker process and signals pass unchanged.
     """
     try:
         yield
@@ -57,13 +55,13 @@ _NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|c
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a GPU or of the host is exhausted, as far as type and text tell; CUDA's libraries differ."""
-    told = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}", re.IGNORECASE) is not None
-    return isinstance(error, MemoryError) or (isinstance(error, Exception) and told)
+    """Return True if type or text show that memory of a GPU or the host is exhausted; CUDA's libraries differ."""
+    matches = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}", re.IGNORECASE) is not None
+    return isinstance(error, MemoryError) or (isinstance(error, Exception) and matches)
 
 
 def lost_worker(error: BaseException) -> str | None:
-    """The sentence for an error by which `datasets` tells that a process of its own is gone; None for another error."""
+    """Return a sentence if the error says that a worker process of `datasets` is gone; None for another error."""
     if "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context":
         return (
             "a process that reads or tokenises the data was killed, as Linux does when memory runs out: free memory, "
@@ -73,27 +71,24 @@ def lost_worker(error: BaseException) -> str | None:
 
 
 def existing_part(path: Path) -> Path:
-    """`path`, or the first part above it that exists; a link that leads nowhere does."""
+    """Return `path` or its nearest parent that exists; a broken link counts as existing."""
     return next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
 
 
 def reason_not_written(error: OSError) -> str | None:
-    """The system's word for a file that could not be written (a full disk, no permission); None for another error."""
-    return (
-        os.strerror(error.errno)
-        if error.errno in (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-        else None
-    )
+    """Return the system's words for a file that cannot be written (full disk, permission); None for another error."""
+    refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+    return os.strerror(error.errno) if error.errno in refusals else None
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few of `names`, for a message."""
-    found = list(names)
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    """List the first few of `names`, for a message."""
+    every = list(names)
+    return ", ".join(every[:4]) + (f" and {len(every) - 4} more" if len(every) > 4 else "")
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """' (did you mean X?)' with the name in `known` that begins so or `wrong` is a slip for; empty for none or many."""
+    """Return ' (did you mean X?)' for a name in `known` that begins with or resembles `wrong`; '' for none or many."""
     wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
     near = [name for name in names if name.startswith(wrong)] or [name for name in names if _is_slip(wrong, name)]
     best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []
@@ -101,7 +96,7 @@ def did_you_mean(wrong: str, known: Iterable[object]) -> str:
 
 
 def _is_slip(wrong: str, name: str) -> bool:
-    """Whether `wrong` may stand for `name`: same numbers, and words misspelt, joined, or shortened and left out."""
+    """Return True if `wrong` may mean `name`: same numbers, and words misspelt, joined, or shortened and left out."""
     words, parts = (re.findall(r"[a-z]+|\d+", each) for each in (wrong, name))
     ratio_of_joined, ratio, most = (0.85, 1, len(words) + 2) if len(words) < len(parts) else (1, 0.74, len(words))
 
@@ -116,7 +111,7 @@ _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt
 
 
 def number(kind: type, **bounds: float) -> Callable[[str], Any]:
-    """The type of an option that is a number within `bounds`, as at_least=1; an integer always has an upper one."""
+    """Return an option's type: a number within `bounds`, as at_least=1; an integer always has an upper bound."""
 
     def read(word: str) -> Any:
         value = kind(word)
@@ -137,7 +132,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     full_help = "--help"
     origin = ""
-    """Begins an error about words that are not from the command line."""
+    """Prefix of an error about words that are not from the command line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,7 +140,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError` of what is wrong, with what was probably meant."""
+        """Raise a `UserError` with `message` and the name that was probably meant."""
         if message.startswith("unrecognized arguments: "):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))
@@ -156,5 +151,5 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
-        """What to add to an error about an unknown `option`, ' (...)' or nothing."""
+        """Return a hint ' (...)' for the error about an unknown `option`, or ''."""
         return did_you_mean(option, self._option_string_actions)

@@ -29,24 +29,22 @@ def chosen_attention(config: PretrainedConfig) -> str:
 
 
 def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
-    """Whether the model class of `config` has 'flash_attention_2'."""
+    """Return True if the model class of `config` has 'flash_attention_2'."""
     model_class = auto_class._model_mapping.get(type(config), None)
     return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Whether `module` is experts [experts, ...] with gate and up in one weight, which transformers computes in grouped
-    GEMMs and without biases or a norm of its own.
-    """
+    """Return True if transformers runs `module` (experts with a gate_up weight, no biases) in grouped GEMMs."""
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
-    own = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
-    return own and getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
+    is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
+    return is_plain and getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
 
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
-    """The product [rows, out] of `inputs` [rows, in], grouped by `offsets` (int32 [experts], the ends of groups), with
-    `weights` [experts, out, in], or [experts, in, out] if they are transposed.
+    """Multiply `inputs` [rows, in], grouped by `offsets` (int32 [experts], the ends of groups), by `weights`
+    [experts, out, in], or [experts, in, out] if they are transposed: [rows, out].
     """
     return _grouped_linear(inputs, weights, offsets, is_transposed=is_transposed)
 

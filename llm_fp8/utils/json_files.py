@@ -1,4 +1,4 @@
-"""JSON that survives a crash and that every reader accepts, and how files of it are read.
+"""Reading and writing of JSON files that survive a crash and that every reader accepts.
 
 A file is written beside its place and renamed over it, so that a reader never sees half of one. JSON has no NaN or
 infinity; they are written as the strings "NaN", "Infinity" and "-Infinity", which `read_json` turns into floats again.
@@ -21,7 +21,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """`value` with everything JSON lacks replaced: non-finite floats and paths by strings, tuples by lists."""
+    """Replace everything that JSON lacks: non-finite floats and paths by strings, tuples by lists."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_floats(value: Any) -> Any:
-    """`value`, as read from JSON, with the strings that stand for NaN and infinity replaced by floats, at any depth."""
+    """Replace the strings for NaN and infinity in a value read from JSON by floats, at any depth."""
     if isinstance(value, dict):
         return {key: with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -43,23 +43,23 @@ def with_floats(value: Any) -> Any:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """`record` as one line of a JSONL file, newline included."""
+    """Return `record` as one line of a JSONL file, newline included."""
     return json.dumps(_plain(record), allow_nan=False) + "\n"
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, whole or not at all; TypeError for what JSON cannot hold."""
+    """Write `value` to `path` as indented JSON, whole or not at all; TypeError if JSON cannot hold it."""
     write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
-    """The object of a JSON file, NaN and infinity as floats; `UserError`, which names `flag`, where it is none."""
+    """Read the object of a JSON file, NaN and infinity as floats; a file without one raises `UserError` with `flag`."""
     with reading(flag, path, "a JSON object"):
         return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, as `read_json`; `UserError` with the number of a line that is none."""
+    """Read the objects of a JSONL file, as `read_json`; `UserError` with the number of a line without one."""
     records = []
     with reading("the file", path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -69,7 +69,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def writable(word: str) -> Path:
-    """The type of an output file's option: its folder is made; what cannot be written is refused at once."""
+    """Convert an option to an output file: make its folder, and refuse at once a file that cannot be written."""
     path = Path(word).expanduser()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,9 @@ from types import ModuleType
 from llm_fp8.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""The folder that an installed package lies in, with te_llama.py and the training scripts."""
+"""Folder of the installed package, with te_llama.py and the training scripts."""
 SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
-"""configs/ and the requirements files: in the repository links to them, in a wheel files."""
+"""Folder of configs/ and the requirements files: links in the repository, files in a wheel."""
 
 _IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
 # As a command names them that is meant to be copied.
@@ -25,7 +25,7 @@ VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
 
 @functools.cache
 def package_version(name: str) -> str | None:
-    """Version of an installed distribution, None where it is not installed; imports nothing."""
+    """Return the version of an installed distribution, None if it is not installed; imports nothing."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -39,10 +39,10 @@ class OptionalPackage:
     name: str
     module: str
     install: str
-    """The command that installs it."""
+    """Command that installs it."""
 
     def require(self, why: str) -> ModuleType:
-        """The module, imported. Raises `UserError` that starts with `why` where it is missing or does not load."""
+        """Import the module. Raises `UserError`, beginning with `why`, if it is missing or does not load."""
         try:
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:

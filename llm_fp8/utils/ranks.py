@@ -1,4 +1,4 @@
-"""This process's rank, what ranks agree on before there is a process group (in torchrun's store), and their end."""
+"""Rank of this process, agreement of ranks without a process group (by torchrun's store), and their end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LaunchRanks:
     world_size: int = 1
     local_world_size: int = 1
     restart_count: int = 0
-    """How often torchrun has started them anew (--max-restarts)."""
+    """Number of restarts by torchrun (--max-restarts)."""
     launched: bool = False
-    """Whether a launcher started this process at all."""
+    """True if a launcher started this process."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read torchrun's variables; `UserError` for a number that no launcher gives, with which ranks never meet."""
+        """Read torchrun's variables; `UserError` for a number that no launcher sets, as the ranks would never meet."""
 
         def whole(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
             word = environ.get(name, str(default))
@@ -46,7 +46,7 @@ class LaunchRanks:
 
 
 def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
-    """A connection to the launcher's store; None in a single process or where the launcher has none."""
+    """Connect to the launcher's store; None in a single process or if the launcher has none."""
     if environ.get("WORLD_SIZE", "1") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore
@@ -54,21 +54,19 @@ def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
     return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=20))
 
 
-def first_to_say() -> bool:
-    """Whether no other process of this launch, or of its restart, has said before why it ends: what failed first is why
-    the others miss it. True where that cannot be known.
-    """
+def first_to_end() -> bool:
+    """Return True for the first process of a launch that ends (it prints the reason), or if the order is unknown."""
     try:
         store = launcher_store(os.environ)
         if store is None:
             return True
-        return store.add(f"llm_fp8/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+        return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
     except (RuntimeError, ValueError):  # the launcher is gone (torch's DistError), or its port is no number
         return True
 
 
 def agree_on(name: str, value: str) -> str:
-    """The first process's `value` for `name`, for every process and restart of a launch."""
+    """Return the first process's `value` for `name`, in every process and restart of a launch."""
     store = launcher_store(os.environ)
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 

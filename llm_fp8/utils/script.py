@@ -9,33 +9,23 @@ import re
 import sys
 from collections.abc import Callable
 
+from llm_fp8.utils import errors
 from llm_fp8.utils.console import closed_outputs, discard_output, open_missing_output
-from llm_fp8.utils.errors import (
-    EXIT_FAILED_CHECK,
-    EXIT_USER_ERROR,
-    FULL_DISK,
-    NO_HOST_MEMORY,
-    FailedCheck,
-    UserError,
-    is_out_of_memory,
-    lost_worker,
-    reason_not_written,
-)
-from llm_fp8.utils.ranks import first_to_say
+from llm_fp8.utils.ranks import first_to_end
 
 EXIT_INTERRUPTED = 130
 EXIT_OUTPUT_CLOSED = 141
-"""What a shell reports for a program that SIGINT or SIGPIPE ended."""
+"""Exit codes that a shell reports for a program ended by SIGINT or SIGPIPE."""
 
 
 def _in_one_sentence(error: Exception) -> str | None:
-    """What a script says of an error that ends it; None for one that only its traceback explains."""
-    if isinstance(error, (UserError, FailedCheck)):
+    """Return the sentence for an error that ends a script; None for one that only its traceback explains."""
+    if isinstance(error, (errors.UserError, errors.FailedCheck)):
         return str(error)
     words = " ".join(str(error).split())[:100]
-    if is_out_of_memory(error):
+    if errors.is_out_of_memory(error):
         torch, where, peak = sys.modules.get("torch"), "this host", ""
-        if torch is not None and torch.cuda.is_initialized() and not re.search(NO_HOST_MEMORY, words, re.IGNORECASE):
+        if torch is not None and torch.cuda.is_initialized() and not re.search(errors.NO_HOST_MEMORY, words, re.I):
             where, peak = "the GPU", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak; "
         advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
         return f"{where} is out of memory ({peak}{words}): {advice}."
@@ -44,17 +34,17 @@ def _in_one_sentence(error: Exception) -> str | None:
         return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
     if (
         isinstance(error, OSError)
-        and (error.filename or error.errno in FULL_DISK)
-        and (reason := reason_not_written(error))
+        and (error.filename or error.errno in errors.FULL_DISK)
+        and (reason := errors.reason_not_written(error))
     ):
         return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
-    return lost_worker(error)
+    return errors.lost_worker(error)
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code; on an error that `_in_one_sentence` explains with that sentence, printed by
-    one process of the launch, and code 2, or 1 for a `FailedCheck`; on Ctrl-C with 130; on a closed pipe (`| head`)
-    with 141. `main` imports what it needs, so that a missing package is such an error.
+    """Run `main` and exit with its code. If `_in_one_sentence` explains an error, one process of the launch prints the
+    sentence, and the code is 2, or 1 for a `FailedCheck`. The code is 130 on Ctrl-C, 141 on a closed pipe (`| head`).
+    `main` imports what it needs, so that a missing package is such an error.
     """
     open_missing_output()
     if not faulthandler.is_enabled():
@@ -74,8 +64,8 @@ def run_script(main: Callable[[], int]) -> None:
         elif sentence is None:
             raise
         else:
-            code = EXIT_FAILED_CHECK if isinstance(error, FailedCheck) else EXIT_USER_ERROR
-            last_words = f"error: {sentence}" if first_to_say() else ""
+            code = errors.EXIT_FAILED_CHECK if isinstance(error, errors.FailedCheck) else errors.EXIT_USER_ERROR
+            last_words = f"error: {sentence}" if first_to_end() else ""
     if last_words:
         with contextlib.suppress(OSError):  # nobody may read them
             print(last_words, file=sys.stderr, flush=True)

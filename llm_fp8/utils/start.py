@@ -1,5 +1,5 @@
-"""What a script needs before it imports torch: what CUDA's libraries read once from the environment, imports without
-garbage collection, and a clock of the parts of a run's start (`phases_s` in summary.json).
+"""Preparations before the import of torch: variables that CUDA's libraries read once, imports without garbage
+collection, and a clock of the phases of a run's start (`phases_s` in summary.json).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CUDA_DEFAULTS = {
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the block without garbage collections, which walk through all that was imported before: 5 instead of
-    7 s for torch and transformers. They never see it later either.
+    """Import in the block without garbage collections, and exclude the imported objects from later ones: 5 s instead of
+    7 for torch and transformers.
     """
     gc.disable()
     try:

@@ -1,5 +1,4 @@
-"""Import of Transformer Engine, what must be settled before it, and its private names that this project uses; no other
-file knows them. Read in version 2.20.
+"""Import of Transformer Engine, preparations for it, and its private names, which no other file uses. Read in 2.20.
 
 name                                                   noticed by
 module._is_fsdp2                                       tests/distributed/test_wgrad_fusion_gpu.py
@@ -33,7 +32,7 @@ def require_te(why: str) -> Any:
 
 
 def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models, whose amax it would go on reducing."""
+    """Reset Transformer Engine's global state between models: it would go on reducing the old model's amax."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -48,9 +47,9 @@ def prefer_torchs_cudnn() -> None:
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return
-    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    if found is not None and found.submodule_search_locations:
-        folder = next(iter(found.submodule_search_locations))
+    spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if spec is not None and spec.submodule_search_locations:
+        folder = next(iter(spec.submodule_search_locations))
         os.environ["CUDNN_HOME"] = folder
         os.environ.pop("CUDNN_PATH", None)
         for library in sorted(Path(folder, "lib").glob("libcudnn*.so.*")):
@@ -58,7 +57,7 @@ def prefer_torchs_cudnn() -> None:
 
 
 def keep_weight_casts(model: nn.Module, keep: bool) -> None:
-    """Let modules keep fp8 casts of their weights for later passes, or cast anew, as they do for those FSDP2 shards."""
+    """Let modules keep fp8 casts of their weights for later passes, or cast anew, as for weights that FSDP2 shards."""
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # type: ignore[assignment]  # they look for FSDP2 once
@@ -71,13 +70,13 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def would_lose_main_grad(module: Any) -> bool:
-    """Whether it would raise instead of adding to a main gradient: a LayerNormLinear that drops its fp8 casts."""
+    """Return True for a LayerNormLinear that drops its fp8 casts: it raises instead of adding to a main gradient."""
     casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
     return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add to LayerNormMLP's activations one like "swiglu", whose backward pass also casts."""
+    """Add an activation to LayerNormMLP: "swiglu" with a backward pass that also casts."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # A function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).
@@ -95,7 +94,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def put_off_scale_updates() -> Iterator[None]:
-    """Passes inside note the amax of their tensors and update no scale of delayed scaling: `update_scales` does."""
+    """Let passes in the block record their amax but update no scale of delayed scaling; `update_scales` does it."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     update = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"]
@@ -115,7 +114,7 @@ def update_scales() -> None:
 
 
 def attention_backend() -> str | None:
-    """Transformer Engine's last choice of attention kernels; None before its first call."""
+    """Return Transformer Engine's last choice of attention kernels; None before its first call."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     names = {"fused": "fused (cuDNN)", "flash": "flash-attn", "unfused": "unfused"}

@@ -19,19 +19,19 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor itself, or the tensor; `to_local()` of a Parameter is a view in 2.13."""
+    """Return this rank's shard of a DTensor itself, or the tensor; `to_local()` of a Parameter is a view in 2.13."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
-    """A DTensor placed as `tensor`, of which this rank holds `local`."""
+    """Make a DTensor placed as `tensor`; `local` is this rank's shard."""
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of `module` itself that a state dict holds, by name."""
+    """Return the buffers of `module` itself that a state dict holds, by name."""
     buffers = module.named_buffers(recurse=False)
     return ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
 
@@ -55,7 +55,7 @@ def materialize_(
 
 
 def free_memory_(tensor: Tensor) -> None:
-    """Free the memory of `tensor`, or of this rank's shard of it, which stays usable by `give_memory_`."""
+    """Free the memory of `tensor`, or of this rank's shard; `give_memory_` makes it usable again."""
     local_of(tensor).untyped_storage().resize_(0)
 
 
@@ -67,5 +67,5 @@ def give_memory_(tensor: Tensor) -> None:
 
 
 def compile_without_ddp_cuts() -> None:
-    """Let torch.compile not cut graphs at DDP's buckets, which it cannot where a part is recomputed."""
+    """Keep torch.compile from cutting graphs at DDP's buckets: with recomputation it cannot."""
     importlib.import_module("torch._dynamo").config.optimize_ddp = False

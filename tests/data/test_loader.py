@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from llm_fp8.data.collate import Batch, Layout
-from llm_fp8.data.loader import EvalLoader, Share, TrainLoader
-from llm_fp8.data.pack import PackingPlan, pack
-from llm_fp8.data.sequences import MapSequences
+from llm_fp8.data.collate import Batch, Layout, PackingPlan, pack
+from llm_fp8.data.loader import EvalLoader, MapSequences, Share, TrainLoader
 from llm_fp8.data.tokenise import Document
 
 NUM_DOCUMENTS = 45

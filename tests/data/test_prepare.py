@@ -15,11 +15,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.data import sequences
+from llm_fp8.data import loader
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.data.split import is_held_out, problem_key
+from llm_fp8.data.prepare import PreparedData, is_held_out, prepare_data
+from llm_fp8.data.tokenise import problem_key
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
 
@@ -242,7 +242,7 @@ def test_several_datasets(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
 def test_a_mix_resumes_exactly_and_only_as_itself(
     prepare: Any, tmp_path: Path, streaming: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequences, "STREAM_BUFFER_ROWS", 16)
+    monkeypatch.setattr(loader, "STREAM_BUFFER_ROWS", 16)
 
     def fresh(weights: str) -> PreparedData:
         options = [*OF_THE_MIX, "--batch_size=2", f"--dataset_weights={weights}", *streaming]
@@ -263,7 +263,7 @@ def test_a_mix_resumes_exactly_and_only_as_itself(
 def test_a_stream_holds_out_the_same_problems(
     prepare: Any, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequences, "STREAM_BUFFER_ROWS", 64)
+    monkeypatch.setattr(loader, "STREAM_BUFFER_ROWS", 64)
     rows = _repeated_problems(tmp_path / "train.jsonl")
     options = (packing, "--validation_fraction", "0.2", "--batch_size", "4")
     whole, stream = prepare(tmp_path, *options), prepare(tmp_path, *options, "--streaming")
@@ -285,7 +285,7 @@ def test_a_stream_holds_out_the_same_problems(
 def test_a_stream_resumes_where_it_was(
     prepare: Any, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequences, "STREAM_BUFFER_ROWS", 64)
+    monkeypatch.setattr(loader, "STREAM_BUFFER_ROWS", 64)
     rows = _repeated_problems(tmp_path / "train.jsonl")
     options = (packing, "--validation_fraction", "0.1", "--batch_size", "4", "--streaming", "--num_of_samples", "250")
 

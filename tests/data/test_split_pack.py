@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from llm_fp8.data.pack import pack
-from llm_fp8.data.split import held_out_mask, is_held_out, problem_key
+from llm_fp8.data.collate import pack
+from llm_fp8.data.prepare import held_out_mask, is_held_out
+from llm_fp8.data.tokenise import problem_key
 
 
 def test_spelling_does_not_make_another_problem() -> None:

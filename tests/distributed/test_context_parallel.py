@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llm_fp8.data.collate import Batch, Layout
-from llm_fp8.data.pack import pack
+from llm_fp8.data.collate import Batch, Layout, pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
 from llm_fp8.kernels.softmax import IGNORE_INDEX

@@ -22,8 +22,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability import trackers
 from llm_fp8.observability.metrics import throughput_summary
-from llm_fp8.observability.progress import ProgressDisplay
-from llm_fp8.observability.reporter import RunReporter, truncate_metrics
+from llm_fp8.observability.reporter import ProgressDisplay, RunReporter, truncate_metrics
 from llm_fp8.observability.trackers import LABELS, require_trackers, require_wandb_login
 from llm_fp8.utils.errors import UserError
 from tests.support.small import forget_accelerator, records

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from llm_fp8.optim import adamw_update
-from llm_fp8.optim.adamw import MasterAdamW
+from llm_fp8.optim import adamw
+from llm_fp8.optim.adamw import Coefficients, MasterAdamW, update_with_torch_
 from llm_fp8.optim.adamw_master import (
     draw_lower_bits_,
     draw_remainder,
@@ -15,7 +15,6 @@ from llm_fp8.optim.adamw_master import (
     remainder_of,
     split_master,
 )
-from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 
 LOWER_HALVES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
 
@@ -74,7 +73,7 @@ class NumpyAdamW:
 @pytest.mark.parametrize("spread", ["weights of 0.02", "all magnitudes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_with_fp32_moments_it_is_fp32_adamw_bit_for_bit(dtype, spread, monkeypatch):
-    monkeypatch.setattr(adamw_update, "CHUNK_ELEMENTS", 999)
+    monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", 999)
     count = 5000
     generator = torch.Generator().manual_seed(1)
     start = random_masters(count) if spread == "all magnitudes" else 0.02 * torch.randn(count, generator=generator)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim.adamw import Coefficients, update_with_torch_
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, code_tables, encode, rounding_key
 from llm_fp8.optim.adamw_master import split_master
-from llm_fp8.optim.adamw_update import Coefficients, update_with_torch_
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, build_optimizer, clip_and_step, initialize_state
 
 pytestmark = pytest.mark.gpu

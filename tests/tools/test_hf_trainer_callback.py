@@ -32,7 +32,7 @@ from torchao.float8 import Float8LinearConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 import llm_fp8.tools.hf_trainer_callback as callback_module
-from llm_fp8.tools.hf_trainer_callback import CertificateCallback, asked_precision, certify_step
+from llm_fp8.tools.hf_trainer_callback import CertificateCallback, certify_step, requested_precision
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_program
 from tests.support.small import forget_accelerator, tiny_config
@@ -447,14 +447,16 @@ def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, is
     assert certificate["verdict"] == "certified" and certificate["attention"].startswith("sdpa")
 
 
-def test_asked_precision_prefers_the_argument_then_the_launcher(tmp_path):
+def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
-    assert asked_precision(None, {}, arguments) == "bf16" and asked_precision("fp8", BF16_LAUNCH, arguments) == "fp8"
-    assert asked_precision(None, FP8_LAUNCH, arguments) == "fp8"
+    assert requested_precision(None, {}, arguments) == "bf16"
+    assert (
+        requested_precision("fp8", BF16_LAUNCH, arguments) == requested_precision(None, FP8_LAUNCH, arguments) == "fp8"
+    )
     # What is left over of an fp8 launch must not turn a bf16 launch into one: its fp8 kernels are to be found.
-    assert asked_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
+    assert requested_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert asked_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}, plain) == "no"
+    assert requested_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}, plain) == "no"
 
 
 # ---- real processes ----

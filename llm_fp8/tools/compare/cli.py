@@ -20,16 +20,8 @@ from pathlib import Path
 from rich.console import Console
 
 from llm_fp8.config.parser import parse_config, with_underscores
+from llm_fp8.tools.compare import run_record
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison, render_page
-from llm_fp8.tools.compare.run_record import (
-    VARIANT_FIELDS,
-    parse_variants,
-    read_run_folder,
-    read_wandb,
-    variant_words,
-    variants,
-    why_unfinished,
-)
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.tools.programs import run_program, training_command, wide_console
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, positive, reading
@@ -37,9 +29,9 @@ from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))
-"""The outputs of scripts/train_bf16.sh and scripts/train_fp8.sh, which are compared by default."""
+"""Default runs to compare: the outputs of scripts/train_bf16.sh and scripts/train_fp8.sh."""
 
-_SET_HERE = (*VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_name")
+_SET_HERE = (*run_record.VARIANT_FIELDS, "seed", "output_dir", "resume_from", "wandb_run_name")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -49,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     source.add_argument("--train", metavar="OPTIONS", help="train runs with these shared options, in quotes")
     source.add_argument("--runs", type=Path, nargs="+", metavar="FOLDER", help="read output folders of finished runs")
     source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
-    names = ", ".join(variants())
+    names = ", ".join(run_record.variants())
     add("--variants", default="bf16,fp8", help=f"variants to train, of {names} (default: %(default)s)")
     add("--seeds", type=positive, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
     add("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
@@ -75,19 +67,19 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """The runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot take or
-    that this program sets, and for a folder of another comparison.
+    """Plan the runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot
+    take or that this program sets, and for a folder of another comparison.
     """
     with reading("--train", repr(train), "the options"):
         words = [with_underscores(word) for word in shlex.split(train)]
-    given = {word.partition("=")[0].removeprefix("--") for word in words}
-    if taken := given.intersection(_SET_HERE):
-        raise UserError(f"--train: --{min(taken)} is set by --variants, --seeds or --output; leave it out.")
+    names = {word.partition("=")[0].removeprefix("--") for word in words}
+    if reserved := names.intersection(_SET_HERE):
+        raise UserError(f"--train: --{min(reserved)} is set by --variants, --seeds or --output; leave it out.")
     runs = []
     for seed in range(1, num_seeds + 1):
         for variant in variants:
             run_folder = folder / "runs" / f"{variant}-seed{seed}"
-            options = [*variant_words(variant, words), "--seed", str(seed), "--output_dir", str(run_folder)]
+            options = [*run_record.variant_words(variant, words), "--seed", str(seed), "--output_dir", str(run_folder)]
             if parse_config(options, parallel=num_gpus > 1).run.trackers:
                 options += ["--wandb_run_name", run_folder.name]
             runs.append(PlannedRun(variant, seed, run_folder, tuple(options)))
@@ -103,7 +95,7 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
     """Train a run unless it has finished; returns its failure, if any."""
     name = run.folder.name
     summary = run.folder / "summary.json"
-    if summary.is_file() and why_unfinished(read_json(summary)) is None:
+    if summary.is_file() and run_record.why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")
         return None
     again = ["--resume_from", "latest"] if run.folder.exists() else []  # it begins anew without a checkpoint
@@ -124,15 +116,15 @@ def main() -> int:
     folder, num_gpus = options.output, options.num_gpus
     failures: list[Failure] = []
     if options.train is not None:
-        plan = plan_runs(options.train, parse_variants(options.variants), options.seeds, num_gpus, folder)
+        plan = plan_runs(options.train, run_record.parse_variants(options.variants), options.seeds, num_gpus, folder)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets the current run save and stop first
         ended = [(run, _run(run, num_gpus, console)) for run in plan]
         failures = [failure for _, failure in ended if failure]
-        records = [read_run_folder(run.folder, "--train") for run, failure in ended if not failure]
+        records = [run_record.read_run_folder(run.folder, "--train") for run, failure in ended if not failure]
     elif options.wandb:
-        records = [read_wandb(run) for run in options.wandb]
+        records = [run_record.read_wandb(run) for run in options.wandb]
     else:
-        records = [read_run_folder(run) for run in options.runs or PAIR]
+        records = [run_record.read_run_folder(run) for run in options.runs or PAIR]
     if not records:
         console.print("every run failed, so there is nothing to compare")
         return EXIT_FAILED_CHECK

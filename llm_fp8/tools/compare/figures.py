@@ -27,19 +27,19 @@ _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its 95% interval, which are None for a single run."""
+    """An estimate and the ends of its 95% interval; the ends are None for a single run."""
 
     value: float
     low: float | None
     high: float | None
 
     def __format__(self, spec: str) -> str:
-        """The estimate and the ends, each formatted as a number by `spec`."""
+        """Format the estimate and the ends, each as a number by `spec`."""
         return format(self.value, spec) + ("" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})")
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """The mean of one or more independent `values`, with Student's t interval."""
+    """Return the mean of one or more independent `values`, with Student's t interval."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
@@ -49,9 +49,9 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def rate_interval(rates: Sequence[float]) -> Interval:
-    """The geometric mean of `rates`, with the interval of their logarithms, whose ends cannot be negative."""
-    found = t_interval(np.log(rates).tolist())
-    return Interval(*(None if end is None else math.exp(end) for end in (found.value, found.low, found.high)))  # type: ignore[arg-type]
+    """Return the geometric mean of `rates`, with the interval of their logarithms: its ends cannot be negative."""
+    logs = t_interval(np.log(rates).tolist())
+    return Interval(*(None if end is None else math.exp(end) for end in (logs.value, logs.low, logs.high)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class VariantFigures:
 def variant_figures(
     variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
-    """The figures of `runs`, which are all of one variant, relative to the `reference` runs; both in order of seed."""
+    """Compute the figures of `runs`, all of one variant, relative to the `reference` runs; both in order of seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
     compared = pairs if variant != REFERENCE else []
-    asked_the_same = [(own, base) for own, base in compared if len(own.answers) == len(base.answers)]
+    same_problems = [(run, base) for run, base in compared if len(run.answers) == len(base.answers)]
     emulated = any(run.precision.get("emulated") for run in runs)
     rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
-    ratios = [own.tokens_per_s / base.tokens_per_s for own, base in compared if own.tokens_per_s and base.tokens_per_s]
+    ratios = [run.tokens_per_s / base.tokens_per_s for run, base in compared if run.tokens_per_s and base.tokens_per_s]
     reasons = {run.precision.get("fallback_reason") for run in runs}
     return VariantFigures(
         variant=variant,
@@ -113,42 +113,40 @@ def variant_figures(
         seeds=[run.seed for run in runs],
         tokens_per_s=rate_interval(rates) if rates else None,
         speedup=rate_interval(ratios) if ratios and not emulated else None,
-        time_to_reference_loss_s=_mean([own.seconds_to(base.final_eval_loss) for own, base in pairs]),
+        time_to_reference_loss_s=_mean([run.seconds_to(base.final_eval_loss) for run, base in pairs]),
         peak_memory_gib=max((run.peak_memory_gib for run in runs if run.peak_memory_gib is not None), default=None),
         energy_j_per_million_tokens=_mean([run.summary.get("median_energy_j_per_million_tokens") for run in runs]),
         eval_loss={run.seed: run.final_eval_loss for run in runs if run.final_eval_loss is not None},
         loss_gap=_gap(compared, lambda run: run.final_eval_loss),
         exact_match_percent=_mean([run.exact_match_percent for run in runs]),
-        exact_match_gap=_gap(asked_the_same, lambda run: run.exact_match_percent),
+        exact_match_gap=_gap(same_problems, lambda run: run.exact_match_percent),
         certificate=certificate_state([run.summary for run in runs]),
         num_failed=num_failed,
     )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean over runs; None unless every run has a finite number."""
+    """Return the mean over runs; None unless every run has a finite number."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:
-    """How far the figure of runs is above that of the reference runs of their seeds."""
+    """Subtract the reference's figure of the same seed from each run's."""
     by_seed = {}
     for run, base in pairs:
-        own, reference = figure(run), figure(base)
+        value, reference = figure(run), figure(base)
         # A diverged bf16 run is no evidence about the variant.
-        if own is not None and reference is not None and math.isfinite(reference):
-            by_seed[run.seed] = own - reference
+        if value is not None and reference is not None and math.isfinite(reference):
+            by_seed[run.seed] = value - reference
     if not by_seed:
         return None
-    found = t_interval(list(by_seed.values()))
-    return Gap(found.value, found.low, found.high, by_seed)
+    interval = t_interval(list(by_seed.values()))
+    return Gap(interval.value, interval.low, interval.high, by_seed)
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """The state of the certificates of a variant's runs (`llm_fp8.precision.certificate`), those of the steps after
-    fp8 among them; a run may have none.
-    """
+    """Return the worst certificate of a variant's runs, those after --fp8_until ended fp8 included."""
     known = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     known += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((certificate["verdict"] for certificate in known), key=_SEVERITY.index, default="missing")
@@ -168,7 +166,7 @@ _FIELDS = {
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_asked_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
-"""What a difference confounds ("": nothing) -> prefixes of fields; the longest prefix of a field decides."""
+"""Confounded figures ("": none) -> prefixes of fields that must agree; the longest prefix of a field decides."""
 _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in text.split()}
 
 
@@ -183,7 +181,7 @@ class Difference:
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """The facts that should be the same in all runs; the options of precision belong to the variant."""
+    """Return the facts that should be the same in all runs, without the variant's options of precision."""
     last = run.evaluations[-1] if run.evaluations else {}
     return {
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
@@ -196,21 +194,21 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """All differences among `runs`, the most severe first."""
-    found = _differing(runs, _facts)
+    """List all differences among `runs`, the most severe first."""
+    differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         group = [run for run in runs if run.variant == variant]
-        found += _differing(group, _precision_options)
-        found += _differing(group, lambda run: {"precision.effective": run.effective_name})
+        differences += _differing(group, _precision_options)
+        differences += _differing(group, lambda run: {"precision.effective": run.effective_name})
     for seed in sorted({run.seed for run in runs}):  # a seed should give the same sequences, order and weights
         group = [run for run in runs if run.seed == seed]
-        found += _differing(
+        differences += _differing(
             group, lambda run: {"tokens_seen, summed": sum(step.get("tokens_seen", 0) for step in run.steps)}
         )
         losses = [run.steps[0]["loss"] for run in group]
         if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
-            found += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
-    return sorted(found, key=lambda difference: (difference.effect, difference.field))
+            differences += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
+    return sorted(differences, key=lambda difference: (difference.effect, difference.field))
 
 
 def _precision_options(run: RunRecord) -> dict[str, Any]:
@@ -220,7 +218,7 @@ def _precision_options(run: RunRecord) -> dict[str, Any]:
 
 def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[str, Any]]) -> list[Difference]:
     facts = [(run, dict(flattened(facts_of(run)))) for run in runs]
-    found = []
+    differences = []
     for field in sorted({field for _, entries in facts for field in entries}):
         matching = [prefix for prefix in _EFFECTS if field.startswith(prefix)]
         effect = _EFFECTS[max(matching, key=len)] if matching else ""
@@ -234,11 +232,11 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
         concerned = runs_by_value if len(of_reference) > 1 else runs_by_value.keys() - of_reference
         variants = sorted({run.variant for value in concerned for run in runs_by_value[value]})
         labels = {value: [run.label for run in runs] for value, runs in runs_by_value.items()}
-        found.append(Difference(field, effect, labels, variants))
-    return found
+        differences.append(Difference(field, effect, labels, variants))
+    return differences
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:
-    """The fields with this effect that concern `variant`."""
-    found = [each.field for each in differences if each.effect == effect and variant in each.variants]
-    return list(dict.fromkeys(found))
+    """List the fields with this effect that concern `variant`."""
+    fields = [each.field for each in differences if each.effect == effect and variant in each.variants]
+    return list(dict.fromkeys(fields))

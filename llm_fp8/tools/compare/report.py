@@ -1,6 +1,4 @@
-"""A comparison as one value for JSON, as a table on the terminal, and as one HTML page with tables and SVG charts. The
-page loads no other file and runs no script.
-"""
+"""A comparison as JSON, as a table on the terminal, and as one HTML page, which loads no other file and no script."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def compare(
     reference = by_variant.get(REFERENCE, [])
     figures = [variant_figures(name, by_variant.get(name, []), reference, num_failed[name]) for name in variants]
     baseline = figures[0] if figures[0].variant == REFERENCE else None
-    verdicts = {own.variant: judge(own, baseline, differences, quality_margin) for own in figures}
+    verdicts = {each.variant: judge(each, baseline, differences, quality_margin) for each in figures}
     if baseline and len(figures) == 1:
         seeds = ", ".join(map(str, baseline.seeds))
         alone = f"Every run is in {baseline.name}, so there is nothing to compare: add runs in fp8 of seeds {seeds}."
@@ -94,28 +92,28 @@ def _text(value: Interval | float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def figure_rows(own: VariantFigures) -> dict[str, str]:
-    """Title with unit -> text, for the figures of a variant."""
-    certificate, time_s = own.certificate, own.time_to_reference_loss_s
+def figure_rows(figures: VariantFigures) -> dict[str, str]:
+    """Return the figures of a variant: title with unit -> text."""
+    certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
-        "ran as": " and ".join(own.effective) if set(own.effective) - {own.name} else "-",
-        "runs": f"{len(own.seeds)}" + (f", {own.num_failed} failed" if own.num_failed else ""),
-        "tokens/s": _text(own.tokens_per_s, ",.0f"),
-        "speed-up over bf16": _text(own.speedup, ".3f"),
-        "peak memory, GiB": _text(own.peak_memory_gib, ".1f"),
-        "energy, J per million tokens": _text(own.energy_j_per_million_tokens, ",.0f"),
-        "time to bf16's final loss, s": "not reached" if own.loss_gap and time_s is None else _text(time_s, ",.1f"),
-        "eval loss, nats/token": _text(fmean(own.eval_loss.values()) if own.eval_loss else None, ".4f"),
-        "gap to bf16, nats/token": _text(own.loss_gap, "+.4f"),
-        "exact match, %": _text(own.exact_match_percent, ".1f"),
-        "exact match above bf16's, points": _text(own.exact_match_gap, "+.1f"),
+        "ran as": " and ".join(figures.effective) if set(figures.effective) - {figures.name} else "-",
+        "runs": f"{len(figures.seeds)}" + (f", {figures.num_failed} failed" if figures.num_failed else ""),
+        "tokens/s": _text(figures.tokens_per_s, ",.0f"),
+        "speed-up over bf16": _text(figures.speedup, ".3f"),
+        "peak memory, GiB": _text(figures.peak_memory_gib, ".1f"),
+        "energy, J per million tokens": _text(figures.energy_j_per_million_tokens, ",.0f"),
+        "time to bf16's final loss, s": "not reached" if figures.loss_gap and time_s is None else _text(time_s, ",.1f"),
+        "eval loss, nats/token": _text(fmean(figures.eval_loss.values()) if figures.eval_loss else None, ".4f"),
+        "gap to bf16, nats/token": _text(figures.loss_gap, "+.4f"),
+        "exact match, %": _text(figures.exact_match_percent, ".1f"),
+        "exact match above bf16's, points": _text(figures.exact_match_gap, "+.1f"),
         "certificate": ": ".join([certificate.state, *filter(None, ["; ".join(certificate.reasons)])]),
     }
 
 
 def figure_table(comparison: Comparison) -> dict[str, list[str]]:
-    """Title with unit -> the texts of the variants, for the figures that at least one of them has."""
-    columns = [figure_rows(own) for own in comparison.variants]
+    """Return the figures that at least one variant has: title with unit -> the variants' texts."""
+    columns = [figure_rows(figures) for figures in comparison.variants]
     rows = {title: [column[title] for column in columns] for title in columns[0]}
     return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}
 
@@ -125,7 +123,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts.values():
         if verdict.sentences:
             console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}")
-    table = Table("", *(own.name for own in comparison.variants))
+    table = Table("", *(figures.name for figures in comparison.variants))
     for title, texts in figure_table(comparison).items():
         table.add_row(title, *texts)
     console.print(table)
@@ -137,19 +135,19 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def leading_variant(comparison: Comparison) -> str:
-    """The variant whose verdict the page leads with: the fastest to use, else the fastest of all."""
-    others = [own for own in comparison.variants if own.variant != REFERENCE] or comparison.variants
-    speeds = {own.variant: own.speedup.value if own.speedup else 0.0 for own in others}
+    """Return the variant for the top of the page: the fastest with the verdict to use it, else the fastest of all."""
+    others = [figures for figures in comparison.variants if figures.variant != REFERENCE] or comparison.variants
+    speeds = {figures.variant: figures.speedup.value if figures.speedup else 0.0 for figures in others}
     return max(speeds, key=lambda name: (comparison.verdicts[name].conclusion == "use it", speeds[name]))
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
-    """A chart of the losses above bf16's of the same seed and step, with a line per run; None with fewer than two
-    steps. With fewer than three evaluations it shows the training loss, as a trailing mean.
+    """Chart the losses above bf16's of the same seed and step, with a line per run; None with fewer than two steps.
+    With fewer than three evaluations the chart shows the training loss, as a trailing mean.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}
-    styles = {own.variant: number for number, own in enumerate(comparison.variants)}
+    styles = {figures.variant: number for number, figures in enumerate(comparison.variants)}
     lines = []
     for curve in comparison.curves:
         base = reference.get(curve["seed"], {})
@@ -168,7 +166,7 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def without_folders(text: Any) -> Any:
-    """`text` with absolute paths cut to their last part, since the page may be sent to others."""
+    """Cut absolute paths in `text` to their last part, since the page may be sent to others."""
     return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text) if type(text) is str else text
 
 

@@ -22,7 +22,7 @@ VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the optio
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Name of a variant -> its options. 'fp8' is another name for the default recipe; 'no' is fp32."""
+    """Map names of variants to options. 'fp8' is another name for the default recipe; 'no' is fp32."""
     words = ("--mixed_precision", "fp8", "--fp8_backend")
     recipes = {name: (*words, recipe.backend, "--fp8_scenario", name) for name, recipe in RECIPES.items()}
     plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
@@ -30,7 +30,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def parse_variants(text: str) -> list[str]:
-    """The variants in a comma-separated list, the reference first. Raises `UserError` for unknown or repeated ones."""
+    """Parse a comma-separated list of variants; return the reference first. Raises `UserError` for a bad list."""
     names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
     if len(set(names) & variants().keys()) < len(names):
         known = ", ".join(variants())
@@ -39,16 +39,16 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_words(variant: str, words: list[str]) -> list[str]:
-    """Training options for `variant`: `words` without the fp8 options that it does not take, and its precision."""
+    """Return training options: `words` without the fp8 options that `variant` does not take, and its precision."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
             parser.add_argument(f"--{option.name}", nargs="?", const=True, default=argparse.SUPPRESS)
-    given, kept = parser.parse_known_args(words)
-    for name, value in vars(given).items():
+    fp8_options, others = parser.parse_known_args(words)
+    for name, value in vars(fp8_options).items():
         if variant in RECIPES and (name not in RECIPE_OPTIONS or name in RECIPES[variant].options):
-            kept += [f"--{name}"] if value is True else [f"--{name}", value]
-    return [*kept, *variants()[variant]]
+            others += [f"--{name}"] if value is True else [f"--{name}", value]
+    return [*others, *variants()[variant]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class RunRecord:
 
     @property
     def precision(self) -> dict[str, Any]:
-        """The precision that was asked for and the one that ran."""
+        """The requested precision and the one that ran."""
         return self.stored["precision"]
 
     @property
     def variant(self) -> str:
-        """The requested variant, which differs from the effective one after a fallback."""
+        """Requested variant; after a fallback the effective one differs."""
         requested = self.precision["requested"]
         if requested != "fp8":
             return str(requested)
@@ -92,7 +92,7 @@ class RunRecord:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median over steps."""
+        """Median over steps."""
         return self.summary.get("median_tokens_per_s")
 
     @property
@@ -106,7 +106,7 @@ class RunRecord:
         return next((entry["eval_loss"] for entry in self.evaluations[::-1] if entry["step"] == last), None)
 
     def seconds_to(self, eval_loss: float | None) -> float | None:
-        """Seconds of training until the eval loss was first at or below `eval_loss`; None if it never was."""
+        """Sum the seconds of training until the eval loss was first at or below `eval_loss`; None if it never was."""
         target = -math.inf if eval_loss is None else eval_loss
         reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= target), None)
         if reached is None:
@@ -121,7 +121,7 @@ class RunRecord:
 
 
 def why_unfinished(summary: dict[str, Any]) -> str | None:
-    """Why a run with this summary.json did not finish; None if it did."""
+    """Return the reason why a run with this summary.json did not finish; None if it did."""
     if "stopped_by" in summary:
         return f"it was stopped by {summary['stopped_by']} after step {summary.get('steps')}"
     return f"it failed: {summary['failed']}" if "failed" in summary else None
@@ -134,7 +134,7 @@ def _record(
     summary: dict[str, Any],
     answers: Sequence[bool] = (),
 ) -> RunRecord:
-    """A run from the contents of its files. Raises `UserError` if it did not finish."""
+    """Make the record of a run from the contents of its files. Raises `UserError` if it did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
@@ -146,7 +146,7 @@ def _record(
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
-    """The record of the finished run in `folder`. Raises `UserError` if there is none."""
+    """Read the record of the finished run in `folder`. Raises `UserError` if there is none."""
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
         run = read_json(folder / "run.json", flag)
         summary = read_json(folder / "summary.json", flag)
@@ -156,7 +156,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """The record of the finished run ENTITY/PROJECT/RUNID on W&B's server. Raises `UserError` if there is none.
+    """Read the record of the finished run ENTITY/PROJECT/RUNID on W&B's server. Raises `UserError` if there is none.
     `api`: a `wandb.Api`, by default with this machine's login.
     """
     import wandb

@@ -34,45 +34,46 @@ class Verdict:
     conclusion: str  # a key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"
     sentences: list[str]  # the finding, exact match, what to do; a single one where nothing can be compared
     quality: str = "not shown"
-    """The quality, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
+    """Quality, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
 
 
 def judge(
-    own: VariantFigures,
+    figures: VariantFigures,
     reference: VariantFigures | None,
     differences: Sequence[Difference],
     margin: float = QUALITY_MARGIN,
 ) -> Verdict:
-    """The verdict on a variant relative to the baseline `reference` (None if the baseline has no finished run)."""
-    if not own.seeds:
-        return Verdict("failed", [f"{own.name}: no run finished, so there is nothing to compare."])
-    name = own.name
-    state = own.certificate.state
-    reasons = "; ".join(own.certificate.reasons)
-    if own.num_failed:
-        name += f" ({own.num_failed} of {own.num_failed + len(own.seeds)} runs failed)"
-    if reference is not None and own.variant == reference.variant:
+    """Judge a variant relative to the baseline `reference` (None if the baseline has no finished run)."""
+    if not figures.seeds:
+        return Verdict("failed", [f"{figures.name}: no run finished, so there is nothing to compare."])
+    name = figures.name
+    state = figures.certificate.state
+    reasons = "; ".join(figures.certificate.reasons)
+    if figures.num_failed:
+        name += f" ({figures.num_failed} of {figures.num_failed + len(figures.seeds)} runs failed)"
+    if reference is not None and figures.variant == reference.variant:
         failed = [f"{name} is the baseline, and its certificate failed ({reasons})."] if state == "failed" else []
         return Verdict("reference", failed, "baseline")
     if reference is None or not reference.seeds:
         return Verdict("no reference", [f"{name} has no finished bf16 run to be compared with: train one, same seeds."])
-    if own.fallback_reasons:
-        why = "; ".join(own.fallback_reasons)
-        return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {' and '.join(own.effective)}."])
+    if figures.fallback_reasons:
+        why, ran = "; ".join(figures.fallback_reasons), " and ".join(figures.effective)
+        return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {ran}."])
     if reference.certificate.state == "failed":
         return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
-    confounded = concerning(differences, own.variant, "both")
+    confounded = concerning(differences, figures.variant, "both")
     if confounded:
         return Verdict("not comparable", [f"{name} is not comparable: the runs differ in {listed(confounded)}."])
-    is_fp8 = any(ran.startswith("fp8") for ran in own.effective)
-    speed_confounded = concerning(differences, own.variant, "speed")
-    quality_confounded = concerning(differences, own.variant, "quality")
-    quality = _quality(own, bool(quality_confounded), margin)
-    conclusion = _conclude(own, quality, bool(speed_confounded), bool(quality_confounded))
+    is_fp8 = any(ran.startswith("fp8") for ran in figures.effective)
+    speed_confounded = concerning(differences, figures.variant, "speed")
+    quality_confounded = concerning(differences, figures.variant, "quality")
+    quality = _quality(figures, bool(quality_confounded), margin)
+    conclusion = _conclude(figures, quality, bool(speed_confounded), bool(quality_confounded))
     if conclusion in ("slightly worse", "use it") and is_fp8 and state != "certified":
         conclusion = "not certified"
-    sentences = [f"{name} {_speed_words(own, reference, speed_confounded)} and {_loss_words(own, quality_confounded)}."]
-    if (match := own.exact_match_gap) and not quality_confounded:
+    speed, loss = _speed_words(figures, reference, speed_confounded), _loss_words(figures, quality_confounded)
+    sentences = [f"{name} {speed} and {loss}."]
+    if (match := figures.exact_match_gap) and not quality_confounded:
         sentences.append(f"Exact match differs by {match.value:+.1f} points, {_scatter(match, 0)}.")
     advice = _ADVICE[conclusion].format(margin=margin)
     if state == "failed" or (state != "certified" and is_fp8):
@@ -80,8 +81,8 @@ def judge(
     return Verdict(conclusion, [*sentences, f"{advice[0].upper()}{advice[1:]}."], quality)
 
 
-def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
-    gap, match = own.loss_gap, own.exact_match_gap
+def _quality(figures: VariantFigures, confounded: bool, margin: float) -> str:
+    gap, match = figures.loss_gap, figures.exact_match_gap
     if confounded:
         return "not shown"
     if (match and match.high is not None and match.high < 0) or (gap and not math.isfinite(gap.value)):
@@ -92,16 +93,16 @@ def _quality(own: VariantFigures, confounded: bool, margin: float) -> str:
         return "worse"
     # Finished runs are a biased sample, since a run may have failed because its loss diverged.
     never_matches = match is not None and max(match.by_seed.values()) < 0
-    if own.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or never_matches:
+    if figures.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or never_matches:
         return "not shown"
     return "slightly worse" if min(gap.by_seed.values()) > 0 else "as good"
 
 
-def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality_confounded: bool) -> str:
-    """The most severe conclusion that applies."""
-    if own.certificate.state == "failed":
+def _conclude(figures: VariantFigures, quality: str, speed_confounded: bool, quality_confounded: bool) -> str:
+    """Return the most severe conclusion that applies."""
+    if figures.certificate.state == "failed":
         return "not certified"
-    gap, speedup = own.loss_gap, own.speedup
+    gap, speedup = figures.loss_gap, figures.speedup
     if quality == "worse":
         return "worse"
     if speed_confounded or speedup is None:
@@ -117,21 +118,21 @@ def _conclude(own: VariantFigures, quality: str, speed_confounded: bool, quality
     return "use it" if quality == "as good" else quality
 
 
-def _speed_words(own: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
-    if own.emulated:
+def _speed_words(figures: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
+    if figures.emulated:
         return "was EMULATED in higher precision, so that its speed says nothing,"
     if confounded:
         return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
-    if own.speedup is None:
+    if figures.speedup is None:
         return "has no measured speed"
-    unsure = _scatter(own.speedup, 1) == WITHIN
-    return f"trained {own.speedup.value:.2f} times as fast as {reference.name}{f' ({WITHIN})' if unsure else ''}"
+    unsure = _scatter(figures.speedup, 1) == WITHIN
+    return f"trained {figures.speedup.value:.2f} times as fast as {reference.name}{f' ({WITHIN})' if unsure else ''}"
 
 
-def _loss_words(own: VariantFigures, confounded: Sequence[str]) -> str:
+def _loss_words(figures: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded:
         return f"cannot be compared in quality (the runs differ in {listed(confounded)})"
-    gap = own.loss_gap
+    gap = figures.loss_gap
     if gap is None:
         return "has no eval loss to compare with bf16's of the same seed"
     if not math.isfinite(gap.value):
@@ -140,7 +141,7 @@ def _loss_words(own: VariantFigures, confounded: Sequence[str]) -> str:
     return f"ended {abs(gap.value):.4f} nats/token {direction} in eval loss, {_scatter(gap, 0)}"
 
 
-def _scatter(found: Interval, neutral: float) -> str:
-    if found.low is None or found.high is None:
+def _scatter(gap: Interval, neutral: float) -> str:
+    if gap.low is None or gap.high is None:
         return "in one seed"
-    return WITHIN if found.low <= neutral <= found.high else "more than the seeds' spread"
+    return WITHIN if gap.low <= neutral <= gap.high else "more than the seeds' spread"

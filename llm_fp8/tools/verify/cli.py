@@ -20,11 +20,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from llm_fp8.tools.programs import wide_console
-from llm_fp8.tools.verify.environment_rules import check_variables, is_left_over
-from llm_fp8.tools.verify.gpu import check_gpu, check_rates
-from llm_fp8.tools.verify.result import Check, Result, Setup
+from llm_fp8.tools.verify import checks
+from llm_fp8.tools.verify.checks import Check, Result, Setup
 from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
-from llm_fp8.tools.verify.versions import check_packages
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
@@ -33,12 +31,11 @@ from llm_fp8.utils.start import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 
-
 CHECKS = (  # in the order of execution
-    Check("packages", check_packages),
-    Check("gpu", check_gpu),
-    Check("variables", check_variables),
-    Check("rates", check_rates, needs_gpus=1, quick=False),
+    Check("packages", checks.check_packages),
+    Check("gpu", checks.check_gpu),
+    Check("variables", checks.check_variables),
+    Check("rates", checks.check_rates, needs_gpus=1, quick=False),
     Check("steps", check_steps),
     Check("torchao_steps", check_torchao_steps, quick=False),
     Check("several_gpus", check_several_gpus, needs_gpus=2, quick=False),
@@ -91,7 +88,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         return EXIT_FAILED_CHECK if any(result.failures for result in results) else 0
     options = parse(argv, description)
     environ = dict(os.environ)
-    for name in filter(is_left_over, environ):
+    for name in filter(checks.is_left_over, environ):
         del os.environ[name]  # or the runs would behave as processes of a launch
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
@@ -106,9 +103,9 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
     if options.output is not None:
         from llm_fp8.observability.provenance import collect_provenance
 
-        checks = [{"status": result.status, **asdict(result)} for result in results]
-        found = {"exit_code": code, "options": vars(options), "checks": checks}
-        write_json_atomic(options.output, found | {"provenance": collect_provenance(sys.argv)})
+        rows = [{"status": result.status, **asdict(result)} for result in results]
+        report = {"exit_code": code, "options": vars(options), "checks": rows}
+        write_json_atomic(options.output, report | {"provenance": collect_provenance(sys.argv)})
     print_table(results, wide_console())
     return code
 

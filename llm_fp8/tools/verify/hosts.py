@@ -26,12 +26,12 @@ import torch.distributed as dist
 from llm_fp8.config.parser import parse_config, parse_launch
 from llm_fp8.distributed.process_group import decided_by_main, gathered, own_device, start_process_group
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.verify.result import Result
+from llm_fp8.tools.verify.checks import Result
 from llm_fp8.train.loop import RunResults
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, listed, reading
 from llm_fp8.utils.packages import VERIFY
-from llm_fp8.utils.ranks import LaunchRanks, first_to_say
+from llm_fp8.utils.ranks import LaunchRanks, first_to_end
 
 LIMIT_S = 120.0  # of a check
 STEP = shlex.split(
@@ -45,7 +45,7 @@ NETWORK = (
 
 
 def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
-    """The results, up to the first failed one, of the checks for a run with the options `argv`. Collective."""
+    """Run the checks for a run with the options `argv` up to the first failed one; return the results. Collective."""
     output_dir = Path(parse_launch(list(argv), os.environ, parallel=True)[0].run.output_dir or "runs")
     checks = {
         "versions": lambda: check_versions(ranks),
@@ -80,9 +80,9 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 
 
 def _end(name: str, why: str) -> NoReturn:
-    """End this process, whose collectives may hang; the first rank of the launch to end says why."""
+    """End this process, since its collectives may hang; the first rank of the launch to end prints why."""
     try:
-        if first_to_say():
+        if first_to_end():
             print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
     finally:
         os._exit(EXIT_FAILED_CHECK)
@@ -91,21 +91,21 @@ def _end(name: str, why: str) -> NoReturn:
 def check_versions(ranks: LaunchRanks) -> Result:
     """Join the other processes, and compare packages, code, GPUs and drivers of the hosts."""
     start_process_group(ranks)
-    found = collect_provenance(sys.argv)
-    gpus = Counter(gpu["name"] for gpu in found["gpus"])
-    own = found["packages"] | {name: found[name] for name in ("python", "cuda", "cudnn", "driver")}
-    own["commit"] = (found["git"] or {}).get("commit")
-    own["GPUs"] = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or "none"
-    result = Result(f"torch {own['torch']}, GPUs {own['GPUs']}, driver {own['driver']}")
-    ranks_found = gathered((platform.node(), own))
-    for name in own:
-        places: dict[str | None, dict[str, None]] = {}
-        for host, versions in ranks_found:
-            places.setdefault(versions.get(name), {})[host] = None
-        if len(places) > 1:
+    provenance = collect_provenance(sys.argv)
+    gpus = Counter(gpu["name"] for gpu in provenance["gpus"])
+    versions = provenance["packages"] | {name: provenance[name] for name in ("python", "cuda", "cudnn", "driver")}
+    versions["commit"] = (provenance["git"] or {}).get("commit")
+    versions["GPUs"] = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or "none"
+    result = Result(f"torch {versions['torch']}, GPUs {versions['GPUs']}, driver {versions['driver']}")
+    by_rank = gathered((platform.node(), versions))
+    for name in versions:
+        hosts_of: dict[str | None, dict[str, None]] = {}
+        for host, versions_there in by_rank:
+            hosts_of.setdefault(versions_there.get(name), {})[host] = None
+        if len(hosts_of) > 1:
             report = result.warn if name == "driver" else result.fail
-            told = "; ".join(f"{version} on {listed(hosts)}" for version, hosts in places.items())
-            report(f"{name}: {told}", "share one clone, with its .venv, between the hosts")
+            difference = "; ".join(f"{version} on {listed(hosts)}" for version, hosts in hosts_of.items())
+            report(f"{name}: {difference}", "share one clone, with its .venv, between the hosts")
     if not gpus:
         result.warn("torch finds no GPU", f"{VERIFY}   # on a host, without a launcher")
     return result
@@ -138,8 +138,8 @@ def check_step(output_dir: Path) -> Result:
             output_dir.mkdir(parents=True, exist_ok=True)
 
         def make_folder() -> str:
-            made = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
-            return os.path.basename(stack.enter_context(made))
+            folder = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
+            return os.path.basename(stack.enter_context(folder))
 
         folder = output_dir / decided_by_main(make_folder)  # by each rank's own path
         with contextlib.suppress(OSError):
@@ -153,10 +153,10 @@ def check_step(output_dir: Path) -> Result:
             sentence = f"--output_dir {output_dir} on {listed(apart)} is not the folder that {hosts[0]} writes to"
             result.fail(sentence, "give an --output_dir on a file system that all hosts share and may write")
             return result
-        found = RunResults()
+        results = RunResults()
         with contextlib.redirect_stdout(io.StringIO()):
-            run_training(parse_config([*STEP, f"--output_dir={folder}/run"], parallel=True), found)
-        losses = gathered(found.last_loss)
+            run_training(parse_config([*STEP, f"--output_dir={folder}/run"], parallel=True), results)
+        losses = gathered(results.last_loss)
         if len(set(losses)) > 1:
             result.fail(f"the loss of a step differs between ranks: {losses}", NETWORK)
         result.summary = f"fsdp_full over {len(hosts)} ranks: loss {losses[0]:.3f}, saved in {output_dir}"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_names
 from llm_fp8.tools.programs import Ended, run_program, training_command
-from llm_fp8.tools.verify.result import Result, Setup
+from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
@@ -42,8 +42,8 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """A model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and the
-    tokenizer's vocabulary. Raises `UserError` for a missing model.
+    """Make a model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and
+    the tokenizer's vocabulary. Raises `UserError` for a missing model.
     """
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
@@ -66,7 +66,7 @@ def cut_model(setup: Setup) -> Path:
 
 
 def fp8_words(backend: Backend, name: str) -> list[str]:
-    """The options that train in an fp8 recipe without a fallback."""
+    """Return the options that train in an fp8 recipe without a fallback."""
     strict = ["--fp8_strict"] if backend == "te" else []  # torchao's recipes have no fallback
     return ["--mixed_precision", "fp8", "--fp8_backend", backend, "--fp8_scenario", name, *strict]
 
@@ -106,7 +106,7 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         result.fail(f"{name}: the loss does not fall ({losses})", again)
     elif baseline is not None and baseline.losses:
-        difference = max(abs(own / base - 1) for own, base in zip(losses, baseline.losses, strict=True))
+        difference = max(abs(loss / base - 1) for loss, base in zip(losses, baseline.losses, strict=True))
         if difference > MAX_LOSS_DIFFERENCE:
             result.fail(f"{name}: the losses {losses} differ from bf16's {baseline.losses} by {difference:.1%}", again)
     ran = f", {verdict}, {certificate['num_fp8_gemm_kernels']} fp8 GEMM kernels" if certificate else ""

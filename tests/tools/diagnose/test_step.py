@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability import step_profile
+from llm_fp8.observability import kernel_trace
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.diagnose import cli, step
 from llm_fp8.utils.errors import UserError
@@ -33,7 +33,7 @@ def diagnosed(tiny_model, rows, monkeypatch):
         taken = recorded((GEMM, 0, 600), (ATTENTION, 600, 800), ("_update_kernel", 900, 1000))
         taken.export_chrome_trace = lambda path: Path(path).write_text("{}")
         counts = iter(range(GIB, 2 * GIB, 2**20))
-        monkeypatch.setattr(step_profile, "record_kernels", lambda: contextlib.nullcontext(taken))
+        monkeypatch.setattr(kernel_trace, "record_kernels", lambda: contextlib.nullcontext(taken))
         monkeypatch.setattr(step, "held_gib", lambda tensors: len([t for t in tensors if t is not None]) / 1024)
         for name in ("synchronize", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)

@@ -13,10 +13,9 @@ import torch
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.tools.programs import Ended
-from llm_fp8.tools.verify import cli, gpu, runs, versions
+from llm_fp8.tools.verify import checks, cli, runs
+from llm_fp8.tools.verify.checks import Check, Result, Setup, judge_variables
 from llm_fp8.tools.verify.cli import CHECKS, main, run_check
-from llm_fp8.tools.verify.environment_rules import judge
-from llm_fp8.tools.verify.result import Check, Result, Setup
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
@@ -32,7 +31,7 @@ def setup(tmp_path) -> Setup:
 
 # --- packages ---------------------------------------------------------------------------------------------------------
 
-PINS = versions.pins_of(
+PINS = checks.pins_of(
     "torch>=2.11.0,<=2.13.0  # why\n--extra-index-url x\nnumpy==2.4.6\nold==1 ; python_version < '3'\nwandb==0.31.0\n"
     "transformer-engine==2.20.2"
 )
@@ -54,17 +53,17 @@ FOUND = {"torch": "2.13.0+cu130", "numpy": "2.4.6", "transformer-engine": "2.20.
 )
 def test_packages(changes, errors, status, fix):
     found = {name: version for name, version in (FOUND | changes).items() if version is not None}
-    result = versions.judge(PINS, found, errors)
+    result = checks.judge_packages(PINS, found, errors)
     assert result.status == status
     assert fix is None or fix in result.fixes[0]
 
 
 def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_accepts():
     recorded = json.loads((REPOSITORY / "benchmarks/results/gpu_tests.json").read_text())["provenance"]["packages"]
-    for_gpus, for_cpus = ({pin.name: pin.specifier for pin in versions.read_pins(gpu)} for gpu in (True, False))
+    for_gpus, for_cpus = ({pin.name: pin.specifier for pin in checks.read_pins(gpu)} for gpu in (True, False))
     there = {name: f"=={version}" for name, version in recorded.items() if version is not None}
     assert {name: str(for_gpus[name]) for name in there} == there
-    assert not for_cpus.keys() & {versions.TE, "torchao"}
+    assert not for_cpus.keys() & {checks.TE, "torchao"}
     for name, specifier in for_cpus.items():
         (pinned,) = for_gpus[name]
         assert pinned.operator == "==" and specifier.contains(pinned.version), name
@@ -90,7 +89,7 @@ def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_acc
     ],
 )
 def test_variables(environ, expected):
-    assert [(found.name, found.level) for found in judge(environ)] == expected
+    assert [(rule.name, rule.level) for rule in judge_variables(environ)] == expected
 
 
 # --- the GPU ----------------------------------------------------------------------------------------------------------
@@ -108,15 +107,15 @@ def test_variables(environ, expected):
 def test_a_gpu_that_torch_cannot_use(listed, environ, status, setup, monkeypatch):
     monkeypatch.setattr("llm_fp8.observability.provenance.output_of", lambda *command: listed)
     setup.environ = environ
-    result = gpu.check_gpu(setup)
+    result = checks.check_gpu(setup)
     assert result.status == status
     assert not environ or result.fixes == ["unset CUDA_VISIBLE_DEVICES"]
 
 
 def test_rates():
-    assert gpu.judge_tflops({"bf16": 650.0, "fp8": 1250.0}, "NVIDIA H200").status == "passed"
-    assert gpu.judge_tflops({"bf16": 650.0, "fp8": 900.0}, "NVIDIA H200").status == "warning"
-    assert gpu.judge_tflops({"bf16": 10.0}, "NVIDIA T4").status == "passed"
+    assert checks.judge_tflops({"bf16": 650.0, "fp8": 1250.0}, "NVIDIA H200").status == "passed"
+    assert checks.judge_tflops({"bf16": 650.0, "fp8": 900.0}, "NVIDIA H200").status == "warning"
+    assert checks.judge_tflops({"bf16": 10.0}, "NVIDIA T4").status == "passed"
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

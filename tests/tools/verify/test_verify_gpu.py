@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llm_fp8.observability.metrics import peak_tflops
-from llm_fp8.tools.verify.gpu import measure_tflops
+from llm_fp8.tools.verify.checks import measure_tflops
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,302 @@
+"""A check (`Check`), its input (`Setup`) and its result (`Result`); the checks of packages, variables and GPUs.
+
+The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
+run. They were read in the sources of torch 2.13, accelerate 1.15 and the Python part of Transformer Engine 2.20;
+docs/multi_gpu.md explains these variables and useful ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from llm_fp8.utils.packages import SHIPPED, package_version
+
+if TYPE_CHECKING:
+    import torch
+
+REQUIREMENTS = ("requirements.txt", "requirements-deepspeed.txt")
+GPU_REQUIREMENTS = "requirements-gpu.txt"
+"""The versions of all GPU tests."""
+OPTIONAL = ("flash-attn", "torchao", "peft", "deepspeed", "wandb", "wandb-workspaces", "nvidia-ml-py")
+"""Packages that only an option, the dashboard or the energy figures need."""
+TE = "transformer-engine"
+TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
+IMPORTED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", TE, *OPTIONAL[:5])
+"""Packages that are imported if installed; Transformer Engine only on a machine with a GPU."""
+_PIP = f"{sys.executable} -m pip"
+
+GEMM_SIZE = 8192
+NUM_GEMMS = 100
+KNOWN_TFLOPS = {
+    "NVIDIA H100 80GB HBM3": {"bf16": 680.1, "fp8": 1281.5},
+    "NVIDIA H200": {"bf16": 687.3, "fp8": 1309.8},
+}
+"""Name of a GPU -> the recorded result of `measure_tflops`; other GPUs are not judged."""
+LEAST_SHARE = 0.85
+
+
+@dataclass
+class Result:
+    """The result of one check; `fail` and `warn` add findings."""
+
+    summary: str = ""
+    details: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # the evidence, as plain JSON values
+    skipped: bool = False
+    failures: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    fixes: list[str] = field(default_factory=list)  # commands for a shell in the repository
+    name: str = ""
+    wall_s: float = 0.0
+
+    def fail(self, sentence: str, fix: str) -> None:
+        self.failures.append(sentence)
+        self.fixes.append(fix)
+
+    def warn(self, sentence: str, fix: str) -> None:
+        self.warnings.append(sentence)
+        self.fixes.append(fix)
+
+    @property
+    def status(self) -> str:
+        ok = "skipped" if self.skipped else "passed"
+        return "failed" if self.failures else "warning" if self.warnings else ok
+
+
+@dataclass
+class Setup:
+    """The input of all checks: the user's shape and the environment at the start."""
+
+    model_name: str
+    max_seq_length: int
+    batch_size: int
+    environ: dict[str, str]  # the environment before the program removed any variable
+    scratch: Path  # an empty folder for files of the checks
+
+    @functools.cached_property
+    def num_gpus(self) -> int:
+        """Number of GPUs that torch can use; 0 if torch does not load, which `check_packages` reports."""
+        try:
+            import torch
+        except (ImportError, OSError):
+            return 0
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+class Check(NamedTuple):
+    """A row of the table of checks; --quick runs it if `quick`."""
+
+    name: str
+    function: Callable[[Setup], Result]
+    needs_gpus: int = 0
+    quick: bool = True
+
+
+def pins_of(text: str) -> list[Requirement]:
+    """Parse the requirements in a file's text whose markers hold here, with normalised names."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    pins = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    for pin in pins:
+        pin.name = canonicalize_name(pin.name)
+    return [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+
+
+def read_pins(has_gpu: bool) -> list[Requirement]:
+    """Return the pins for this machine; pins for GPUs replace others."""
+    files = (*REQUIREMENTS, GPU_REQUIREMENTS) if has_gpu else REQUIREMENTS
+    return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
+
+
+def judge_packages(pins: list[Requirement], installed: dict[str, str], errors: dict[str, str]) -> Result:
+    """Fail for a missing or broken package that every run needs. Warn of another version, and of a broken package that
+    only an option needs. `installed`: package -> its version. `errors`: package -> why it does not load.
+    """
+    result = Result()
+    for pin in pins:
+        version = installed.get(pin.name)
+        # Transformer Engine must build against the installed torch; other packages accept the flag.
+        fix = f"{_PIP} install --no-build-isolation '{str(pin).partition(';')[0]}'"
+        if version is None and pin.name not in OPTIONAL:
+            result.fail(f"{pin.name} is not installed", fix)
+        elif version is None:
+            result.details.append(f"{pin.name} is not installed")
+        elif not pin.specifier.contains(version, prereleases=True):
+            result.warn(f"{pin.name} is {version}, and tests ran with {pin.specifier}", fix)
+    for name, error in errors.items():
+        report = result.warn if name in OPTIONAL else result.fail
+        report(f"{name} does not load: {error}", f"{_PIP} uninstall -y {name}   # and install it again for this torch")
+    return result
+
+
+def check_packages(setup: Setup) -> Result:
+    """Compare installed versions with the pins and import the packages."""
+    from llm_fp8.utils.te_internals import require_te
+
+    pins = read_pins(setup.num_gpus > 0)
+    errors = {}
+    names = (*(pin.name for pin in pins), *TE_PARTS, *IMPORTED)
+    installed = {name: version for name in names if (version := package_version(name)) is not None}
+    to_import = [name for name in IMPORTED if name in installed and (name != TE or setup.num_gpus)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for name in to_import:
+            try:
+                # A run loads Transformer Engine with torch's cuDNN.
+                require_te("fp8") if name == TE else importlib.import_module(name.replace("-", "_"))
+            except Exception as error:  # a broken package may raise anything
+                errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    result = judge_packages(pins, installed, errors)
+    result.summary = ", ".join(f"{name} {installed[name]}" for name in to_import if name not in errors)
+    result.facts = installed
+    return result
+
+
+class Rule(NamedTuple):
+    """A setting that the check reports. `name` and `value` are regular expressions for the whole name and the whole
+    value in any case; in a finding they are the name and the value. `level` is harmful (a run is several times slower,
+    hangs or is not as requested), slower, or no effect. `effect` ends a sentence that begins with the setting.
+    """
+
+    name: str
+    value: str
+    level: str
+    effect: str
+
+
+_LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
+_ACCELERATE = (
+    "ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS|USE_.*|(FP8|DEEPSPEED|DYNAMO)_.*)"
+    "|(FSDP|PARALLELISM_CONFIG)_.*"
+)
+"""Variables that a launcher sets for its processes; they should not be in a shell."""
+
+RULES: tuple[Rule, ...] = (
+    Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
+    Rule("NVTE_(FLASH|FUSED|UNFUSED)_ATTN", "0", "slower", "forbids Transformer Engine a kind of attention"),
+    Rule("NVTE_BACKWARD_OVERRIDE", ".+", "harmful", "takes the backward pass out of fp8"),
+    Rule("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "slower", "may leave packed sequences only the slow attention"),
+    Rule("NVTE_DEBUG(_LEVEL)?", "[12]", "slower", "makes Transformer Engine print at every change of shape"),
+    Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", "slower", "can make FSDP's all-gathers wait until compute ends"),
+    Rule("CUDA_LAUNCH_BLOCKING", "[1-9]", "harmful", "makes the CPU wait for every kernel, so the GPU idles"),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", ".*", "harmful", "makes every tensor wait for the driver"),
+    Rule("NCCL_P2P_DISABLE", "1", "slower", "keeps GPUs of a host from communicating directly, NVLink included"),
+    Rule("NCCL_IB_DISABLE", "1", "slower", "leaves plain sockets between hosts, without InfiniBand or RoCE"),
+    Rule("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slower", "checks every collective across processes first"),
+    Rule("GPU_NUM", ".*", "no effect", "is not read; torchrun takes --nproc_per_node"),
+    Rule(_LAUNCH, ".*", "harmful", "makes a script take itself for a process of a launch"),
+    Rule("ACCELERATE_USE_CPU", "1|true|yes|on", "harmful", "makes Accelerate train on the CPU"),
+    Rule(_ACCELERATE, ".*", "slower", "is left over from accelerate launch and sets an option of the next run"),
+)
+"""The first rule that matches a variable's name and value counts."""
+
+
+def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
+    """List the variables in a shell's `environ` with which a run should not start, harmful ones first."""
+    findings = []
+    for name, value in environ.items():
+        matching = (rule for rule in RULES if re.fullmatch(rule.name, name))
+        rule = next((rule for rule in matching if re.fullmatch(rule.value, value.strip(), re.I | re.S)), None)
+        if rule is not None:
+            findings.append(rule._replace(name=name, value=value))
+    return sorted(findings, key=lambda rule: (rule.level, rule.name))
+
+
+def is_left_over(name: str) -> bool:
+    """Return True if a launcher sets this variable for its processes."""
+    return re.fullmatch(f"{_LAUNCH}|{_ACCELERATE}", name) is not None
+
+
+def check_variables(setup: Setup) -> Result:
+    """Fail for harmful variables in the user's environment; warn of variables that slow or have no effect."""
+    result = Result()
+    for rule in judge_variables(setup.environ):
+        report = result.fail if rule.level == "harmful" else result.warn
+        report(f"{rule.name}={rule.value} {rule.effect}", f"unset {rule.name}")
+        result.facts[rule.name] = {"value": rule.value, "level": rule.level}
+    if not result.facts:
+        result.summary = "none that is harmful or has no effect"
+    return result
+
+
+def check_gpu(setup: Setup) -> Result:
+    """Skip a machine without a GPU; fail if torch cannot use a GPU of the driver."""
+    import torch
+
+    from llm_fp8.observability.provenance import output_of
+
+    listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    gpus = (listed or "").splitlines()
+    cuda = torch.version.cuda
+    result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})
+    if setup.num_gpus:
+        name = torch.cuda.get_device_name(0)
+        driver = "".join(gpus[:1]).rpartition(", ")[2]
+        cudnn = torch.backends.cudnn.version()
+        result.summary = f"{setup.num_gpus} x {name}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}"
+    elif not gpus:
+        result.summary = "no NVIDIA GPU: nvidia-smi lists none, torch finds none"
+        result.skipped = True
+    elif "CUDA_VISIBLE_DEVICES" in setup.environ:
+        visible = setup.environ["CUDA_VISIBLE_DEVICES"]
+        result.fail(f"torch finds no GPU: CUDA_VISIBLE_DEVICES is '{visible}'", "unset CUDA_VISIBLE_DEVICES")
+    else:
+        fix = "nvidia-smi   # 'CUDA Version' is the newest for this driver; install a newer one, or a torch for it"
+        result.fail(f"torch {torch.__version__} (CUDA {cuda}) cannot use the driver's {gpus[0]}", fix)
+    return result
+
+
+def measure_tflops(device: torch.device) -> dict[str, float]:
+    """Measure TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, if the GPU has it, fp8 (e4m3, one scale per tensor,
+    bf16 result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
+    """
+    import torch
+    from torch.nn.functional import ScalingType, scaled_mm
+    from torch.utils.benchmark import Timer
+
+    from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
+
+    def tflops(launch: Callable[[], object]) -> float:
+        timer = Timer("launch()", globals={"launch": launch})  # which synchronises
+        timer.timeit(NUM_GEMMS)  # clocks settle
+        return 2 * GEMM_SIZE**3 / timer.timeit(NUM_GEMMS).mean / 1e12
+
+    with torch.cuda.device(device):
+        left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+        result = torch.empty_like(left)
+        rates = {"bf16": tflops(lambda: torch.mm(left, right, out=result))}
+        if torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY:
+            left8 = left.to(torch.float8_e4m3fn)
+            scaling = torch.ones((), device=device), ScalingType.TensorWise
+            right8 = right.t().contiguous().to(torch.float8_e4m3fn).t()  # column-major, as the kernel takes it
+            rates["fp8"] = tflops(lambda: scaled_mm(left8, right8, *scaling, *scaling, use_fast_accum=True))
+    return rates
+
+
+def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
+    """Warn of a rate below `LEAST_SHARE` of the recorded one."""
+    known = KNOWN_TFLOPS.get(gpu_name, measured)
+    share = min(value / known[name] for name, value in measured.items())
+    result = Result(", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items()))
+    result.facts = {"measured": measured, "known": KNOWN_TFLOPS.get(gpu_name)}
+    if share < LEAST_SHARE:
+        fix = "nvidia-smi; nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # while the GPU is busy"
+        result.warn(f"{share:.0%} of the rate of an {gpu_name}: its clocks are lowered, or others use it", fix)
+    return result
+
+
+def check_rates(setup: Setup) -> Result:
+    import torch
+
+    device = torch.device("cuda", 0)
+    return judge_tflops(measure_tflops(device), torch.cuda.get_device_name(device))
