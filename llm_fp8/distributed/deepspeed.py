@@ -134,6 +134,8 @@ _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_f
 class DeepSpeedStrategy(DistributedStrategy):
     """The strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
 
+    saves_itself = True
+
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
         self.stage = int(mode[-1])
@@ -144,7 +146,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._zero: Any  # DeepSpeed's engine, which `prepare` sets
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         """Return DeepSpeed's engine, which is called as the model, and its AdamW, which now holds master weights."""
         assert isinstance(model, TrainingModel)
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
@@ -184,13 +186,21 @@ class DeepSpeedStrategy(DistributedStrategy):
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             return parameter.detach().clone()
 
+    @property
+    def saved_by(self) -> str:
+        return f"--sharding_mode {self.mode} on {self.accelerator.num_processes} processes"
+
+    def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        return {}
+
+    def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        """Nothing is left to do: `load_state` has read all."""
+
     def state_bytes(self) -> int:
-        """Bytes that `save_state` writes on all ranks together."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, master weights and optimizer state, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         self.accelerator.wait_for_everyone()
         for path in folder.glob("*_states.pt"):
@@ -198,11 +208,10 @@ class DeepSpeedStrategy(DistributedStrategy):
                 os.fsync(file.fileno())
         self.accelerator.wait_for_everyone()
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, optimizer: Any) -> None:
         """Restore what `save_state` wrote, bit for bit. Collective. Learning rate, weight decay and clipping stay those
         of this run, which has as many ranks.
         """
-        optimizer = self._zero.basic_optimizer
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         how = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
         assert self._zero.load_checkpoint(str(folder), **how)[0] is not None, f"DeepSpeed found nothing in {folder}"

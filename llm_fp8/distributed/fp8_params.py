@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.frozen import prepare_module
+from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -91,27 +93,49 @@ class Fp8Weights:
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
 
 
+class Fp8ParamsStrategy(FsdpStrategy):
+    """FSDP whose weights are gathered in fp8. torchao's keep their class, which casts them before they are gathered."""
+
+    _backend: Any = TEBackend()  # the run's, from `prepare` on
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
+        self._backend = precision.backend
+        keep_weights_in_fp8(model, precision, optimizer)
+        optimizer.register_step_post_hook(lambda *_: self._backend.refresh_scales_(model))
+        return super().prepare(model, optimizer)
+
+    def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
+        master = master_of(parameter)
+        return master, self._backend.unwrapped_shard(master).detach()
+
+    def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        super().after_load(model, optimizer, step)
+        requantise_(model)
+        self._backend.refresh_scales_(model)
+
+
 def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer | None) -> None:
-    """Give the fp8 modules in `model` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
+    """Give TE's fp8 modules in `model` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
 
     LoRA's frozen weights, for which there is no `optimizer`, are cast once and freed. Collective. Call it before the
     first forward pass, in which FSDP2 reads its parameters.
     """
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
     recipe: Any = precision.plan.recipe
-    target = recipe.fp8_format.value.max_fwd
     # The order of the modules is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
+    # Not those that are in fp8 already, as LoRA's frozen ones.
+    modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     if not places:
         return
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
     first: Any = getattr(*places[0])
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
     unused = torch.zeros(1, dtype=torch.float32, device=first.device)
     masters: list[Parameter] = [getattr(module, name) for module, name in places]
-    group = Fp8Weights([], scales, target, first.device_mesh.get_group(split_dim))
+    group = Fp8Weights([], scales, recipe.fp8_format.value.max_fwd, first.device_mesh.get_group(split_dim))
     group.find_scales_(masters)
     for number, ((module, name), master) in enumerate(zip(places, masters, strict=True)):
         own_quantizer: Any = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from llm_fp8.precision.modules import linear_weights
+from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.utils.te_internals import would_lose_main_grad
 
 FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]

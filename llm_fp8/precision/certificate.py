@@ -1,7 +1,7 @@
 """The certificate of a run: the check that the kernels of a recorded step are those that the run was asked for.
 
 Three independent sources are compared: the kernels that must run by options and fp8 coverage (`ExpectedKernels`), those
-that ran (`llm_fp8.observability.kernel_trace`), and the modules' own account (`llm_fp8.precision.modules`).
+that ran (`llm_fp8.observability.kernel_trace`), and the modules' own account (`ModuleState`).
 
 The kernels decide. A GEMM whose name does not tell its types counts for neither side; a kernel that no rule knows may
 be a GEMM too. The verdict is "undetermined" where such kernels could be the missing fp8 ones and no module denies that
@@ -29,9 +29,7 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import Fp8Coverage
-from llm_fp8.precision.module_state import ModuleState
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
+from llm_fp8.precision.coverage import GEMMS_PER_WEIGHT, Fp8Coverage, ModuleState, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 
@@ -66,7 +64,7 @@ class ExpectedKernels:
         modules in `recomputed` compute fprop once more, unless torch.compile decides about that.
         """
         plan, scenario = precision.plan, precision.plan.effective_scenario
-        parts = () if plan.backend == "torchao" else recomputed
+        parts = recomputed if precision.backend.recomputes_fprop else ()
         twice = {module for part in parts for module in part.modules()}
         num_gemms = {
             module: min(gemms.get(module, GEMMS_PER_WEIGHT), gemms_in_fp8(scenario)) + (module in twice)

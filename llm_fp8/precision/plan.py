@@ -11,7 +11,6 @@ import torch
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, precision_name, recipe_names
-from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO
 from llm_fp8.utils.te_internals import require_te
@@ -144,12 +143,14 @@ def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> Precisio
         require_fp8_gpu(device)
         if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
             raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
+    from llm_fp8.precision.torchao import build_config
+
     scenario = chosen(options.fp8_scenario, "torchao")
     return PrecisionPlan(
         requested="fp8",
         effective="fp8",
         requested_scenario=options.fp8_scenario,
         effective_scenario=scenario,
-        recipe=torchao_fp8.build_config(scenario, emulate=not on_gpu),
+        recipe=build_config(scenario, emulate=not on_gpu),
         backend="torchao",
     )

@@ -12,16 +12,19 @@ fp8; rowwise has one per row, powers of two, all in e4m3; rowwise_with_gw_hp the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.precision.coverage import ModuleState, linears_left, plain_linears
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
 
 
@@ -32,11 +35,6 @@ def build_config(scenario: str, emulate: bool) -> Any:
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
 
 
-def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> torchao's linear modules of `model`, by the class's name, so that nothing is imported."""
-    return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
-
-
 def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
     """Compile each decoder layer in place, when it first runs; `recomputed`: under activation checkpointing."""
     if recomputed:
@@ -45,37 +43,86 @@ def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> Non
         layer.compile()
 
 
-def read_state(modules: Iterable[nn.Module]) -> ModuleState:
-    """The state of torchao's linear modules: in fp8 are those set up for it, not emulated, with an own `forward`."""
-    known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
-    # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
-    plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
-    asked: list[Any] = list(modules)
-    in_fp8 = [module.config for module in asked if not module.config.emulate and "forward" not in vars(module)]
-    recipes: Counter[Any] = Counter(known.get(dataclasses.replace(config, **plain)) for config in in_fp8)
-    return ModuleState(
-        num_modules=len(asked),
-        num_in_fp8=len(in_fp8),
-        num_recipe_unreadable=recipes.pop(None, 0),
-        recipes=dict(recipes),
-        library="torchao",
-    )
+class TorchaoBackend:
+    """torchao, with the methods of `TEBackend`. Its modules compute in fp8 by themselves, and no scale is kept."""
 
+    recomputes_fprop = False  # torch.compile decides
 
-def unwrapped_shard(parameter: Tensor) -> Tensor:
-    """A sharded parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local: Any = local_of(parameter)
-    if type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
-        return parameter
-    shard: Tensor = local._tensor
-    return sharded_like(shard.detach(), parameter)
+    def __init__(self, recipe: Any = None) -> None:
+        self.recipe = recipe
 
+    def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
 
-def refresh_scales_(model: nn.Module) -> None:
-    """Compute the scales of weights that are all-gathered in fp8 (if any), with one collective, after each update."""
-    if any(unwrapped_shard(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
+    def convert(
+        self, model: nn.Module, left_in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False
+    ) -> dict[str, str]:
+        from torchao.float8 import convert_to_float8_training
+
+        config = dataclasses.replace(self.recipe, enable_fsdp_float8_all_gather=fp8_params)
+        kept = {inner for module in left_in_bf16 for inner in module.modules()}
+        linears = plain_linears(model)
+        left = {name: "kept in bf16" for name, linear in linears.items() if linear in kept} | linears_left(model)
+        chosen = linears.keys() - left.keys()
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+        if config.emulate:
+            for module in self.linears_of(model).values():
+                module.register_forward_pre_hook(_cast_input)
+        return left
+
+    def choose(
+        self, linears: Mapping[str, nn.Module], left_in_bf16: Iterable[nn.Module], without_fp8: Any
+    ) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        return dict(linears), {}
+
+    def state(self, modules: Iterable[nn.Module]) -> ModuleState:
+        """In fp8 are the modules that are set up for it, not emulated, and have no other `forward`."""
+        known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
+        # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
+        plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
+        asked: list[Any] = list(modules)
+        in_fp8 = [module.config for module in asked if not module.config.emulate and "forward" not in vars(module)]
+        recipes: Counter[Any] = Counter(known.get(dataclasses.replace(config, **plain)) for config in in_fp8)
+        return ModuleState(
+            num_modules=len(asked),
+            num_in_fp8=len(in_fp8),
+            num_recipe_unreadable=recipes.pop(None, 0),
+            recipes=dict(recipes),
+            library="torchao",
+        )
+
+    def end_fp8(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
+        torch.compiler.reset()  # compiled layers have fp8 in them
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
+        return {}
+
+    def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
+        if not self.recipe.emulate:
+            compile_layers(layers, recomputed)
+
+    def unwrapped_shard(self, parameter: Tensor) -> Tensor:
+        """A parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
+        local: Any = local_of(parameter)
+        if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
+            return parameter
+        shard: Tensor = local._tensor
+        return sharded_like(shard.detach(), parameter)
+
+    def refresh_scales_(self, model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Cast the input to the CPU autocast's dtype; torchao itself looks at the GPU's autocast only."""
+    device_type = inputs[0].device.type
+    if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])

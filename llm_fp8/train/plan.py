@@ -20,7 +20,6 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import precision_name
 from llm_fp8.config.validation import check_declared, check_machine
 from llm_fp8.distributed.build import build_accelerator, build_strategy
-from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.memory import RunSize, settle_memory
 from llm_fp8.distributed.process_group import decided_by_main, own_device, smallest_gpu_gib
 from llm_fp8.distributed.sharding_mode import choose_mode, holds_frozen_in_fp8, num_shards, resolve_optimizer
@@ -73,12 +72,6 @@ class RunPlan:
     @property
     def folder(self) -> Path:
         return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
-
-    @property
-    def context_group(self) -> ContextGroup | None:
-        """The ranks that share this one's sequences (--context_parallel_size), if there are any."""
-        size = self.config.parallel.context_parallel_size
-        return None if size == 1 else ContextGroup(size, self.accelerator.process_index % size)
 
     @property
     def stored_fp8(self) -> Fp8Format | None:

@@ -86,7 +86,7 @@ def prepare_with_scales(
     strategy = setup.plan.strategy
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
-    prepared = strategy.prepare(setup.training_model, optimizer)
+    prepared = strategy.prepare(setup.training_model, optimizer, setup.precision)
     if loader is not None and strategy.shards_parameters:
         warm_up_scales(setup, loader)
     return prepared
