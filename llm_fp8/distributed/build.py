@@ -36,18 +36,6 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
 def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
-    """The strategy of `mode`, with the context group of --context_parallel_size."""
-    strategy = _strategy_of(mode, config, accelerator, ranks, compute_dtype)
-    if (size := config.parallel.context_parallel_size) > 1:
-        from llm_fp8.distributed.context_parallel import ContextGroup
-
-        strategy.context_group = ContextGroup(size, accelerator.process_index % size)
-    return strategy
-
-
-def _strategy_of(
-    mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
-) -> DistributedStrategy:
     run = mode, accelerator, config.parallel
     if mode.startswith("deepspeed"):
         from llm_fp8.distributed.deepspeed import DeepSpeedStrategy

@@ -78,7 +78,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     path = file_of(config.parallel.deepspeed_config, mode)
     stage = int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
-    own = {
+    of_run = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": steps,
         "train_batch_size": rows * steps * num_processes,
@@ -99,7 +99,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         settings = _completed(defaults, read_json(path, "--deepspeed_config"))
         for key in settings.keys() & _SET_ELSEWHERE:
             raise UserError(f'--deepspeed_config {path}, "{key}": use {_SET_ELSEWHERE[key]}; remove the entry.')
-        return _completed(settings, own, f"--deepspeed_config {path}")
+        return _completed(settings, of_run, f"--deepspeed_config {path}")
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
         if isinstance(value, dict):
             merged[key] = _completed(settings.get(key, {}), value, origin and f'{origin}, "{key}"')
         elif origin and settings.get(key, value) != value:
-            found, wanted = json.dumps(settings[key]), json.dumps(value)
-            raise UserError(f'{origin}, "{key}": {found}: this run has {wanted}; remove the entry or make it "auto".')
+            entry, needed = json.dumps(settings[key]), json.dumps(value)
+            raise UserError(f'{origin}, "{key}": {entry}: this run has {needed}; remove the entry or make it "auto".')
         elif value != "auto":
             merged[key] = value
     return merged
@@ -138,6 +138,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
+        self.saved_by = f"--sharding_mode {mode} on {accelerator.num_processes} processes"
         self.stage = int(mode[-1])
         self.caches_weight_casts = self.stage < 3  # stage 3 frees a gathered weight after use, and its cast with it
         # In stage 3 hooks gather weights before a module's backward pass. Transformer Engine saves the weights
@@ -186,10 +187,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             return parameter.detach().clone()
 
-    @property
-    def saved_by(self) -> str:
-        return f"--sharding_mode {self.mode} on {self.accelerator.num_processes} processes"
-
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         return {}
 
@@ -222,6 +219,6 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
     """Load weights and buffers by name. TE's extra state is left out, since it is restored elsewhere."""
-    kept = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
-    loaded = dst.load_state_dict(kept, strict=False)
+    weights = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
+    loaded = dst.load_state_dict(weights, strict=False)
     assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,22 +31,6 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.frozen import prepare_module
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-
-_MASTER = "_fp8_master"  # attribute of an fp8 parameter: its master weight
-_GROUP = "_fp8_group"  # attribute of an fp8 parameter: its `Fp8Weights`
-
-
-def master_of(parameter: AnyTensor) -> AnyTensor:
-    """The master weight of an fp8 parameter; another parameter is its own master weight."""
-    return getattr(parameter, _MASTER, parameter)
-
-
-def requantise_(model: nn.Module) -> None:
-    """Compute the fp8 weights of `model`, if it has any, from their master weights. Collective."""
-    for group in {getattr(p, _GROUP) for p in model.parameters() if hasattr(p, _GROUP)}:
-        group.quantise_()
 
 
 class Fp8Weight(NamedTuple):
@@ -94,31 +78,38 @@ class Fp8Weights:
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP whose weights are gathered in fp8. torchao's keep their class, which casts them before they are gathered."""
+    """FSDP whose weights are gathered in fp8: Transformer Engine's as fp8 parameters, others as their back end does."""
 
     _backend: Any = TEBackend()  # the run's, from `prepare` on
+    _weights: Fp8Weights | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        self._backend = precision.backend
-        keep_weights_in_fp8(model, precision, optimizer)
-        optimizer.register_step_post_hook(lambda *_: self._backend.refresh_scales_(model))
+        self._backend, self._weights = precision.backend, keep_weights_in_fp8(model, precision)
+        if (weights := self._weights) is not None:
+            optimizer.register_step_pre_hook(lambda *_: weights.hand_over_gradients())
+        optimizer.register_step_post_hook(lambda *_: self._cast_(model))
         return super().prepare(model, optimizer)
 
+    def _cast_(self, model: nn.Module) -> None:
+        if self._weights is not None:
+            self._weights.quantise_()
+        self._backend.refresh_scales_(model)
+
     def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
-        master = master_of(parameter)
+        weights = [] if self._weights is None else self._weights.weights
+        master = next((weight.master for weight in weights if weight.parameter is parameter), parameter)
         return master, self._backend.unwrapped_shard(master).detach()
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
         super().after_load(model, optimizer, step)
-        requantise_(model)
-        self._backend.refresh_scales_(model)
+        self._cast_(model)
 
 
-def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer | None) -> None:
-    """Give TE's fp8 modules in `model` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
+def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | None:
+    """Give TE's fp8 modules in `model` fp8 parameters, whose masters are the fp32 ones until now; None without any.
 
-    LoRA's frozen weights, for which there is no `optimizer`, are cast once and freed. Collective. Call it before the
-    first forward pass, in which FSDP2 reads its parameters.
+    LoRA's frozen weights are cast once and freed. Collective. Call it before the first forward pass, in which FSDP2
+    reads its parameters.
     """
     recipe: Any = precision.plan.recipe
     # The order of the modules is the same on every rank; a set has no order.
@@ -127,7 +118,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     if not places:
-        return
+        return None
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     first: Any = getattr(*places[0])
@@ -149,14 +140,9 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         weight.cast_()
         if master.requires_grad:
             group.weights.append(weight)
-            setattr(parameter, _MASTER, master)
-            setattr(parameter, _GROUP, group)
         else:  # FSDP2 refers to it until the first forward pass
             free_memory_(master)
-    if optimizer is None:
-        return
-    optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
-    optimizer.register_step_post_hook(lambda *_: group.quantise_())
+    return group
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class DistributedStrategy:
     caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
     reentrant_te_checkpoints = False  # recomputed TE layers need a backward pass of their own
     saves_itself = False  # weights and optimizer state, by `save_state`, and not by name
-    context_group: Any = None  # the `ContextGroup` of ranks that share sequences (--context_parallel_size)
+    saved_by = "any mode but DeepSpeed's"  # can resume from a checkpoint, with any number of processes
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         self.mode = mode
@@ -47,11 +47,11 @@ class DistributedStrategy:
         self.options = options
         self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
         self.layers: nn.ModuleList | None = None  # set by `shard`
+        self.context_group: Any = None  # the ranks that share sequences
+        if (size := options.context_parallel_size) > 1:
+            from llm_fp8.distributed.context_parallel import ContextGroup
 
-    @property
-    def saved_by(self) -> str:
-        """Which runs can resume from a checkpoint of this mode."""
-        return "any mode but DeepSpeed's"  # by the tensors' names, for any number of processes
+            self.context_group = ContextGroup(size, accelerator.process_index % size)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
         """Shard the parameters of `model`; `layers` are the decoder's. With `later`, and under FSDP, those on the meta

@@ -63,16 +63,12 @@ class Precision:
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
         self._linears: dict[str, nn.Module] = {}  # all that are the back end's
-        self.misfits: dict[str, str] = {}
-        """Name of a TE module that stays in bf16 -> why the recipe cannot compute it."""
+        self.misfits: dict[str, str] = {}  # name of one that stays in bf16 -> why the recipe cannot compute it
         self._num_casts_to_come: int | None = None
-        self.in_fp8 = plan.recipe is not None
-        """Whether passes compute in fp8 now."""
+        self.in_fp8 = plan.recipe is not None  # whether passes compute in fp8 now
 
     def convert(self, model: nn.Module, decoder_layers: nn.ModuleList, fp8_params: bool = False) -> dict[str, str]:
-        """Put the back end's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left
-        alone. `fp8_params`: weights are to be gathered in fp8.
-        """
+        """Put the back end's linear layers into a Hugging Face decoder; name -> reason for each one left alone."""
         if self.plan.recipe is None:
             return {}
         return self.backend.convert(model, bf16_modules(self._options, model, decoder_layers), fp8_params)
@@ -90,14 +86,14 @@ class Precision:
         self._linears = self.backend.linears_of(model)
         if self.plan.recipe is None:
             return
-        left_in_bf16 = bf16_modules(self._options, model, decoder_layers)
-        self._fp8_modules, self.misfits = self.backend.choose(self._linears, left_in_bf16, self.without_fp8)
+        in_bf16 = bf16_modules(self._options, model, decoder_layers)
+        self._fp8_modules, self.misfits = self.backend.choose(self._linears, in_bf16, self.without_fp8)
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
         if not self._fp8_modules:
             why = next(iter(self.misfits.values()), "no linear layer of the model can run in fp8")
-            if kept := self._options.fp8_bf16_modules:
-                why = f"--fp8_bf16_modules {kept} keeps every linear layer in bf16"
+            if patterns := self._options.fp8_bf16_modules:
+                why = f"--fp8_bf16_modules {patterns} keeps every linear layer in bf16"
             raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
 
     @property
@@ -107,7 +103,7 @@ class Precision:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `end_fp8` was called."""
+        """`end_fp8` was called."""
         return self.plan.recipe is not None and not self.in_fp8
 
     def end_fp8(self) -> None:
@@ -117,7 +113,7 @@ class Precision:
 
     @property
     def scales_lag(self) -> bool:
-        """Whether a tensor's scale comes from earlier passes (delayed scaling)."""
+        """A tensor's scale comes from earlier passes (delayed scaling)."""
         scenario = self.plan.effective_scenario
         return scenario is not None and RECIPES[scenario].scales_lag
 
@@ -189,9 +185,9 @@ class Precision:
     def preserving_state(self) -> Iterator[None]:
         """Keep scales and amax histories across passes that are not training: TE notes amax without gradients too."""
         current = list(self.state_tensors().values())
-        kept = [tensor.clone() for tensor in current]
+        saved = [tensor.clone() for tensor in current]
         try:
             yield
         finally:
             if current:
-                torch._foreach_copy_(current, kept)
+                torch._foreach_copy_(current, saved)

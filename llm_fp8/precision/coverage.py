@@ -1,4 +1,4 @@
-"""Which linear layers can run in fp8, which do, which do not and why, and their shares of the linear FLOPs.
+"""Fp8 coverage: the linear layers in fp8, the others with the reason, and their shares of the linear FLOPs.
 
 Never in fp8 are embedding and lm_head, whose rounding would go straight into the loss, adapters, routers and the
 experts that they choose, and layers whose sizes the recipe's fp8 GEMMs cannot take.
@@ -23,10 +23,8 @@ from llm_fp8.models.experts import Routed, expert_weights, routed_modules
 from llm_fp8.models.weight_shards import is_adapter
 from llm_fp8.utils.errors import UserError
 
-GEMMS_PER_WEIGHT = 3
-"""GEMMs of a trained weight in a micro-batch: fprop, dgrad, wgrad."""
-_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")
-"""Last name components of modules that produce logits, beside what transformers calls the output embeddings."""
+GEMMS_PER_WEIGHT = 3  # of a trained weight in a micro-batch: fprop, dgrad, wgrad
+_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # the ends of names
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,8 @@ class ModuleState:
     """Linear modules of one library, counted."""
 
     num_modules: int = 0
-    num_in_fp8: int = 0
-    """Their last forward pass ran in fp8."""
-    num_recipe_unreadable: int = 0
-    """In fp8, by no recipe that is known."""
+    num_in_fp8: int = 0  # their last forward pass ran in fp8
+    num_recipe_unreadable: int = 0  # in fp8, by no recipe that is known
     recipes: dict[str, int] = field(default_factory=dict)
     num_without_amax: int = 0
     library: str = "Transformer Engine"
@@ -50,20 +46,15 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """Which linear weights compute in fp8. A GEMM takes 2 FLOPs per token and weight element; of a mixture of experts
-    the elements that compute a token count.
+    """The linear weights in fp8 and the others. A GEMM takes 2 FLOPs per token and weight element. Of a mixture of
+    experts the elements that compute a token count.
     """
 
-    num_fp8_weights: int
-    """Elements of the weights of modules in fp8; lm_head never counts."""
-    num_linear_weights: int
-    """Elements of all linear weights, lm_head (also where it is the tied embedding) and every expert included."""
-    converted: dict[str, int]
-    """Name pattern (layer numbers as *) -> number of modules in fp8."""
-    skipped: dict[str, str]
-    """Name pattern -> number of modules, what they compute in, and why."""
-    fp8_flops_per_token: float
-    """FLOPs of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)."""
+    num_fp8_weights: int  # elements of the weights of modules in fp8; lm_head never counts
+    num_linear_weights: int  # of all linear weights, lm_head (tied or not) and every expert included
+    converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
+    skipped: dict[str, str]  # name pattern -> number of modules, what they compute in, and why
+    fp8_flops_per_token: float  # of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)
     linear_flops_per_token: float
 
     @property
@@ -184,19 +175,19 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
     A pattern is a decoder layer or a slice of them (`layers.0`, `layers.-4:`), or the end of the name of a module in
     one, in which `*` and `?` stand for any characters. Raises `UserError` for a pattern that names none.
     """
-    kept: list[nn.Module] = []
+    modules: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}
     inside = {module for module in inside if any(map(linear_weights, module.modules()))}
     names = {name: module for name, module in model.named_modules() if module in inside}
     for pattern in names_in(options.fp8_bf16_modules):
-        found = _slice_of(pattern, decoder_layers)
-        if found is None:
-            found = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
-        if not found:
+        matches = _slice_of(pattern, decoder_layers)
+        if matches is None:
+            matches = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not matches:
             first_layer = [name for name in names if re.search(r"\.0\.", name)]
             raise UserError(f"--fp8_bf16_modules {pattern}: no such module; layer 0 has {', '.join(first_layer)}.")
-        kept += found
-    return kept
+        modules += matches
+    return modules
 
 
 def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:

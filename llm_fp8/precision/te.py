@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ class TEBackend:
         """Name -> linear module of this library in `model`, fused ones among them."""
         return {name: m for name, m in model.named_modules() if hasattr(m, "fp8_meta") and linear_weights(m)}
 
-    def convert(
-        self, model: nn.Module, left_in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False
-    ) -> dict[str, str]:
+    def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
         """Replace the `nn.Linear` modules of `model` in place; returns name -> reason for each one left alone."""
         te = require_te("--mixed_precision fp8")
 
@@ -55,36 +53,27 @@ class TEBackend:
         return left
 
     def choose(
-        self, linears: Mapping[str, nn.Module], left_in_bf16: Iterable[nn.Module], without_fp8: Callable[..., Any]
+        self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module], without_fp8: Callable[..., Any]
     ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. The others' forward
-        functions are called by `without_fp8`.
+        """Select those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. `without_fp8`
+        calls the others' forward functions.
         """
-        fp8_modules, misfits, kept = dict[str, nn.Module](), dict[str, str](), set[nn.Module]()
-        for module in left_in_bf16:
-            kept.update(module.modules())
+        inside, multiple = {inner for module in in_bf16 for inner in module.modules()}, size_multiple(self.scenario)
+        others = {name: module for name, module in linears.items() if module not in inside}
+        misfits = {name: misfit for name, module in others.items() if (misfit := size_misfit(module, multiple))}
+        for module in (*in_bf16, *(others[name] for name in misfits)):
             wrap_forward(module, without_fp8)
-        for name, module in linears.items():
-            if module in kept:
-                continue
-            if misfit := size_misfit(module, size_multiple(self.scenario)):
-                misfits[name] = misfit
-                wrap_forward(module, without_fp8)
-            else:
-                fp8_modules[name] = module
-        return fp8_modules, misfits
+        return {name: module for name, module in others.items() if name not in misfits}, misfits
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
         """The modules' account of their last step. One host synchronisation where there are amax histories."""
-        asked = list(modules)
-        metas: list[Any] = [module.fp8_meta for module in asked if getattr(module, "fp8", False)]
-        histories = []
-        for meta in metas:
-            if hasattr(meta.get("scaling_fwd"), "amax_history"):
-                histories.append(meta["scaling_fwd"].amax_history.amax())
+        linears = list(modules)
+        metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
+        forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]
+        histories = [scaling.amax_history.amax() for scaling in forward]
         largest = torch.stack(histories).tolist() if histories else []
         return ModuleState(
-            num_modules=len(asked),
+            num_modules=len(linears),
             num_in_fp8=len(metas),
             recipes=dict(Counter(type(meta["recipe"]).__name__ for meta in metas)),
             num_without_amax=sum(not value > 0 for value in largest),
@@ -109,9 +98,8 @@ class TEBackend:
                 if in_fp8:  # else it would say that the module computes in fp8
                     module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
-                    meta = module.fp8_meta[direction]
-                    state[f"{name}.{direction}.scale"] = meta.scale
-                    state[f"{name}.{direction}.amax_history"] = meta.amax_history
+                    meta, prefix = module.fp8_meta[direction], f"{name}.{direction}"
+                    state |= {f"{prefix}.scale": meta.scale, f"{prefix}.amax_history": meta.amax_history}
         return state
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:

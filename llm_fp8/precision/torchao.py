@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,16 +35,8 @@ def build_config(scenario: str, emulate: bool) -> Any:
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
 
 
-def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
-    """Compile each decoder layer in place, when it first runs; `recomputed`: under activation checkpointing."""
-    if recomputed:
-        compile_without_ddp_cuts()
-    for layer in layers:
-        layer.compile()
-
-
 class TorchaoBackend:
-    """torchao, with the methods of `TEBackend`. Its modules compute in fp8 by themselves, and no scale is kept."""
+    """torchao, with the methods of `te.TEBackend`. Its modules compute in fp8 by themselves and keep no scale."""
 
     recomputes_fprop = False  # torch.compile decides
 
@@ -54,15 +46,13 @@ class TorchaoBackend:
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
         return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
 
-    def convert(
-        self, model: nn.Module, left_in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False
-    ) -> dict[str, str]:
+    def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
         from torchao.float8 import convert_to_float8_training
 
         config = dataclasses.replace(self.recipe, enable_fsdp_float8_all_gather=fp8_params)
-        kept = {inner for module in left_in_bf16 for inner in module.modules()}
+        inside = {inner for module in in_bf16 for inner in module.modules()}
         linears = plain_linears(model)
-        left = {name: "kept in bf16" for name, linear in linears.items() if linear in kept} | linears_left(model)
+        left = {name: "kept in bf16" for name, linear in linears.items() if linear in inside} | linears_left(model)
         chosen = linears.keys() - left.keys()
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
         if config.emulate:
@@ -70,21 +60,19 @@ class TorchaoBackend:
                 module.register_forward_pre_hook(_cast_input)
         return left
 
-    def choose(
-        self, linears: Mapping[str, nn.Module], left_in_bf16: Iterable[nn.Module], without_fp8: Any
-    ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        return dict(linears), {}
+    def choose(self, linears: dict[str, nn.Module], *_: Any) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        return linears, {}
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
         """In fp8 are the modules that are set up for it, not emulated, and have no other `forward`."""
         known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
         # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
         plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
-        asked: list[Any] = list(modules)
-        in_fp8 = [module.config for module in asked if not module.config.emulate and "forward" not in vars(module)]
+        linears: list[Any] = list(modules)
+        in_fp8 = [module.config for module in linears if not module.config.emulate and "forward" not in vars(module)]
         recipes: Counter[Any] = Counter(known.get(dataclasses.replace(config, **plain)) for config in in_fp8)
         return ModuleState(
-            num_modules=len(asked),
+            num_modules=len(linears),
             num_in_fp8=len(in_fp8),
             num_recipe_unreadable=recipes.pop(None, 0),
             recipes=dict(recipes),
@@ -99,20 +87,24 @@ class TorchaoBackend:
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
+    def state_tensors(self, *_: Any) -> dict[str, Tensor]:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        if not self.recipe.emulate:
-            compile_layers(layers, recomputed)
+        """Compile each layer in place, when it first runs."""
+        if self.recipe.emulate:
+            return
+        if recomputed:
+            compile_without_ddp_cuts()
+        for layer in layers:
+            layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
         """A parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter
-        shard: Tensor = local._tensor
-        return sharded_like(shard.detach(), parameter)
+        return sharded_like(local._tensor.detach(), parameter)
 
     def refresh_scales_(self, model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

@@ -60,7 +60,7 @@ def load_weights(
         if shards_parameters:
             from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
 
-            keep_weights_in_fp8(layer, precision, optimizer=None)
+            keep_weights_in_fp8(layer, precision)
         else:
             from llm_fp8.precision.frozen import hold_in_fp8
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy, keep_weights_in_fp8, master_of, requantise_
+from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy, keep_weights_in_fp8
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.weight_shards import local_shard
-from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
+from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.te import TEBackend
 from tests.support.ranks import CountedAllGather, on_ranks
 
@@ -223,17 +223,17 @@ def train_in_fp8(
         "master_weights": {name: strategy.full_tensor(parameter).clone() for name, parameter in named.items()},
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in fp8.items()},
         "scale_inv": {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()},
-        "state": sorted(optimizer_tensors(optimizer, [(name, master_of(p)) for name, p in named.items()])),
-        "left_gradients": sum(p.grad is not None or master_of(p).grad is not None for p in parameters),
+        "state": [name for name in strategy.state(model, optimizer) if name.startswith("optimizer.")],
+        "left_gradients": sum(p.grad is not None or strategy.master_of(p)[0].grad is not None for p in parameters),
         "is_optimized": all(
-            any(master_of(p) is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
+            any(strategy.master_of(p)[0] is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
         ),
     }
     # A checkpoint is read into the master weights.
     with torch.no_grad():
         for parameter in fp8.values():
-            master_of(parameter)._local_tensor.mul_(2)
-    requantise_(model)
+            strategy.master_of(parameter)[0]._local_tensor.mul_(2)
+    strategy.after_load(model, optimizer, STEPS)
     result["scale_inv_of_doubled"] = {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()}
     return result
 
@@ -306,7 +306,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     shard(strategy, model)
     precision, loaded = precision_of(model.layers), [layer.weight for layer in model.layers]
     for layer in model.layers:
-        keep_weights_in_fp8(layer, precision, optimizer=None)
+        keep_weights_in_fp8(layer, precision)
     model, optimizer = prepared(strategy, model, precision)
     num_loaded_bytes = [parameter._local_tensor.untyped_storage().nbytes() for parameter in loaded]
     losses, gathers = [], CountedAllGather(model)
@@ -319,7 +319,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     return {
         "losses": [float(loss) for loss in losses],
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in frozen.items()},
-        "keeps_masters": any(master_of(p) is not p for p in frozen.values()),
+        "keeps_masters": any(strategy.master_of(p)[0] is not p for p in frozen.values()),
         "num_loaded_bytes": num_loaded_bytes,
         "gathered": list(gathers.sent_bytes),
     }

@@ -22,7 +22,7 @@ from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import bf16_modules, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
-from llm_fp8.precision.torchao import TorchaoBackend, build_config, compile_layers
+from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import final_weights, records, run_json, steps, tiny_config, train
@@ -238,7 +238,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
     counters.clear()
     # Not monkeypatch, which would delete the entry afterwards, for every later test of this process.
     with torch._dynamo.config.patch(optimize_ddp=True):
-        compile_layers(layers, recomputed=True)
+        TorchaoBackend(build_config("rowwise", emulate=False)).compile_layers(layers, recomputed=True)
         found = loss_and_gradient()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
