@@ -1,5 +1,5 @@
 """What the options must satisfy: `check_options` looks at them alone, before torch is imported: at what each declares
-on its field, then at rules that no field can declare; `check_machine` at the machine.
+on its field, then at rules that no field can declare. `llm_fp8.settle.checks` looks at the machine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from llm_fp8.config.recipes import (
     RECIPES,
     chosen,
     recipe_names,
-    token_multiple,
 )
 from llm_fp8.utils.errors import UserError, did_you_mean, reading
-from llm_fp8.utils.ranks import LaunchRanks
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
@@ -65,13 +63,13 @@ def check_options(config: Config) -> None:
     if size > 1 and max_tokens % (2 * size) != 0:
         raise UserError(f"--context_parallel_size {size} needs a --max_seq_length that is a multiple of {2 * size}.")
     if config.precision.mixed_precision in ("fp8", "auto") or config.packing:
-        _check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
+        check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
     if run.output_dir == "":
         raise UserError("--output_dir is empty; give a folder, or drop it.")
     if run.resume_from == "latest" and run.output_dir is None:
         raise UserError("--resume_from latest needs --output_dir, the folder of the run to continue.")
     if config.parallel.sharding_mode != "auto":
-        _check_mode(config, config.parallel.sharding_mode)
+        check_mode(config, config.parallel.sharding_mode)
 
 
 def _check_recipe(config: Config) -> None:
@@ -117,7 +115,7 @@ def _check_names(config: Config) -> None:
         raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
 
 
-def _check_mode(config: Config, mode: str) -> None:
+def check_mode(config: Config, mode: str) -> None:
     """What single values of options cannot go with the sharding mode of the run, 'single' on one GPU."""
     kind, is_whole = config.optim.optimizer, mode in ("single", "ddp")
     if config.precision.mixed_precision == "fp16" and not is_whole:
@@ -130,48 +128,7 @@ def _check_mode(config: Config, mode: str) -> None:
         raise UserError("--fp8_params of --fp8_backend torchao needs --sharding_mode fsdp_full or fsdp_grad.")
 
 
-def _check_tokens(config: Config, multiple: int, whose: str) -> None:
+def check_tokens(config: Config, multiple: int, whose: str) -> None:
     data, size = config.data, config.parallel.context_parallel_size
     if data.batch_size * data.max_seq_length % (size * multiple) != 0:
         raise UserError(f"--batch_size times --max_seq_length must be a multiple of {size * multiple} for {whose}.")
-
-
-def check_machine(
-    config: Config,
-    *,
-    on_gpu: bool,
-    mode: str,
-    compute: str = "bf16",
-    scenario: str | None = None,
-    ranks: LaunchRanks | None = None,
-) -> None:
-    """Raise `UserError` where options that passed `check_options` cannot take effect on this machine or in this launch:
-    of `ranks`, with the sharding `mode` that 'auto' came to ('single' for one process), the precision `compute` of
-    layers outside fp8 (fp32, bf16 or fp16) and the fp8 recipe `scenario` (None outside fp8).
-    """
-    _check_mode(config, mode)
-    ranks = ranks or LaunchRanks()
-    kind, size = config.optim.optimizer, config.parallel.context_parallel_size
-    offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
-    for flag, needs_gpu in {
-        "--use_te": config.model.use_te,
-        "--certify": config.run.certify,
-        "--offload_optimizer with --optimizer auto": offloads_auto,
-    }.items():
-        if needs_gpu and not on_gpu:
-            raise UserError(f"{flag} needs an NVIDIA GPU, and none is found; drop it.")
-    for flag, needs_bf16 in {
-        f"--optimizer {kind}": kind in ("adamw_master", "adamw_8bit"),
-        "--cuda_graphs": config.model.cuda_graphs,
-        "--context_parallel_size": size > 1 and compute == "fp32",
-        "--offload_optimizer with --optimizer auto": offloads_auto,
-    }.items():
-        if needs_bf16 and compute != "bf16":
-            raise UserError(f"{flag} needs a run that computes in bf16: use --mixed_precision bf16 or fp8, or drop it.")
-    _check_tokens(config, token_multiple(scenario), f"--fp8_scenario {scenario}")
-    if ranks.world_size % size != 0:
-        raise UserError(f"--context_parallel_size {size} does not divide the {ranks.world_size} processes; change it.")
-    if config.model.cuda_graphs and mode.startswith("fsdp") and config.optim.gradient_accumulation_steps > 1:
-        raise UserError(f"--cuda_graphs under --sharding_mode {mode} takes steps of one micro-batch; drop it.")
-    if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
-        raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")

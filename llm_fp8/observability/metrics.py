@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 GIB = 2**30
+RESERVE_GIB = 2.0  # of a GPU, for CUDA's context and the allocator's gaps
 
 
 @dataclass(frozen=True)

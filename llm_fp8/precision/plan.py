@@ -1,7 +1,8 @@
-"""The precision that was asked for -> the one that runs on this machine, with the reason."""
+"""The precision of a run: what was requested, what runs, and the recipe object of the library that computes it."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from dataclasses import dataclass, field, fields
@@ -10,10 +11,9 @@ from typing import Any
 import torch
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import DEFAULTS, RECIPES, Recipe, chosen, precision_name, recipe_names
+from llm_fp8.config.recipes import RECIPES, Recipe, precision_name
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO
-from llm_fp8.utils.te_internals import require_te
 
 MIN_FP8_CAPABILITY = (8, 9)
 
@@ -70,39 +70,23 @@ class PrecisionPlan:
         return values | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}
 
 
-def resolve_precision(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """Check the request against the hardware and the installed TE. Raises `UserError`; prints nothing."""
-    requested = options.mixed_precision
-    if requested is None:
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        requested = "bf16" if has_bf16 else "no"
-    if requested != "fp8":
-        if requested == "fp16" and device.type != "cuda":
-            raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
-        return PrecisionPlan(requested=requested, effective=requested)
-    if options.fp8_backend == "torchao":
-        return _resolve_torchao(options, device)
-    require_fp8_gpu(device)
-    te = require_te("--mixed_precision fp8")
-    wanted = effective = chosen(options.fp8_scenario, "te")
-    fallback = None
-    available, reason = recipe_available(te, RECIPES[wanted])
-    if not available:
-        others = ", ".join(name for name in recipe_names("te") if recipe_available(te, RECIPES[name])[0])
-        where = torch.cuda.get_device_name(device)
-        fallback = f"{wanted} is not available on {where}: {reason} Available here: {others}."
-        if options.fp8_strict:
-            raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
-        effective = DEFAULTS["te"]
-    return PrecisionPlan(
-        requested="fp8",
-        effective="fp8",
-        requested_scenario=options.fp8_scenario,
-        effective_scenario=effective,
-        fallback_reason=fallback,
-        recipe=build_recipe(options, RECIPES[effective], torch.cuda.get_device_capability(device)),
-        backend="te",
-    )
+def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """The plan with its library's recipe object for `device`; `UserError` where the library, or a compiler that it
+    needs, is not installed.
+    """
+    if plan.effective != "fp8":
+        return plan
+    scenario, on_gpu = plan.effective_scenario or "", device.type == "cuda"
+    if plan.backend == "te":
+        recipe = build_recipe(options, RECIPES[scenario], torch.cuda.get_device_capability(device))
+        return dataclasses.replace(plan, recipe=recipe)
+    why = "--fp8_backend torchao"
+    TORCHAO.require(why)
+    if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
+        raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
+    from llm_fp8.precision.torchao import build_config
+
+    return dataclasses.replace(plan, recipe=build_config(scenario, emulate=not on_gpu))
 
 
 def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
@@ -124,33 +108,3 @@ def build_recipe(options: PrecisionConfig, recipe: Recipe, capability: tuple[int
         for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
             setattr(built, f"fp8_quant_{operand}", te_recipes.QParams(power_2_scale=False))
     return built
-
-
-def require_fp8_gpu(device: torch.device) -> None:
-    """Raise a `UserError` where `device` is no GPU with fp8 units."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
-        found = torch.cuda.get_device_name(device) if device.type == "cuda" else "no CUDA GPU"
-        raise UserError(
-            f"--mixed_precision fp8 needs a GPU of compute capability 8.9 or later; found {found}. Use bf16."
-        )
-
-
-def _resolve_torchao(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """torchao's recipes need no fallback: all run on every GPU with fp8, and on a CPU, emulated, by torchao alone."""
-    why, on_gpu = "--fp8_backend torchao", device.type == "cuda"
-    TORCHAO.require(why)
-    if on_gpu:
-        require_fp8_gpu(device)
-        if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
-            raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
-    from llm_fp8.precision.torchao import build_config
-
-    scenario = chosen(options.fp8_scenario, "torchao")
-    return PrecisionPlan(
-        requested="fp8",
-        effective="fp8",
-        requested_scenario=options.fp8_scenario,
-        effective_scenario=scenario,
-        recipe=build_config(scenario, emulate=not on_gpu),
-        backend="torchao",
-    )

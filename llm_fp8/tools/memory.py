@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -19,11 +20,13 @@ from llm_fp8.models import bundled_architectures
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
 from llm_fp8.utils.json_files import writable, write_json_atomic
+from llm_fp8.utils.ranks import LaunchRanks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llm_fp8.distributed.memory import RunSize
+    from llm_fp8.settle.machine import Machine
+    from llm_fp8.settle.memory import RunSize
 
 GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
 """A GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
@@ -141,18 +144,19 @@ def rows_of(
     options: argparse.Namespace,
     hf_config: PretrainedConfig,
     model_words: list[str],
-    gpu_gib: float,
+    machine: Machine,
     precision: Literal["bf16", "fp8"],
 ) -> list[Row]:
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
-    from llm_fp8.distributed.memory import RunSize
     from llm_fp8.models.build import count_parameters
+    from llm_fp8.settle.memory import RunSize
+    from llm_fp8.settle.settle import settle
 
     sizes = {name: getattr(options, name) for name in SIZES}
     model = {"model_name": options.model_name, "random_init": "--random_init" in model_words}
     config = Config().with_options(use_te=True, mixed_precision=precision, **model, **sizes)
     recipe = DEFAULTS["te"] if precision == "fp8" else "bf16"
-    num_parameters, rows = count_parameters(hf_config), []
+    num_parameters, gpu_gib, rows = count_parameters(hf_config), machine.gpu_gib or 0.0, []
     for way, changes in WAYS.items():
         for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
             if mode.startswith("fsdp") and "offload_optimizer" in changes:
@@ -168,7 +172,13 @@ def rows_of(
             if fitted is None and run.sharded:  # whole gradients are kept between the micro-batches of a step
                 run = run.changed(sync_every_micro_batch=True)
                 fitted = run.fitted(gpu_gib)
-            rows.append(Row(way, run, fitted))
+            if fitted is not None:
+                with contextlib.suppress(UserError):  # what a run would refuse does not fit either
+                    asked = fitted.config if mode == "single" else fitted.config.with_options(sharding_mode=mode)
+                    settle(asked, hf_config, machine, num_parameters=num_parameters)
+                    rows.append(Row(way, run, fitted))
+                    continue
+            rows.append(Row(way, run, None))
     return sorted(rows, key=lambda row: (row.fitted is None, row.fits != "yes"))
 
 
@@ -183,9 +193,12 @@ def main() -> int:
     from rich.table import Column, Table
 
     from llm_fp8.models.source import require_positions
+    from llm_fp8.settle.machine import assume
 
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
-    rows = rows_of(options, hf_config, model_words, gpu_gib, precision)
+    ranks = LaunchRanks(world_size=options.num_gpus, local_world_size=options.num_gpus)
+    machine = assume(ranks, gpu, gpu_gib, (9, 0) if has_fp8 else (8, 0))
+    rows = rows_of(options, hf_config, model_words, machine, precision)
     console = wide_console(markup=False, soft_wrap=True)  # names may hold brackets
     billions = rows[0].run.num_parameters / 1e9
     shape = f"{options.batch_size} x {options.max_seq_length:,}"

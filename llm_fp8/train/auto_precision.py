@@ -14,35 +14,34 @@ import itertools
 
 import torch
 
+from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.step_profile import profiled
-from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.train.loop import WORTH_GRAPHS, StepClock
+from llm_fp8.precision.plan import with_recipe
+from llm_fp8.settle.settle import settle
+from llm_fp8.train.loop import WORTH_GRAPHS
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.scale_warmup import first_step
 from llm_fp8.train.setup import TrainingSetup, build_setup
+from llm_fp8.train.stepper import StepClock
 from llm_fp8.train.train_state import restore_rng_state, rng_state
 from llm_fp8.utils.te_internals import forget_delayed_scales
 
 NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
 
 
-def replanned(plan: RunPlan, name: str) -> RunPlan:
-    """The plan of the same run in bf16 or fp8, which compute in the same dtype, with nothing left to measure."""
-    config = plan.config.with_options(mixed_precision=name)
-    precision = dataclasses.replace(resolve_precision(config.precision, plan.device), requested="auto")
-    return dataclasses.replace(plan, config=config, precision=precision, measures_precision=False)
-
-
-def choose_precision(plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """The plan with the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
+def choose_precision(asked: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
+    """The plan in the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
-    told = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
-    plan.say(f"auto: {told}: {fastest}")
-    return replanned(plan, fastest), tokens_per_s
+    figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
+    plan.say(f"auto: {figures}: {fastest}")
+    num_parameters = plan.size.num_parameters
+    settled = settle(asked, plan.hf_config, plan.machine, measured=fastest, num_parameters=num_parameters)
+    precision = with_recipe(settled.precision, settled.config.precision, plan.device)
+    return dataclasses.replace(plan, **vars(settled) | {"precision": precision, "notes": plan.notes}), tokens_per_s
 
 
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:

@@ -1,10 +1,4 @@
-"""The training loop, for one process or many. The global batch is cut into micro-batches m = 1..M on each of R ranks;
-C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
-
-    loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
-
-so the loss is the mean over supervised tokens however the batch is cut. Auxiliary losses are added to L_m. Where a
-sharding mode averages gradients over ranks, its strategy (llm_fp8.distributed) undoes the division.
+"""A run's timeline: between the steps of a `Stepper` it reports, certifies, evaluates, saves and stops.
 
 Losses and norms stay on the device until `log_every` steps are over or a save or evaluation comes; a non-finite one
 ends the run there, before it can reach a checkpoint.
@@ -13,7 +7,6 @@ ends the run there, before it can reach a checkpoint.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -21,20 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from llm_fp8.data.collate import Batch, count_tokens
+from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.distributed.micro_batch_graphs import (
-    Capture,
-    MicroBatchGraphs,
-    ShardedMicroBatchGraphs,
-    memory_beside_graphs,
-)
+from llm_fp8.distributed.micro_batch_graphs import memory_beside_graphs
 from llm_fp8.distributed.process_group import gathered, largest
-from llm_fp8.distributed.strategy import PlainCopiesStrategy
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
@@ -42,7 +26,7 @@ from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.observability.step_profile import StepProfile, gpu_idle, profiled
 from llm_fp8.precision.certificate import Certificate, certify, worst
 from llm_fp8.train.evaluation import EvalHistory, evaluate_loss
-from llm_fp8.train.setup import TrainingSetup
+from llm_fp8.train.stepper import Stepper, StepResult
 from llm_fp8.train.train_state import RunState
 from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic
@@ -53,40 +37,6 @@ STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
 SAVE_AFTER_S = 1800.0  # the age of a checkpoint at which another is due
 WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
-
-
-class StepClock:
-    """Time stamps: CUDA events on a GPU (no synchronisation), `time.perf_counter` elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def stamp(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two stamps that have been reached."""
-        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """An optimizer step. `values` has what it computed on the device, 0-dim tensors by name: the keys of `METRICS`, and
-    the token counts of all ranks by the names of `StepTokens`.
-    """
-
-    step: int
-    epoch: float
-    learning_rate: float
-    values: dict[str, Tensor]
-    rank_loss: Tensor  # this rank's part of the training loss
-    row_ids: tuple[int, ...]
-    start: Any
-    end: Any
 
 
 @dataclass
@@ -109,44 +59,36 @@ class RunResults:
 
 @dataclass
 class TrainingLoop:
-    """Takes optimizer steps, and between them reports, certifies, evaluates and saves. A resumed run starts with its
-    checkpoint's `step` and `tokens_seen`.
-    """
+    """A run from its `step` and `tokens_seen` on, which are its checkpoint's where it is resumed."""
 
-    setup: TrainingSetup
-    model: nn.Module  # `setup.training_model` as the strategy prepared it
-    optimizer: Optimizer
-    scheduler: LRScheduler
+    stepper: Stepper
     loader: TrainLoader
     reporter: RunReporter
     total_steps: int
-    state: RunState = None  # type: ignore[assignment]  # a benchmark, which calls `take_step` alone, has none
-    results: RunResults = field(default_factory=RunResults)
-    history: EvalHistory = field(default_factory=EvalHistory)
+    state: RunState
+    results: RunResults
+    history: EvalHistory
     step: int = 0
     tokens_seen: int = 0
 
     def __post_init__(self) -> None:
-        plan, setup = self.setup.plan, self.setup
-        self.accelerator, self.strategy, self.precision = plan.accelerator, plan.strategy, setup.precision
+        self.setup, self.precision = self.stepper.setup, self.stepper.precision
+        plan = self.setup.plan
+        self.accelerator = plan.accelerator
         self.energy = EnergyMeter(self.accelerator)
         self.fp8_steps = self.total_steps
         """Steps of the run in fp8, if it is in fp8 (--fp8_until)."""
         if self.precision.in_fp8:
             self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
         if self.step >= self.fp8_steps < self.total_steps:
-            self.precision.end_fp8()
+            self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
-        self._clock = StepClock(self.accelerator.device)
         self._saved_s = time.monotonic()
-        self._size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
+        self._size = decoder_size(plan.hf_config, self.setup.num_adapter_parameters)
         self._peak = device_peak_tflops(plan.device)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._pending: list[StepResult] = []
+        self._pending: list[tuple[int, float, StepResult]] = []  # step, epoch, and what is still on the device
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
-        self._graphs_drop = False  # whether eager passes have no memory beside graphs
-        self._graphs: Any = self._build_graphs() if plan.config.model.cuda_graphs else None
-        self._may_take_graphs = self._graphs is None and plan.takes_graphs
+        self._may_take_graphs = not self.stepper.uses_graphs and plan.takes_graphs
 
     @property
     def precision_name(self) -> str:
@@ -163,29 +105,9 @@ class TrainingLoop:
     def _end_fp8(self) -> None:
         """Compute in bf16 from the next step on."""
         self.read_pending()  # by fp8's figures
-        self.precision.end_fp8()
+        self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
-        if self._graphs is not None:
-            self._graphs = None  # with their gradients, before others are allocated
-            self._graphs = self._build_graphs()
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
-
-    def _build_graphs(self) -> Any:
-        sharded, update, capture = self.strategy.shards_parameters, self.precision.update_scales, Capture()
-
-        def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-            return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
-
-        graphs: MicroBatchGraphs
-        if sharded:
-            graphs = ShardedMicroBatchGraphs(run, self._parameters, capture, update)
-        else:
-            assert self.strategy.wgrad_accumulation is not None
-            overwritten = self.strategy.wgrad_accumulation.weights()
-            reduces = self.accelerator.num_processes > 1
-            graphs = MicroBatchGraphs(run, self._parameters, overwritten, capture, update, reduces)
-        graphs.are_dropped = self._graphs_drop
-        return graphs
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
         """Train to `total_steps`, until evaluations say to stop, or until `stop_requested`, which saves too."""
@@ -198,19 +120,16 @@ class TrainingLoop:
                 self.save()
             if self.history.stops_early:
                 return
-        self.model.train()
+        self.stepper.model.train()
         first = self.step + 1
         stamp = self.restart_clocks()
         for batches in self.loader:
             records = self.step + 1 == self.profile_step
-            if self._graphs is not None:
-                self._graphs.may_capture = not records
+            self.stepper.may_capture(not records)
             with profiled() if records else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
-            if self.step == first and self._graphs is not None:
-                _, self._graphs_drop = memory_beside_graphs()
-                self._graphs.are_dropped = self._graphs_drop
-            if self.step == first and config.model.use_te:
+            if self.step == first:
+                self.stepper.drop_graphs_if_memory_is_short()
                 self._note_attention()
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
@@ -234,7 +153,7 @@ class TrainingLoop:
             if saves or (done and (options.save_every or self._checkpoint_due())):
                 self.save()
             if done:
-                self._make_room()  # for the export
+                self.stepper.make_room()  # for the export
                 return
             if evaluates or saves:
                 stamp = self.restart_clocks()  # Their time is not the next step's.
@@ -244,66 +163,16 @@ class TrainingLoop:
         return self.step >= self.total_steps or self.history.stops_early
 
     def take_step(self, batches: list[Batch], start: Any) -> Any:
-        """One optimizer step on this rank's micro-batches; returns the stamp of its end."""
-        accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
-        # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
-        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
-        tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
-        num_supervised = tokens[2].clamp(min=1)
-        loss_names = self.setup.training_model.loss_names
-        losses = torch.zeros(len(loss_names), device=device)
-        # The other micro-batches reuse the weight casts of the first.
-        caches_casts = strategy.caches_weight_casts and len(batches) > 1
-        graphs = None if strategy.shards_parameters and len(batches) > 1 else self._graphs
-        for number, batch in enumerate(batches, start=1):
-            first, last = number == 1, number == len(batches)
-            if graphs is not None:
-                losses += graphs(batch, num_supervised, first, last or accelerator.num_processes == 1)
-            else:
-                reuse = first if caches_casts else None
-                if strategy.shards_parameters:  # weights are cast again in the backward pass
-                    losses += self._micro_batch_by_old_scales(batch, num_supervised, reuse, last)
-                    self.precision.update_scales()
-                else:
-                    losses += self.micro_batch(batch, num_supervised, reuse, last)
-        learning_rate = float(self.scheduler.get_last_lr()[0])
-        grad_norm = strategy.step(self.optimizer, self._parameters, self.setup.plan.config.optim.max_grad_norm)
-        self.scheduler.step()
+        """Take the next step, which begins at the stamp `start`; returns the stamp of its end."""
+        result = self.stepper.take_step(batches, start)
         self.step += 1
-        end = self._clock.stamp()
-        reduced = accelerator.reduce(losses.clone(), reduction="sum")  # gloo reduces in place
-        values = {**dict(zip(loss_names, reduced, strict=True)), "grad_norm": grad_norm}
-        values |= dict(zip(StepTokens.names(), tokens, strict=True))
-        rows = tuple(row for batch in batches for row in batch.row_ids)
-        done = (self.step, self.loader.epoch, learning_rate)
-        self._pending.append(StepResult(*done, values, losses.sum(), rows, start, end))
-        return end
-
-    def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
-        """Forward and backward of a micro-batch; its losses, parts of the step's means, in the order of
-        `TrainingModel.loss_names` (fp32, detached).
-
-        `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce
-        gradients.
-        """
-        with self.strategy.micro_batch(self.model, last=last):
-            with self.precision.context(first_microbatch=first):
-                loss_sum, aux = self.model(batch.to(num_supervised.device, non_blocking=True))
-                losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
-            self.strategy.backward(losses.sum())
-        return losses.detach()
-
-    def _micro_batch_by_old_scales(
-        self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
-    ) -> Tensor:
-        """As `micro_batch`, with both passes by the same scales of delayed scaling: `update_scales` has to follow."""
-        with self.precision.put_off_scale_updates():
-            return self.micro_batch(batch, num_supervised, first, last)
+        self._pending.append((self.step, self.loader.epoch, result))
+        return result.end
 
     def restart_clocks(self) -> Any:
         """Restart step time and energy while the GPU is idle; returns the stamp."""
         self.energy.restart(self.step)
-        return self._clock.stamp()
+        return self.stepper.clock.stamp()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -315,35 +184,33 @@ class TrainingLoop:
         pending, self._pending = self._pending, []
         device, coefficients = self.accelerator.device, self.setup.training_model.coefficients
         # In fp64, which holds counts exactly. The host waits here alone.
-        on_device = [value.to(device, torch.float64) for result in pending for value in result.values.values()]
+        on_device = [value.to(device, torch.float64) for *_, result in pending for value in result.values.values()]
         rows = torch.stack(on_device).view(len(pending), -1).tolist()
-        results = [
-            (result, dict(zip(result.values, row, strict=True))) for result, row in zip(pending, rows, strict=True)
-        ]
+        read = [dict(zip(result.values, row, strict=True)) for (*_, result), row in zip(pending, rows, strict=True)]
         memory = memory_metrics(device)
         if memory and self.accelerator.num_processes > 1:
             memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
-        energy = self.energy.read({result.step: int(values["num_tokens"]) for result, values in results})
+        energy = self.energy.read({step: int(v["num_tokens"]) for (step, *_), v in zip(pending, read, strict=True)})
         in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
         fp8 = in_fp8 and self.precision.plan.has_fp8_peak
-        for result, values in results:
-            self._require_finite(result, values["loss"], values["grad_norm"])
+        for (step, epoch, result), values in zip(pending, read, strict=True):
+            self._require_finite(step, result, values["loss"], values["grad_norm"])
             self.results.last_loss = values["loss"]
             tokens = StepTokens(*(int(values.pop(name)) for name in StepTokens.names()))
             values |= {name: values[name] / factor for name, factor in coefficients.items()}
-            seconds = self._clock.seconds(result.start, result.end)
+            seconds = self.stepper.clock.seconds(result.start, result.end)
             self.tokens_seen += tokens.num_real_tokens
             self.results.clock.seconds.setdefault("first_step", seconds)
             record = {
-                "step": result.step,
-                "epoch": result.epoch,
+                "step": step,
+                "epoch": epoch,
                 "tokens_seen": self.tokens_seen,
                 **values,
                 "learning_rate": result.learning_rate,
                 **speed_metrics(tokens, seconds, self._size, num_processes, self._peak, fp8),
                 **memory,
                 **energy,
-                **self._profile_figures.pop(result.step, {}),
+                **self._profile_figures.pop(step, {}),
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
             self.reporter.step(record)  # those before a non-finite one show what led to it
@@ -362,12 +229,13 @@ class TrainingLoop:
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Run micro-batches as CUDA graphs from the next step on, where that shortens steps. Collective."""
-        sharded, gradients = self.strategy.shards_parameters, 0
+        stepper = self.stepper
+        sharded, gradients = stepper.strategy.shards_parameters, 0
         if not sharded and num_micro_batches == 1:  # whose gradients came only as activations went
-            gradients = sum(parameter.nbytes for parameter in self._parameters)
+            gradients = sum(parameter.nbytes for parameter in stepper.parameters)
         found = gathered((gpu_idle(profile, self.reporter.own_steps()), profile.exposed_communication_s))
         idle, communication_s = found[0]  # of the main rank, which knows the times of steps
-        lacking, self._graphs_drop = memory_beside_graphs(gradients)
+        lacking, stepper.drops_graphs = memory_beside_graphs(gradients)
         if idle is None or self.step == self.total_steps:
             return
         share = idle["share"]
@@ -381,21 +249,9 @@ class TrainingLoop:
         if lacking:
             self._note_graphs(f"{note}--cuda_graphs would help, and might take {lacking:.1f} GiB more than there are")
             return
-        self._begin_graphs()
+        stepper.begin_graphs()
         self.profile_step = self._next_profile_step()
         self._note_graphs(f"{note}micro-batches run as CUDA graphs from step {self.step + 1} on")
-
-    def _begin_graphs(self) -> None:
-        self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)
-        self._graphs = self._build_graphs()
-
-    def _make_room(self) -> None:
-        if self._graphs is not None:
-            self._graphs.make_room()
-
-    @property
-    def uses_graphs(self) -> bool:
-        return self._graphs is not None
 
     def _note_graphs(self, note: str) -> None:
         self.results.graph_notes.append(note)
@@ -403,6 +259,8 @@ class TrainingLoop:
 
     def _note_attention(self) -> None:
         """Say and record which attention Transformer Engine took, which it chooses in the first step."""
+        if not self.setup.plan.config.model.use_te:
+            return
         backend = self.results.attention_backend = attention_backend()
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
@@ -437,15 +295,15 @@ class TrainingLoop:
         """Evaluate and report; returns whether --keep_best needs a checkpoint of this step, the best so far."""
         if self.state.data.eval is None:
             return False
-        self._make_room()
-        figures = evaluate_loss(self.accelerator, self.model, self.precision, self.state.data.eval)
+        self.stepper.make_room()
+        figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, self.state.data.eval)
         self.reporter.evaluation({"step": self.step, **figures})
         self.history.add(self.step, gathered(figures["eval_loss"])[0])  # that of the main rank
         return self.history.kept_step == self.step
 
     def save(self) -> None:
         """Write a checkpoint."""
-        folder = self.state.save(self.step, self.optimizer, self.history, self.tokens_seen)
+        folder = self.state.save(self.step, self.stepper.optimizer, self.history, self.tokens_seen)
         self._saved_s = time.monotonic()
         verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
         self.reporter.print(f"{verb} {folder}")
@@ -459,7 +317,7 @@ class TrainingLoop:
         )
         return bool(largest(self.accelerator.is_main_process and bool(is_due)))
 
-    def _require_finite(self, result: StepResult, loss: float, grad_norm: float) -> None:
+    def _require_finite(self, step: int, result: StepResult, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
@@ -468,6 +326,6 @@ class TrainingLoop:
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise UserError(
-            f"step {result.step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
+            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
             "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )

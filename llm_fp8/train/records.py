@@ -40,7 +40,7 @@ def record_run(loop: TrainingLoop) -> None:
     setup, plan, config = loop.setup, loop.setup.plan, loop.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
-    on_host = bytes_on_host(loop.optimizer)
+    on_host = bytes_on_host(loop.stepper.optimizer)
     record: dict[str, Any] = {
         "config": config.to_dict(),
         "precision": _precision_record(setup, loop.results),
@@ -135,7 +135,7 @@ def summary_of(loop: TrainingLoop, exported: Path | None) -> dict[str, Any]:
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": None if recorded is None else gpu_idle(recorded, loop.reporter.own_steps()),
-        "cuda_graphs": {"used": loop.uses_graphs, "notes": results.graph_notes},
+        "cuda_graphs": {"used": loop.stepper.uses_graphs, "notes": results.graph_notes},
         **_certificates_of(loop),
         "tokens_seen": loop.tokens_seen,
         "num_parameters": setup.num_parameters,

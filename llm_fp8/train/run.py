@@ -1,7 +1,7 @@
 """A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `take_step` -> `micro_batch`, which calls
-the model and `DistributedStrategy.backward`.
+From `main` to the backward pass: `run_training` -> `TrainingLoop.train` -> `Stepper.take_step` -> `micro_batch`, which
+calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from llm_fp8.train.run_dir import (
 )
 from llm_fp8.train.scale_warmup import first_step, prepare_with_scales
 from llm_fp8.train.setup import TrainingSetup, build_setup
+from llm_fp8.train.stepper import Stepper
 from llm_fp8.train.train_state import (
     RunState,
     changed_options,
@@ -96,7 +97,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         phase_ends("data")
 
         if plan.measures_precision:
-            plan, results.measured_tokens_per_s = choose_precision(plan, data)
+            plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
         plan = with_default_folder(plan, held)
         announce(plan)
@@ -190,9 +191,8 @@ def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults)
         state.restore_history(history, resumed)
     scheduler = build_scheduler(optimizer, config.optim, num_steps, step)
     reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=history.last_step != step)
-    return TrainingLoop(
-        setup, model, optimizer, scheduler, data.train, reporter, num_steps, state, results, history, step, tokens
-    )
+    stepper = Stepper(setup, model, optimizer, scheduler)
+    return TrainingLoop(stepper, data.train, reporter, num_steps, state, results, history, step, tokens)
 
 
 def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -217,7 +217,7 @@ def finish(loop: TrainingLoop, stop: GracefulStop, tokenizer: PreTrainedTokenize
         best_step = loop.history.kept_step
         if best_step is not None and best_step != loop.step:
             if best := loop.state.held(best_step):
-                loop.state.restore(best, loop.optimizer)
+                loop.state.restore(best, loop.stepper.optimizer)
                 step, tokens_seen = best.step, best.meta["tokens_seen"]
             else:
                 plan.say(f"WARNING: the checkpoint of the best step, {best_step}, is gone; final/ holds the last one")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
 from llm_fp8.config.options import SECTIONS, Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.config.validation import check_declared, check_machine
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -92,35 +90,6 @@ def config(words: str) -> Config:
     return parse_config(words.split(), parallel=True)
 
 
-MACHINES: list[tuple[str, dict[str, Any], str]] = [
-    ("--use_te", {"on_gpu": False}, "--use_te"),
-    ("--certify", {"on_gpu": False}, "--certify"),
-    ("--optimizer adamw_master", {"compute": "fp32"}, "--optimizer adamw_master"),
-    ("--optimizer adamw_8bit", {"mode": "deepspeed_2"}, "--optimizer adamw_8bit"),
-    ("--offload_optimizer 1", {"on_gpu": False}, "--offload_optimizer"),
-    ("--offload_optimizer 1", {"compute": "fp32"}, "--offload_optimizer"),
-    (GRAPHS, {"compute": "fp32"}, "--cuda_graphs"),
-    (GRAPHS + "--optimizer adamw_fp32", {}, "--cuda_graphs"),
-    (GRAPHS + "--gradient_accumulation_steps 2", {"mode": "fsdp_full"}, "one micro-batch"),
-    (FP8 + "--max_seq_length 144 --batch_size 1", {"scenario": "block"}, "--fp8_scenario block"),
-    ("--sync_every_micro_batch", {}, "--sync_every_micro_batch"),
-    ("", {"mode": "fsdp_hybrid"}, "fsdp_hybrid"),
-    ("--use_te --context_parallel_size 3 --max_seq_length 1152", {"mode": "fsdp_full", "ranks": TWO_HOSTS}, "3"),
-    ("--use_te --context_parallel_size 2", {"compute": "fp32", "mode": "fsdp_full", "ranks": TWO_HOSTS}, "bf16"),
-]
-
-
-@pytest.mark.parametrize(("words", "machine", "named"), MACHINES, ids=lambda value: str(value))
-def test_what_this_machine_or_launch_cannot_do(words, machine, named):
-    with pytest.raises(UserError, match=named):
-        check_declared(config(words), machine.get("mode", "single"))
-        check_machine(config(words), **{"on_gpu": True, "mode": "single", **machine})
-
-
-def test_what_works_passes():
-    check_machine(config(GRAPHS), on_gpu=True, mode="ddp", ranks=TWO_HOSTS)
-    check_machine(config("--offload_optimizer=1"), on_gpu=True, mode="single")
-    check_machine(config(""), on_gpu=True, mode="fsdp_hybrid", ranks=TWO_HOSTS)
-    check_machine(config("--use_te --context_parallel_size 4"), on_gpu=True, mode="fsdp_full", ranks=TWO_HOSTS)
+def test_fp8_params_work_with_both_back_ends():
     for more in ("--use_te", "--fp8_backend torchao"):
         assert config(FP8 + f"--fp8_params --sharding_mode fsdp_full {more}").parallel.fp8_params

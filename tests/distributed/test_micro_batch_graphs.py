@@ -26,11 +26,18 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.plan import resolve_precision
-from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.train.stepper import Stepper
 from tests.support.batches import random_rows
 from tests.support.reference import NUM_STEPS, compare_with_reference
-from tests.support.small import assert_same_bits, final_weights, forget_accelerator, steps, tiny_config, train
+from tests.support.small import (
+    assert_same_bits,
+    final_weights,
+    forget_accelerator,
+    precision_on,
+    steps,
+    tiny_config,
+    train,
+)
 from tests.support.stand_in_te import install_stand_in
 
 
@@ -90,9 +97,9 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
         captures.append(EmulatedCapture(parameters))
         return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after, collective)
 
-    monkeypatch.setattr("llm_fp8.train.loop.Capture", EmulatedCapture)
-    monkeypatch.setattr("llm_fp8.train.loop.memory_beside_graphs", lambda: (0.0, False))
-    monkeypatch.setattr("llm_fp8.train.loop.MicroBatchGraphs", graphs)
+    monkeypatch.setattr("llm_fp8.train.stepper.Capture", EmulatedCapture)
+    monkeypatch.setattr("llm_fp8.train.stepper.memory_beside_graphs", lambda: (0.0, False))
+    monkeypatch.setattr("llm_fp8.train.stepper.MicroBatchGraphs", graphs)
     return captures
 
 
@@ -188,14 +195,14 @@ def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch)
 
 
 class Training:
-    """The stand-in's TE decoder, trained by `TrainingLoop.micro_batch`; without `graphs` as without --cuda_graphs."""
+    """The stand-in's TE decoder, trained by `Stepper.micro_batch`; without `graphs` as without --cuda_graphs."""
 
     def __init__(self, with_graphs: bool, **changes):
         forget_accelerator()
         model = te_llama.build_te_model(tiny_config(**changes), torch.bfloat16, "cpu")
         initialize_shards_(model, torch.Generator().manual_seed(0))
         device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")
-        self.precision = Precision(resolve_precision(options, device), options, device, torch.bfloat16)
+        self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
         self.strategy = PlainCopiesStrategy("single", Accelerator(cpu=True), ParallelConfig())
         training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
@@ -203,7 +210,7 @@ class Training:
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         self.strategy.shard(training_model, decoder_layers(model))
         self.model, self.optimizer = self.strategy.prepare(training_model, optimizer)
-        self.run = functools.partial(TrainingLoop.micro_batch, self)
+        self.run = functools.partial(Stepper.micro_batch, self)
         self.capture = EmulatedCapture(self.parameters)
         self.graphs = None
         if with_graphs:

@@ -25,11 +25,11 @@ from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import linear_weights, measure_coverage
 from llm_fp8.precision.frozen import hold_in_fp8
-from llm_fp8.precision.plan import resolve_precision
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, fp8, recorded_step, step
 from tests.support.gpu_training import certificate_of, common, figures, losses, train
+from tests.support.small import precision_on
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     """As `test_precision_gpu.build`, with adapters whose B are not zero; and the expected's gemms."""
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
-    plan = resolve_precision(options, device)
+    plan = precision_on(options, device)
     config = family_config("llama3_rope_gqa")
     reasons: dict[str, str] = {}
     if use_te:

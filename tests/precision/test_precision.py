@@ -14,29 +14,29 @@ import torch
 import te_llama
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
+from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from tests.support import stand_in_te
-from tests.support.small import tiny_config
+from tests.support.small import precision_on, tiny_config
 
 CPU = torch.device("cpu")
 
 
 def test_default_on_the_cpu_is_fp32():
-    plan = resolve_precision(PrecisionConfig(), CPU)
+    plan = precision_on(PrecisionConfig(), CPU)
     assert (plan.effective, plan.compute_dtype, plan.recipe) == ("no", torch.float32, None)
 
 
 def test_fp8_without_a_gpu_says_what_was_found():
     with pytest.raises(UserError, match="compute capability 8.9.*no CUDA GPU.*bf16"):
-        resolve_precision(PrecisionConfig(mixed_precision="fp8"), CPU)
+        precision_on(PrecisionConfig(mixed_precision="fp8"), CPU)
 
 
 def test_bf16_with_fp32_parameters_computes_in_bf16():
     options = PrecisionConfig(mixed_precision="bf16")
-    precision = Precision(resolve_precision(options, CPU), options, CPU, torch.float32)
+    precision = Precision(precision_on(options, CPU), options, CPU, torch.float32)
     linear = torch.nn.Linear(8, 8)
     with precision.context(first_microbatch=None):
         assert linear(torch.ones(1, 8)).dtype == torch.bfloat16

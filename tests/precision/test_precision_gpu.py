@@ -7,11 +7,11 @@ import torch
 
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.precision.plan import resolve_precision
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import attention_backend
 from tests.support.batches import packed_batch, padded_batch
 from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8, step
+from tests.support.small import precision_on
 
 pytestmark = pytest.mark.gpu
 
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.gpu
 def test_a_recipe_this_gpu_lacks_falls_back_or_is_refused(device):
     if torch.cuda.get_device_capability(device) >= (10, 0):
         pytest.skip("this GPU has MXFP8")
-    plan = resolve_precision(fp8(fp8_scenario="mxfp8"), device)
+    plan = precision_on(fp8(fp8_scenario="mxfp8"), device)
     assert (plan.requested_scenario, plan.effective_scenario) == ("mxfp8", "delayed")
     assert "10.0" in plan.fallback_reason and "current" in plan.fallback_reason
     with pytest.raises(UserError, match="--fp8_strict"):
-        resolve_precision(fp8(fp8_scenario="mxfp8", fp8_strict=True), device)
+        precision_on(fp8(fp8_scenario="mxfp8", fp8_strict=True), device)
 
 
 def test_options_reach_the_recipe(device):
-    plan = resolve_precision(fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_format="E4M3"), device)
+    plan = precision_on(fp8(amax_history_len=16, amax_compute_algo="most_recent", fp8_format="E4M3"), device)
     recipe = plan.recipe
     assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (16, "most_recent", 0)
     assert recipe.fp8_format.name == "E4M3"

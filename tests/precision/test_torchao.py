@@ -21,11 +21,11 @@ from llm_fp8.models.build import decoder_layers
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import bf16_modules, measure_coverage
-from llm_fp8.precision.plan import PrecisionPlan, resolve_precision
+from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import final_weights, records, run_json, steps, tiny_config, train
+from tests.support.small import final_weights, precision_on, records, run_json, steps, tiny_config, train
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
@@ -44,7 +44,7 @@ def losses(folder: Path) -> list[float]:
 def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, PrecisionPlan]:
     """A small bf16 model whose layers are torchao's, the precision attached to it, and the plan."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
-    plan = resolve_precision(options, CPU)
+    plan = precision_on(options, CPU)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
     precision = Precision(plan, options, CPU, torch.bfloat16)
@@ -295,7 +295,7 @@ def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
     found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
     assert found.verdict == "failed" and "rowwise" in found.reasons[0]
     options = PrecisionConfig(mixed_precision="bf16")
-    bf16 = Precision(resolve_precision(options, CPU), options, CPU, torch.bfloat16)
+    bf16 = Precision(precision_on(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))
     found = certify(ExpectedKernels("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}, bf16.module_state(), num_micro_batches=1)
     assert found.verdict == "failed" and len(found.reasons) == 1

@@ -13,9 +13,9 @@ from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.plan import resolve_precision
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
+from tests.support.small import precision_on
 
 SCENARIOS = ["default", "current", "block"]
 
@@ -28,7 +28,7 @@ def fp8(**options) -> PrecisionConfig:
 
 def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa"):
     """Training model, precision and coverage of a small random model."""
-    plan = resolve_precision(options, device)
+    plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
     reasons: dict[str, str] = {}

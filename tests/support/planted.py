@@ -42,7 +42,7 @@ def _planted(loop: TrainingLoop, place: str, value: float) -> Iterator[None]:
             output.register_hook(spoil)
         return output
 
-    embedding = next(module for module in loop.model.modules() if isinstance(module, nn.Embedding))
+    embedding = next(module for module in loop.stepper.model.modules() if isinstance(module, nn.Embedding))
     handle = embedding.register_forward_hook(after_forward)
     try:
         yield

@@ -12,15 +12,19 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from llm_fp8.config.options import ModelConfig
+from llm_fp8.config.options import Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.models.build import build_model
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of
+from llm_fp8.precision.plan import PrecisionPlan, with_recipe
+from llm_fp8.settle.machine import Machine, look
+from llm_fp8.settle.settle import resolve_precision
 from llm_fp8.train.loop import RunResults
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.json_files import read_jsonl
+from llm_fp8.utils.ranks import LaunchRanks
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=4.0)
 LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_mscale=1.3)
@@ -67,6 +71,12 @@ def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **
     dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
     device = torch.device("cpu")
     return build_model(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=device, seed=seed)
+
+
+def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """The precision that a run of these options has on `device`."""
+    machine = look(options, LaunchRanks()) if device.type == "cuda" else Machine()
+    return with_recipe(resolve_precision(Config(precision=options), machine), options, device)
 
 
 def write_rows(path: Path, num_rows: int) -> str:

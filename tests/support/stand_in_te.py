@@ -214,4 +214,4 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     install_modules(monkeypatch, contents)
     monkeypatch.setattr("llm_fp8.models.build.require_te", lambda why: None)
-    monkeypatch.setattr("llm_fp8.train.plan.check_machine", lambda *_, **__: None)
+    monkeypatch.setattr("llm_fp8.settle.settle.check_machine", lambda *_, **__: None)

@@ -9,11 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.settle.machine import assume
 from llm_fp8.train import auto_precision, setup
-from llm_fp8.train import plan as planning
 from llm_fp8.train.auto_precision import choose_precision, measure_precisions
-from llm_fp8.train.checkpoint import Checkpoint
 from llm_fp8.train.plan import plan_run
 from llm_fp8.train.run import load_data
 from llm_fp8.train.scale_warmup import first_step
@@ -56,42 +54,14 @@ def plan(options):
 
 
 @pytest.mark.parametrize("faster", ["fp8", "bf16"])
-def test_the_faster_one_is_taken_and_both_figures_are_said(plan, monkeypatch, capsys, faster):
+def test_the_faster_one_is_taken_and_both_figures_are_said(plan, options, monkeypatch, capsys, faster):
     measured = {"fp8": 30_500.0, "bf16": 30_500.0} | {faster: 41_000.0}
-    monkeypatch.setattr(auto_precision, "replanned", lambda plan, name: name)
     monkeypatch.setattr(auto_precision, "measure_precisions", lambda plan, data: measured)
-    found = choose_precision(plan, None)
-    assert found == (faster, measured)
-    assert "41,000" in capsys.readouterr().out
-
-
-def test_the_chosen_plan_still_says_what_memory_came_to(plan):
-    told = dataclasses.replace(plan, notes=("--batch_size auto: 8",))
-    assert auto_precision.replanned(told, "bf16").notes == told.notes
-
-
-def test_a_resumed_run_counts_memory_as_its_start_did(options, monkeypatch, tmp_path):
-    """So --batch_size auto comes to the same rows, whichever precision was chosen."""
-    runs, plans = [], []
-
-    def resolve(precision, device):
-        name = precision.mixed_precision
-        return PrecisionPlan(requested=name, effective=name, effective_scenario="delayed" if name == "fp8" else None)
-
-    monkeypatch.setattr(planning, "own_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(planning, "smallest_gpu_gib", lambda device: 79.2)
-    monkeypatch.setattr(planning, "resolve_precision", resolve)
-    monkeypatch.setattr(planning, "probe", lambda *_: "rows")
-    monkeypatch.setattr(planning, "settle_memory", lambda run, *_: runs.append(run) or (run.config, []))
-    for name in ("fp8 delayed", "bf16"):
-        meta = {"fingerprint": {"precision": name}, "options": {"batch_size": 2}}
-        plans.append(plan_run(parse_config(options), LaunchRanks(), Checkpoint(tmp_path, meta, 0.0)))
-    first = plan_run(parse_config(options), LaunchRanks())
-    assert [(run.recipe, run.may_be_bf16) for run in runs] == [("delayed", True)] * 3
-    assert [each.config.precision.mixed_precision for each in plans] == ["fp8", "bf16"]
-    assert [each.precision.effective for each in plans] == ["fp8", "bf16"]
-    assert [each.measures_precision for each in (*plans, first)] == [False, False, True]
+    monkeypatch.setattr(auto_precision, "with_recipe", lambda precision, *_: precision)
+    plan = dataclasses.replace(plan, machine=assume(LaunchRanks()), notes=("--batch_size auto: 8",))
+    chosen, figures = choose_precision(parse_config(options), plan, None)
+    assert (chosen.precision.effective, figures, chosen.notes) == (faster, measured, plan.notes)
+    assert not chosen.measures_precision and "41,000" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -136,15 +136,14 @@ _ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--
 
 
 @pytest.mark.exclusive
-def test_out_of_memory_is_predicted_and_a_sentence(tmp_path):
-    done = train(
-        *_ONE_BILLION, "--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2", "--output_dir",
-        str(tmp_path / "run"),
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "WARNING: a step is estimated to take " in done.stdout
-    assert done.stderr.strip().splitlines()[-1].startswith("error: the GPU is out of memory")
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(("decoder", "words"), [("--use_te", "this run cannot fit"), ("", "the GPU is out of memory")])
+def test_what_does_not_fit_ends_in_a_sentence(tmp_path, decoder, words):
+    """Before anything is loaded where activations are counted."""
+    model = [word for word in _ONE_BILLION if word != "--use_te"] + ([decoder] if decoder else [])
+    more = ("--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2")
+    done = train(*model, *more, "--output_dir", str(tmp_path / "run"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {words}")
 
 
 @pytest.mark.exclusive

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.data.collate import Batch, count_tokens
+from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
@@ -32,12 +33,12 @@ from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, unwrap
 from llm_fp8.precision.certificate import certify
-from llm_fp8.train.loop import TrainingLoop
 from llm_fp8.train.plan import RunPlan, announce, plan_run
 from llm_fp8.train.run import load_data
 from llm_fp8.train.run_dir import explained_failures
 from llm_fp8.train.scale_warmup import prepare_with_scales
 from llm_fp8.train.setup import build_setup
+from llm_fp8.train.stepper import Stepper
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import attention_backend
@@ -63,12 +64,12 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     """
     plan = plan_without_output(config)
     with explained_failures(lambda: plan.folder):
-        found = measure(build_loop(plan), trace)
+        found = measure(*build_stepper(plan), trace)
     return found | {"problems": problems(found)}
 
 
-def build_loop(plan: RunPlan) -> TrainingLoop:
-    """The run's loop on its own data, ready for `take_step`, without reporter and checkpoints."""
+def build_stepper(plan: RunPlan) -> tuple[Stepper, TrainLoader]:
+    """The run's steps and its own data, without reporter and checkpoints."""
     config = plan.config
     set_seed(config.optim.seed)
     tokenizer, _ = load_tokenizer(config.model, plan.source)
@@ -78,18 +79,17 @@ def build_loop(plan: RunPlan) -> TrainingLoop:
     parameters = setup.training_model.named_parameters()
     optimizer = build_optimizer(config.optim, plan.optimizer_kind, parameters, plan.draws_lower_bits)
     model, optimizer = prepare_with_scales(setup, optimizer, data.train)
-    reporter: Any = None
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
     scheduler = build_scheduler(optimizer, config.optim, num_steps)
-    return TrainingLoop(setup, model, optimizer, scheduler, data.train, reporter, num_steps)
+    return Stepper(setup, model, optimizer, scheduler), data.train
 
 
-def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
-    """Take steps of the loop: first to warm up, then for the time, the memory and the kernels."""
-    setup = loop.setup
+def measure(stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
+    """Take steps: first to warm up, then for the time, the memory and the kernels."""
+    setup = stepper.setup
     plan = setup.plan
-    loop.model.train()
-    steps = iter(loop.loader)
+    stepper.model.train()
+    steps = iter(loader)
 
     def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
         """Take steps; returns the mean seconds of a step and the micro-batches of the last one."""
@@ -97,13 +97,13 @@ def measure(loop: TrainingLoop, trace: Path | None) -> dict[str, Any]:
         began = time.perf_counter()
         for _ in range(num_steps):
             batches = next(steps)
-            loop.take_step(batches, None)
+            stepper.take_step(batches)
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / num_steps, batches
 
     take(NUM_WARMUP_STEPS)
     step_s, batches = take(NUM_TIMED_STEPS)
-    memory = memory_by_kind(loop, take)
+    memory = memory_by_kind(stepper, take)
     with profiled(trace) as profile:
         take()
     kernels = profile.kernels
@@ -139,15 +139,15 @@ def held_gib(tensors: Iterable[Any]) -> float:
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda) / GIB
 
 
-def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, float]:
+def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, float]:
     """The memory of a step's peak in GiB by kind (see the module's docstring); `take` takes a step."""
-    parameters = list(loop.model.parameters())
+    parameters = list(stepper.model.parameters())
     marks: list[tuple[float, float]] = []
 
     def mark(*_: object) -> None:
         marks.append((torch.cuda.memory_allocated() / GIB, held_gib(parameter.grad for parameter in parameters)))
 
-    model: nn.Module = loop.setup.training_model
+    model: nn.Module = stepper.setup.training_model
     hooks = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
     torch.cuda.reset_peak_memory_stats()
     take()
@@ -156,7 +156,7 @@ def memory_by_kind(loop: TrainingLoop, take: Callable[[], object]) -> dict[str, 
     peak = torch.cuda.max_memory_allocated() / GIB
     weights = held_gib(parameters)
     (before, gradients), (after, _) = marks[-2:]  # before and after the last forward pass
-    state = held_gib(value for entry in unwrap(loop.optimizer).state.values() for value in entry.values())
+    state = held_gib(value for entry in unwrap(stepper.optimizer).state.values() for value in entry.values())
     return {
         "weights": weights,
         "optimizer_state": state,

@@ -132,22 +132,19 @@ def check_steps(setup: Setup) -> Result:
     """Train in bf16 and in each recipe of Transformer Engine that this GPU has; on the CPU in bf16 only."""
     if not setup.num_gpus:
         return train_in_each(setup, "te", ())
-    import torch
-
     from llm_fp8.config.options import PrecisionConfig
-    from llm_fp8.precision.plan import resolve_precision
+    from llm_fp8.settle.machine import look
+    from llm_fp8.utils.ranks import LaunchRanks
 
-    usable = []
-    lacking = []
-    for name in recipe_names("te"):
-        options = PrecisionConfig(mixed_precision="fp8", fp8_scenario=name, fp8_strict=True)
-        try:
-            resolve_precision(options, torch.device("cuda", 0))
-            usable.append(name)
-        except UserError as error:
-            lacking.append(f"{name}: {error}")
+    names = recipe_names("te")
+    try:
+        machine = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks())
+        lacking = machine.lacking if machine.has_fp8 else dict.fromkeys(names, "the GPU has no fp8")
+    except UserError as error:
+        lacking = dict.fromkeys(names, str(error))
+    usable = [name for name in names if name not in lacking]
     result = train_in_each(setup, "te", usable, "--use_te")
-    result.details += lacking
+    result.details += [f"{name}: {reason}" for name, reason in lacking.items()]
     if not usable:
         result.fail("no fp8 recipe of Transformer Engine runs on this GPU", TRANSFORMER_ENGINE.install)
     return result

@@ -42,15 +42,15 @@ import te_llama
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
-from llm_fp8.distributed.sharding_mode import (
+from llm_fp8.kernels.cross_entropy import default_chunk_tokens
+from llm_fp8.observability.metrics import GIB, RESERVE_GIB
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
+from llm_fp8.settle.sharding_mode import (
     holds_frozen_in_fp8,
     keeps_unsharded_gradients,
     resolve_optimizer,
     state_bytes,
 )
-from llm_fp8.kernels.cross_entropy import default_chunk_tokens
-from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
@@ -58,7 +58,6 @@ ERROR = 0.012  # of the estimate, at most, in recorded runs
 MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
 MOST_PADDED_TOKENS = 16384
 """The most in a merged micro-batch of padded rows: with more a GPU gains less than longer padding costs."""
-RESERVE_GIB = 2.0  # CUDA's context and the allocator's gaps
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
@@ -341,8 +340,8 @@ class RunSize:
         return next((run for run in tried if run.fits(gpu_gib)), None)
 
 
-def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[Config, list[str]]:
-    """The options with numbers for what is auto and with merged micro-batches, and sentences to print.
+def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
+    """The run with numbers for what is auto and with merged micro-batches, and sentences to print.
 
     `resumed_rows`: rows of a micro-batch in the checkpoint that the run continues, which it keeps where it can.
 
@@ -401,7 +400,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"
         said = f"{recomputed} of {layers} layers are recomputed, estimated to take {gib}"
         notes.append(f"--gradient_checkpointing auto: {said}")
-    return run.config, notes
+    return run, notes
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:

@@ -23,7 +23,9 @@ from llm_fp8.config.options import (
     RunConfig,
 )
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
-from llm_fp8.distributed.memory import (
+from llm_fp8.models.build import count_parameters
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.settle.memory import (
     ACTIVATIONS,
     CASTS,
     HEAD,
@@ -33,8 +35,6 @@ from llm_fp8.distributed.memory import (
     saved_bytes,
     settle_memory,
 )
-from llm_fp8.models.build import count_parameters
-from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.utils.errors import UserError
 from te_llama import decoder_spec
 
@@ -79,7 +79,8 @@ def parts(model: str = "Llama-3.1-8B", **row: Any):
 
 def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Config, list[str]]:
     row = {"gradient_accumulation_steps": 4, **row}
-    return settle_memory(run_size(row, hf_config(model)), gpu_gib)
+    size, notes = settle_memory(run_size(row, hf_config(model)), gpu_gib)
+    return size.config, notes
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -243,7 +244,8 @@ def test_micro_batches_stay_where_their_memory_has_no_bound(row):
 )
 def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
     run = run_size({"batch_size": 24, **row}, hf_config("Llama-3.2-3B"))
-    config, said = settle_memory(run.changed(gradient_checkpointing="auto"), gpu_gib)
+    size, said = settle_memory(run.changed(gradient_checkpointing="auto"), gpu_gib)
+    config = size.config
     number = len(recomputed_layers(config.model.gradient_checkpointing, 28))
     needed = [
         run.changed(gradient_checkpointing=layers / 28).estimate(upper_bound=True).needed_gib
@@ -262,7 +264,7 @@ def test_fewer_recomputed_layers_win_over_longer_micro_batches():
     config, _ = settle(24.0, "Llama-3.2-3B", **row, mode="fsdp_full", num_gpus=8)
     assert cut(config) == (16, 1) and 0 < config.model.gradient_checkpointing < 1
     resumed = run_size(row, hf_config("Llama-3.2-3B"))
-    config, _ = settle_memory(resumed, 79.2, resumed_rows=16)
+    config = settle_memory(resumed, 79.2, resumed_rows=16)[0].config
     assert cut(config) == (16, 1) and config.model.gradient_checkpointing > 0
 
 
@@ -288,7 +290,10 @@ def test_automatic_recomputation_is_refused_where_memory_has_no_bound(row):
 def test_what_may_be_bf16_has_to_fit_in_bf16_too():
     row = {"batch_size": AUTO_BATCH_SIZE, "gradient_accumulation_steps": 1, "max_seq_length": 512}
     run = run_size(row, hf_config("Llama-3.2-1B"))
-    sizes = [settle_memory(dataclasses.replace(run, may_be_bf16=may), 79.1)[0].data.batch_size for may in (False, True)]
+    sizes = [
+        settle_memory(dataclasses.replace(run, may_be_bf16=may), 79.1)[0].config.data.batch_size
+        for may in (False, True)
+    ]
     in_bf16 = dataclasses.replace(run, recipe="bf16").changed(batch_size=sizes[1])
     assert sizes[1] < sizes[0] and in_bf16.estimate().needed_gib <= 79.1
 
@@ -305,8 +310,8 @@ def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
     config, said = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
     assert cut(config) == (1, 4) and said == []
     run = run_size(DOCUMENTED | {"gradient_accumulation_steps": 4}, hf_config("Llama-3.2-3B"))
-    assert cut(settle_memory(run, 79.2, resumed_rows=2)[0]) == (2, 2)
-    assert cut(settle_memory(run, 79.2, resumed_rows=3)[0]) == (4, 1)
+    assert cut(settle_memory(run, 79.2, resumed_rows=2)[0].config) == (2, 2)
+    assert cut(settle_memory(run, 79.2, resumed_rows=3)[0].config) == (4, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.sharding_mode import choose_mode, resolve_optimizer, state_bytes
 from llm_fp8.observability.step_profile import StepProfile, covered_s
+from llm_fp8.settle.sharding_mode import choose_mode, resolve_optimizer, state_bytes
 from llm_fp8.utils.ranks import LaunchRanks
 
 EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)

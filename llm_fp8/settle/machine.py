@@ -1,0 +1,75 @@
+"""The machine that a run is settled for: what `look` sees of this one, or one that is assumed. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import RECIPES, recipe_names
+from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, recipe_available
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_internals import require_te
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A launch, its GPUs and its host. Without `gpu` everything computes on the CPU."""
+
+    ranks: LaunchRanks = LaunchRanks()
+    gpu: str | None = None
+    """The GPU's name."""
+    gpu_gib: float | None = None
+    """Memory of the launch's smallest GPU, as torch reports it."""
+    capability: tuple[int, int] = (0, 0)
+    """The GPU's compute capability."""
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    """Transformer Engine's recipe -> why this GPU does not have it."""
+    host_free_gib: float | None = None
+    """Free memory of the host; None where it is not known."""
+    is_assumed: bool = False
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.capability >= MIN_FP8_CAPABILITY
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability >= (8, 0)
+
+
+def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
+    """The machine of this launch. Transformer Engine says which recipes it has, if fp8 is asked for; without `asks_te`
+    the compute capability decides. Collective.
+    """
+    host_free_gib = psutil.virtual_memory().available / GIB
+    if not torch.cuda.is_available():
+        return Machine(ranks, host_free_gib=host_free_gib)
+    device = own_device()
+    capability = torch.cuda.get_device_capability(device)
+    lacking = lacking_by_capability(capability)
+    wants_te = precision.mixed_precision in ("fp8", "auto") and precision.fp8_backend == "te"
+    if asks_te and wants_te and capability >= MIN_FP8_CAPABILITY:
+        te = require_te(f"--mixed_precision {precision.mixed_precision}")
+        answers = {name: recipe_available(te, RECIPES[name]) for name in recipe_names("te")}
+        lacking = {name: reason for name, (is_available, reason) in answers.items() if not is_available}
+    gpu = torch.cuda.get_device_name(device)
+    return Machine(ranks, gpu, smallest_gpu_gib(device), capability, lacking, host_free_gib)
+
+
+def assume(
+    ranks: LaunchRanks, gpu: str = "H100 80 GB", gib: float = 79.2, capability: tuple[int, int] = (9, 0)
+) -> Machine:
+    """A machine that is not there."""
+    return Machine(ranks, gpu, gib, capability, lacking_by_capability(capability), is_assumed=True)
+
+
+def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
+    """`Machine.lacking` of a GPU of this compute capability."""
+    needed = {name: RECIPES[name].capability for name in recipe_names("te")}
+    return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}

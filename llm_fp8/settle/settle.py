@@ -1,0 +1,203 @@
+"""Options, config.json and a machine become what a run does: precision, sharding, optimizer, micro-batches, memory.
+
+`settle` is pure: it builds nothing, asks no GPU and no file, and the same arguments give the same answer. A run, a dry
+run and `llm-fp8 memory` ask it, and nothing else decides, so that they cannot differ. Nothing changes its answer later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+import te_llama
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.recipes import DEFAULTS, chosen, recipe_names
+from llm_fp8.config.validation import check_declared
+from llm_fp8.models.build import count_parameters
+from llm_fp8.optim.optimizers import OptimizerKind
+from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
+from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.settle.checks import check_machine, check_te_decoder
+from llm_fp8.settle.machine import Machine
+from llm_fp8.settle.memory import RunSize, settle_memory
+from llm_fp8.settle.sharding_mode import choose_mode, holds_frozen_in_fp8, num_shards, resolve_optimizer
+from llm_fp8.utils.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A run's decisions. `config` has numbers where the options say auto, and merged micro-batches."""
+
+    config: Config
+    machine: Machine
+    hf_config: PretrainedConfig
+    precision: PrecisionPlan
+    """Without the library's recipe object, which `llm_fp8.precision.plan.with_recipe` makes."""
+    mode: str
+    """The sharding mode, 'single' for one process."""
+    optimizer_kind: OptimizerKind
+    size: RunSize
+    num_asked_micro_batches: int
+    """Micro-batches of a step as the options have them; `config` has what they were merged to."""
+    measures_precision: bool = False
+    """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
+    notes: tuple[str, ...] = ()
+    """Sentences to print on memory, merged micro-batches and sharding."""
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """The dtype of trained parameters. DeepSpeed keeps fp32 master weights itself."""
+        return self.precision.compute_dtype if self.mode.startswith("deepspeed") else trained_dtype(self.optimizer_kind)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of the model's weights: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model
+        needs no master weights; fp32 where that is fp16, whose range is small.
+        """
+        if self.config.lora.lora_rank == 0:
+            return self.parameter_dtype
+        return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def asked_batch_size(self) -> int:
+        """Rows of a micro-batch before they were merged."""
+        in_step = self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
+        return in_step // self.num_asked_micro_batches
+
+    @property
+    def certifies(self) -> bool:
+        """Whether the run records a step and judges its kernels (--certify)."""
+        wanted = self.config.run.certify
+        return self.machine.gpu is not None if wanted is None else wanted
+
+    @property
+    def takes_graphs(self) -> bool:
+        """Whether micro-batches run as CUDA graphs, or may where the GPU is found idle (--cuda_graphs)."""
+        # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
+        config = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
+        if self.config.model.cuda_graphs is not None:
+            return self.config.model.cuda_graphs
+        if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
+            return False  # nothing shows whether the GPU is idle
+        if not self.mode.startswith("fsdp") and self.parameter_dtype != torch.bfloat16:
+            return False
+        with contextlib.suppress(UserError):
+            check_declared(config, self.mode)
+            return te_llama.decoder_spec(self.hf_config).attention_dropout == 0
+        return False
+
+    @property
+    def holds_frozen_in_fp8(self) -> bool:
+        """Whether the frozen weights of an fp8 run with adapters exist in fp8 only."""
+        possible = self.config.parallel.fp8_params or not self.mode.startswith("fsdp")
+        in_fp8 = self.precision.effective == "fp8" and self.precision.backend == "te"
+        return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
+
+
+def settle(
+    asked: Config,
+    hf_config: PretrainedConfig,
+    machine: Machine,
+    resumed: Mapping[str, Any] | None = None,
+    measured: str | None = None,
+    num_parameters: int | None = None,
+) -> Settled:
+    """Settle the run of `asked`, which passed `check_options`; `UserError` for what the machine or the model does not
+    allow, or the GPU's memory cannot hold.
+
+    Args:
+        resumed: meta.json of the checkpoint that the run continues. It keeps that run's micro-batches where it can, and
+            what --mixed_precision auto chose then.
+        measured: the faster precision, bf16 or fp8, once --mixed_precision auto has measured both.
+        num_parameters: of the model, where they have been counted.
+    """
+    config, ranks, notes = asked, machine.ranks, list[str]()
+    num_parameters = num_parameters or count_parameters(hf_config)
+    mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
+    check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
+    is_auto = config.precision.mixed_precision == "auto"
+    may_be_either = is_auto and machine.has_fp8
+    if is_auto:
+        config = config.with_options(mixed_precision="fp8" if may_be_either else "bf16")
+    precision = resolve_precision(config, machine)
+    optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
+    recipe = precision.effective_scenario or precision.effective
+    # Once the precision is measured, and in a resumed run, --batch_size auto comes to the same rows again.
+    may_be_bf16 = may_be_either or config.precision.fp8_until < 1
+    size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
+    if size.shards_in_fp8:
+        size = size.changed(fp8_params=True)
+    if machine.gpu_gib is not None:
+        rows = None if resumed is None else resumed["options"]["batch_size"]
+        size, notes = settle_memory(size, machine.gpu_gib, rows)
+    elif config.data.batch_size == AUTO_BATCH_SIZE:
+        raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
+    elif config.model.gradient_checkpointing == "auto":
+        size = size.changed(gradient_checkpointing=0)
+        notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
+    was_bf16 = resumed is not None and not resumed["fingerprint"]["precision"].startswith("fp8")
+    if may_be_either and (measured == "bf16" or was_bf16):
+        size = size.changed(mixed_precision="bf16")
+        precision = resolve_precision(size.config, machine)
+    if is_auto:
+        precision = dataclasses.replace(precision, requested="auto")
+    config = size.config
+    check_machine(config, machine, mode, precision, num_parameters)
+    if config.model.use_te:
+        with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
+            check_te_decoder(config, te_llama.decoder_spec(hf_config), num_shards(mode, ranks))
+    if ranks.world_size > 1:
+        notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
+    return Settled(
+        config=config,
+        machine=machine,
+        hf_config=hf_config,
+        precision=precision,
+        mode=mode,
+        optimizer_kind=optimizer_kind,
+        size=size,
+        num_asked_micro_batches=asked.optim.gradient_accumulation_steps,
+        measures_precision=may_be_either and resumed is None and measured is None,
+        notes=tuple(notes),
+    )
+
+
+def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
+    """The precision that runs on a machine, with the reason where it is not the one of `config`; `UserError` where
+    there is none.
+    """
+    options = config.precision
+    requested = options.mixed_precision or ("bf16" if machine.has_bf16 else "no")
+    if requested != "fp8":
+        if requested == "fp16" and machine.gpu is None:
+            raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
+        return PrecisionPlan(requested=requested, effective=requested)
+    wanted, fallback = chosen(options.fp8_scenario, options.fp8_backend), None
+    # torchao's recipes need no fallback: all run on every GPU with fp8, and on a CPU, emulated, by torchao alone.
+    if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend == "te"):
+        where = machine.gpu or "no CUDA GPU"
+        raise UserError(
+            f"--mixed_precision fp8 needs a GPU of compute capability 8.9 or later; found {where}. Use bf16."
+        )
+    effective = wanted
+    if options.fp8_backend == "te" and wanted in machine.lacking:
+        others = ", ".join(name for name in recipe_names("te") if name not in machine.lacking)
+        where = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
+        fallback = f"{wanted} is not available on {where}: {machine.lacking[wanted]} Available here: {others}."
+        if options.fp8_strict:
+            raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
+        effective = DEFAULTS["te"]
+    return PrecisionPlan(
+        requested="fp8",
+        effective="fp8",
+        requested_scenario=options.fp8_scenario,
+        effective_scenario=effective,
+        fallback_reason=fallback,
+        backend=options.fp8_backend,
+    )

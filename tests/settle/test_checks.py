@@ -1,0 +1,124 @@
+"""What a machine, a launch or a model does not allow, and what a run comes to on machines that are assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from transformers import LlamaConfig
+
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.settle.checks import check_te_decoder
+from llm_fp8.settle.machine import Machine, assume
+from llm_fp8.settle.settle import Settled, settle
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+from te_llama import decoder_spec
+
+FP8 = "--mixed_precision fp8 --use_te "
+GRAPHS = "--cuda_graphs --use_te --mixed_precision bf16 "
+FP8_PARAMS = "--mixed_precision=fp8 --use_te --fp8_params"
+TWO_HOSTS = LaunchRanks(world_size=4, local_world_size=2, launched=True)
+ONE_HOST = LaunchRanks(world_size=2, local_world_size=2, launched=True)
+B200 = assume(LaunchRanks(), "B200", 178.0, (10, 0))
+ONE, FOUR, CPU = assume(LaunchRanks()), assume(TWO_HOSTS), Machine()
+LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
+
+
+def settled(words: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:
+    return settle(parse_config(words.split(), parallel=True), model, machine)
+
+
+@pytest.mark.parametrize(
+    ("words", "decoder", "num_shards", "named"),
+    [
+        ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, 4, "--context_parallel_size"),
+        ("--use_te --cuda_graphs", {"attention_dropout": 0.1}, 4, "--cuda_graphs"),
+        (FP8_PARAMS, {}, 7, "--fp8_params"),
+    ],
+)
+def test_what_a_decoder_cannot_do(words, decoder, num_shards, named):
+    config = parse_config(words.split(), parallel=True)
+    spec = decoder_spec(LLAMA)
+    check_te_decoder(config, spec, num_shards=4)
+    with pytest.raises(UserError, match=named):
+        check_te_decoder(config, dataclasses.replace(spec, **decoder), num_shards)
+
+
+REFUSED: list[tuple[str, Machine, str]] = [
+    ("--use_te", CPU, "--use_te"),
+    ("--certify", CPU, "--certify"),
+    ("--mixed_precision fp8", CPU, "--mixed_precision fp8"),
+    ("--mixed_precision fp8", assume(LaunchRanks(), "A100", 79.1, (8, 0)), "--mixed_precision fp8"),
+    ("--mixed_precision fp16", CPU, "--mixed_precision fp16"),
+    (FP8 + "--fp8_scenario mxfp8 --fp8_strict", ONE, "--fp8_scenario mxfp8 with --fp8_strict"),
+    ("--batch_size auto", CPU, "--batch_size auto"),
+    ("--optimizer adamw_master --mixed_precision no", ONE, "--optimizer adamw_master"),
+    ("--optimizer adamw_8bit --sharding_mode deepspeed_2", FOUR, "--optimizer adamw_8bit"),
+    ("--offload_optimizer 1", CPU, "--offload_optimizer"),
+    ("--offload_optimizer 1 --mixed_precision no", ONE, "--offload_optimizer"),
+    ("--offload_optimizer 1", dataclasses.replace(ONE, host_free_gib=1e-5), "--offload_optimizer 1 takes"),
+    (GRAPHS.replace("bf16", "no"), ONE, "--cuda_graphs"),
+    (GRAPHS + "--optimizer adamw_fp32", ONE, "--cuda_graphs"),
+    (GRAPHS + "--gradient_accumulation_steps 2 --no_merge_micro_batches --sharding_mode fsdp_full", FOUR, "one micro"),
+    (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
+    ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
+    (
+        "--sharding_mode fsdp_hybrid",
+        assume(LaunchRanks(world_size=2, local_world_size=2, launched=True)),
+        "fsdp_hybrid",
+    ),
+    ("--use_te --context_parallel_size 3 --max_seq_length 1152 --sharding_mode fsdp_full", FOUR, "3"),
+    ("--use_te --context_parallel_size 2 --sharding_mode fsdp_full --mixed_precision no", FOUR, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("words", "machine", "named"), REFUSED)
+def test_what_this_machine_or_launch_cannot_do(words, machine, named):
+    with pytest.raises(UserError, match=named):
+        settled(words, machine)
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "precision", "mode", "optimizer"),
+    [
+        ("", CPU, "no", "single", "adamw_fp32"),
+        ("", ONE, "bf16", "single", "adamw_master"),
+        (FP8, ONE, "fp8 delayed", "single", "adamw_master"),
+        (FP8 + "--fp8_scenario mxfp8", ONE, "fp8 delayed", "single", "adamw_master"),
+        (
+            FP8 + "--fp8_scenario mxfp8",
+            assume(LaunchRanks(), "B200", 178.0, (10, 0)),
+            "fp8 mxfp8",
+            "single",
+            "adamw_master",
+        ),
+        ("--mixed_precision auto", CPU, "bf16", "single", "adamw_fp32"),
+        (GRAPHS, FOUR, "bf16", "ddp", "adamw_master"),
+        ("--sharding_mode fsdp_hybrid", FOUR, "bf16", "fsdp_hybrid", "adamw_master"),
+        ("--use_te --context_parallel_size 4 --sharding_mode fsdp_full", FOUR, "bf16", "fsdp_full", "adamw_master"),
+        ("--sharding_mode deepspeed_2", FOUR, "bf16", "deepspeed_2", "adamw_fp32"),
+    ],
+)
+def test_what_a_run_comes_to(words, machine, precision, mode, optimizer):
+    run = settled(words, machine)
+    assert (run.precision.name.replace("fp32", "no"), run.mode, run.optimizer_kind) == (precision, mode, optimizer)
+    assert bool(run.precision.fallback_reason) == (machine is ONE and "mxfp8" in words)
+
+
+def test_auto_measures_both_and_keeps_its_micro_batches():
+    words = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
+    model = load_config(resolve_source(parse_config(["--model_name=Llama-3.2-1B", "--random_init"]).model))
+    asked = parse_config(words.split())
+    open_run = settle(asked, model, ONE)
+    assert open_run.measures_precision and open_run.precision.requested == "auto"
+    for measured, name in (("bf16", "bf16"), ("fp8", "fp8 delayed")):
+        run = settle(asked, model, ONE, measured=measured)
+        assert not run.measures_precision and run.precision.name == name
+        assert run.config.data == open_run.config.data and run.config.optim == open_run.config.optim
+        resumed = {"fingerprint": {"precision": name}, "options": {"batch_size": 2}}
+        run = settle(asked, model, ONE, resumed)
+        assert not run.measures_precision and run.precision.name == name
+        assert (run.config.data.batch_size, run.config.optim.gradient_accumulation_steps) == (2, 4)
+    assert asked == parse_config(words.split()), "nothing rewrites what was asked"
